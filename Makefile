@@ -1,0 +1,44 @@
+# Everything runs in .venv, which the first target that needs it makes. Set PYTHON to choose the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-gpu lint typecheck format check docs clean
+
+demo: $(STAMP)  ## capture and benchmark the reference decoder, and print both reports
+	$(BIN)/cgplan capture --config configs/decoder_cpu.yaml
+	$(BIN)/cgplan bench --config configs/decoder_cpu.yaml
+
+test: $(STAMP)  ## all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: $(STAMP)  ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(STAMP)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint typecheck  ## what every commit passes
+
+docs: $(STAMP)  ## write the config reference anew from the models
+	$(BIN)/cgplan schema --format markdown > docs/config-reference.md
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+
+# torch is pinned in constraints.txt: on a machine without a GPU that version has a CPU wheel.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("cgplan needs Python 3.11 or newer, found " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers]'
+	@touch $(STAMP)

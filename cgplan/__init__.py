@@ -1,0 +1,104 @@
+"""cgplan: a declarative planner for CUDA graphs.
+
+YAML config -> plan -> capture -> dispatch and replay -> reports. What needs torch is loaded on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cgplan.version import __version__
+
+if TYPE_CHECKING:
+    from cgplan.config import CompilationConfig, Config, Input, load_config
+    from cgplan.descriptors import BatchDescriptor
+    from cgplan.errors import (
+        BackendError,
+        CaptureError,
+        CaptureMemoryError,
+        CgplanError,
+        ConfigError,
+        ConfigFileError,
+        DispatchMissError,
+        HostSyncError,
+        InputError,
+        ModeError,
+        ModelError,
+        OutputPathError,
+        OutputShapeError,
+        PlanError,
+        ReportError,
+        SealedError,
+    )
+    from cgplan.modes import AttentionSupport, CUDAGraphMode
+    from cgplan.planning import CudagraphDispatcher, Plan, build_plan
+    from cgplan.runtime.api import capture
+    from cgplan.runtime.bench import bench
+    from cgplan.runtime.context import forward_context, get_forward_context
+    from cgplan.runtime.runner import GraphRunner
+    from cgplan.runtime.session import CaptureSession
+    from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+
+__all__ = [
+    "AttentionSupport",
+    "BackendError",
+    "BatchDescriptor",
+    "CUDAGraphEntry",
+    "CUDAGraphMode",
+    "CUDAGraphOptions",
+    "CUDAGraphWrapper",
+    "CaptureError",
+    "CaptureMemoryError",
+    "CaptureSession",
+    "CgplanError",
+    "CompilationConfig",
+    "Config",
+    "ConfigError",
+    "ConfigFileError",
+    "CudagraphDispatcher",
+    "DispatchMissError",
+    "GraphRunner",
+    "HostSyncError",
+    "Input",
+    "InputError",
+    "ModeError",
+    "ModelError",
+    "OutputPathError",
+    "OutputShapeError",
+    "Plan",
+    "PlanError",
+    "ReportError",
+    "SealedError",
+    "__version__",
+    "bench",
+    "build_plan",
+    "capture",
+    "forward_context",
+    "get_forward_context",
+    "load_config",
+]
+
+_HOMES = {
+    "cgplan.config": ("CompilationConfig", "Config", "Input", "load_config"),
+    "cgplan.descriptors": ("BatchDescriptor",),
+    "cgplan.modes": ("AttentionSupport", "CUDAGraphMode"),
+    "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
+    "cgplan.runtime.api": ("capture",),
+    "cgplan.runtime.bench": ("bench",),
+    "cgplan.runtime.context": ("forward_context", "get_forward_context"),
+    "cgplan.runtime.runner": ("GraphRunner",),
+    "cgplan.runtime.session": ("CaptureSession",),
+    "cgplan.runtime.wrapper": ("CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name, "cgplan.errors" if name in __all__ else None)
+    if home is None:
+        raise AttributeError(f"module 'cgplan' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

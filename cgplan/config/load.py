@@ -1,0 +1,266 @@
+"""From a YAML file to a Config: parsing, overrides, and messages that point at the line."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cgplan.config.schema import Config
+from cgplan.errors import ConfigError, ConfigFileError
+
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A Config, and where each of its values came from.
+
+    Attributes:
+        config: The validated configuration.
+        origins: Dotted path of each given value -> ``file.yaml:12`` or ``--set``; other values are defaults.
+        base_dir: Folder against which file targets are resolved.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+    base_dir: Path
+
+    def origin(self, path: str) -> str:
+        """Where the value at a dotted path came from; values inside a given section count as given with it."""
+        while path not in self.origins and "." in path:
+            path = path.rpartition(".")[0]
+        return self.origins.get(path, "default")
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file.
+
+    Args:
+        path: YAML file.
+        overrides: ``dotted.key=value`` pairs, the value in YAML; they win over the file.
+
+    Raises:
+        ConfigFileError: the file is missing, unreadable or not YAML.
+        ConfigError: an unknown key, a wrong type, or values that contradict each other.
+    """
+    return read_config(path, overrides).config
+
+
+def read_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """As load_config, and keeps the origin of each value."""
+    path = Path(path)
+    data, lines = _parse(_read(path), path)
+    named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}  # a list is one value
+    origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
+    for text in overrides:
+        dotted = _override(data, text)
+        for stale in [key for key in origins if key == dotted or key.startswith(f"{dotted}.")]:
+            del origins[stale]
+        origins[dotted] = "--set"
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(
+            _joined(f"{path}: ", _messages(error, data, lines, origins)),
+            remedy=_remedy(error),
+        ) from None
+    return LoadedConfig(config, {k: v for k, v in origins.items() if _is_leaf(k, origins)}, path.resolve().parent)
+
+
+def validate_config(data: Mapping[str, Any]) -> Config:
+    """Config from a mapping, with cgplan's error messages. Raises ConfigError."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_joined("configuration: ", _messages(error, data, {}, {})), remedy=_remedy(error)) from None
+
+
+def _joined(head: str, messages: Sequence[str]) -> str:
+    return head + (messages[0] if len(messages) == 1 else "".join(f"\n  - {m}" for m in messages))
+
+
+def _is_leaf(key: str, origins: Mapping[str, str]) -> bool:
+    return not any(other.startswith(f"{key}.") for other in origins)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=1)
+        hint = f"Did you mean {folder / near[0]}? " if near else ""
+        raise ConfigFileError(
+            f"no such file: {path}", remedy=f"{hint}`cgplan init` writes a starting configuration."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"cannot read {path}: {error}", remedy="Give a readable UTF-8 YAML file.") from None
+
+
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
+    """The document and the line (from 1) of each key; one pass over the YAML nodes gives both."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        lines = dict(_lines(node, (), path)) if node is not None else {}
+        data = loader.construct_document(node) if node is not None else {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigFileError(
+            f"{path}{where}: not valid YAML: {error.problem or error.context}",
+            remedy="Check the indentation and the quotes at that line and column.",
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"{path}: not valid YAML: {error}", remedy="Give a UTF-8 YAML file.") from None
+    if not isinstance(data, dict):
+        raise ConfigFileError(
+            f"{path}: the file holds a {type(data).__name__}, not a mapping",
+            remedy="Start with keys such as `model:` and `compilation:`; `cgplan init` writes an example.",
+        )
+    return data, lines
+
+
+def _lines(
+    node: yaml.Node, path: Path_, file: Path, open_: frozenset[int] = frozenset()
+) -> Iterator[tuple[Path_, int]]:
+    if id(node) in open_:  # an alias that contains itself
+        raise ConfigFileError(f"{file}:{node.start_mark.line + 1}: an alias refers to itself", remedy="Remove it.")
+    open_ |= {id(node)}
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[object, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise ConfigFileError(
+                    f"{file}:{line}: the key {key.value!r} stands twice (first in line {seen[key.value]})",
+                    remedy="Keep one of them.",
+                )
+            seen[key.value] = line
+            yield (*path, key.value), line
+            yield from _lines(value, (*path, key.value), file, open_)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*path, index), item.start_mark.line + 1
+            yield from _lines(item, (*path, index), file, open_)
+
+
+def _override(data: dict[str, Any], text: str) -> str:
+    """Apply one ``dotted.key=value`` to the parsed document; returns the dotted key."""
+    dotted, equals, value = text.partition("=")
+    dotted = dotted.strip()
+    if not equals or not all(dotted.split(".")):
+        raise ConfigError(
+            f"--set {text!r} is not of the form key=value",
+            remedy="Write a dotted key, as in --set compilation.cudagraph_mode=FULL.",
+        )
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {dotted}: the value is not YAML: {error}", remedy="Quote the value.") from None
+    *parents, last = dotted.split(".")
+    at = data
+    for parent in parents:
+        below = at.setdefault(parent, {})
+        if below is None:
+            below = at[parent] = {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {dotted}: {parent} is not a section", remedy="Check the dotted key.")
+        at = below
+    at[last] = parsed
+    return dotted
+
+
+def _messages(error: ValidationError, data: Any, lines: Mapping[Path_, int], origins: Mapping[str, str]) -> list[str]:
+    """One message a key; the several complaints of a union about one value are joined."""
+    by_path: dict[Path_, list[ErrorDetails]] = {}
+    for detail in error.errors():
+        by_path.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)
+    deepest = [p for p in by_path if not any(other[: len(p)] == p and other != p for other in by_path)]
+    return [
+        _message(path, details, lines, origins)
+        for path, details in by_path.items()
+        if path in deepest or any(d["type"] == "value_error" for d in details)
+    ]
+
+
+def _real_path(loc: Path_, data: Any, kind: str) -> Path_:
+    """pydantic's location without the names of union members that it mixes in."""
+    real: list[str | int] = []
+    for part in loc:
+        if (isinstance(data, dict) and part in data) or (
+            isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        ):
+            real.append(part)
+            data = data[part]  # type: ignore[index]
+        elif isinstance(data, dict) and kind == "missing":
+            real.append(part)
+            break
+    return tuple(real)
+
+
+def _message(
+    path: Path_, details: Sequence[ErrorDetails], lines: Mapping[Path_, int], origins: Mapping[str, str]
+) -> str:
+    dotted = ".".join(map(str, path))
+    at = path
+    while at and at not in lines:
+        at = at[:-1]
+    above = (".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1))
+    overridden = any(origins.get(name) == "--set" for name in above)
+    where = "--set " if overridden else f"line {lines[at]}: " if at in lines else ""
+    detail = next((d for d in details if d["type"] == "value_error"), details[0])
+    if detail["type"] == "extra_forbidden":
+        return f"{where}unknown key {dotted!r}{_nearest(path)}"
+    if detail["type"] == "missing":
+        return f"{where}{dotted!r} is missing"
+    if detail["type"] == "value_error":
+        return f"{where}{dotted + ': ' if dotted else ''}{detail['msg'].removeprefix('Value error, ')}"
+    texts = dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details)
+    return f"{where}{dotted}: found {detail['input']!r}, expected {' or '.join(texts)}"
+
+
+def _nearest(path: Path_) -> str:
+    *parents, name = path
+    fields = _fields(parents)
+    near = difflib.get_close_matches(str(name), fields, n=1)
+    if near:
+        return f" (did you mean {near[0]!r}?)"
+    for section, info in Config.model_fields.items():  # a right key in the wrong place
+        model = _model_in(info.annotation)
+        if model and "dict" not in str(info.annotation) and name in model.model_fields:
+            return f" (it belongs under {section!r})"
+    return f" (allowed here: {', '.join(fields)})" if fields else ""
+
+
+def _fields(parents: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] | None = Config
+    annotation: Any = None
+    for parent in parents:
+        if model is not None and parent in model.model_fields:
+            annotation = model.model_fields[str(parent)].annotation
+            model = None if typing.get_origin(annotation) is dict else _model_in(annotation)
+        else:
+            model = _model_in(annotation)
+    return list(model.model_fields) if model else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model that an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None`` mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+
+
+def _remedy(error: ValidationError) -> str:
+    if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
+        return "Correct or remove the key; docs/config-reference.md lists all, `cgplan schema` gives editor completion."
+    return "Correct the value; docs/config-reference.md says what each key holds."

@@ -1,0 +1,278 @@
+"""What the user asks for: the models behind the YAML file. Frozen; unknown keys are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+
+from cgplan.config.shapes import Dim
+from cgplan.errors import ConfigError
+from cgplan.modes import AttentionSupport, CUDAGraphMode
+
+DType = Literal[
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+]  # fmt: skip
+LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
+Symbol = Literal["num_tokens", "num_reqs"]
+
+
+def _enum_by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> Any:
+    """Annotation for an enum that YAML writes by name, in any case."""
+
+    def parse(value: object) -> object:
+        try:
+            return enum.parse(value)
+        except ConfigError as error:  # pydantic collects ValueErrors and adds the key's path
+            raise ValueError(f"{error.message}. {error.remedy}") from None
+
+    names = [member.name for member in enum]
+    return Annotated[
+        enum,
+        BeforeValidator(parse),
+        PlainSerializer(lambda member: member.name, return_type=str),
+        WithJsonSchema({"enum": names, "type": "string"}),
+    ]
+
+
+def _dtype_name(value: object) -> object:
+    """``torch.float16`` and ``float16`` alike; torch itself is not needed to plan."""
+    return str(value).removeprefix("torch.") if value is not None else value
+
+
+def _strict_size(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"a capture size must be a whole number, found {value!r}")
+    if value < 1:
+        raise ValueError(f"a capture size must be at least 1, found {value}")
+    return value
+
+
+CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(_strict_size)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+def _check_pad(value: object) -> object:
+    if value != "last" and not isinstance(value, int | float):
+        raise ValueError(f"found {value!r}, expected a number, true, false, or `last`")
+    return value
+
+
+def _check_example(value: object) -> object:
+    pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
+    if value not in (None, "normal", "arange", "spread") and not isinstance(value, int | float) and not pair:
+        raise ValueError(f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]")
+    if pair and value[0] >= value[1]:  # type: ignore[index]
+        raise ValueError(f"found {value!r}: low must be below high")
+    return value
+
+
+def _check_sizes(value: object) -> object:
+    if isinstance(value, str):
+        names = get_args(LadderName)
+        if value not in names:
+            raise ValueError(f"unknown ladder {value!r}; choose one of {', '.join(names)}, or give a list of sizes")
+    elif isinstance(value, list | tuple) and not value:
+        raise ValueError("the list of capture sizes is empty; leave the key out for the vllm ladder")
+    return value
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Input(Section):
+    """A tensor that the model reads: an argument of its forward, or an entry of the forward context's metadata."""
+
+    shape: tuple[Annotated[int, Field(strict=True)] | str, ...] = Field(
+        description="Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, "
+        "or such as `num_reqs + 1` and `2 * num_tokens`; the others are numbers."
+    )
+    dtype: Annotated[DType, BeforeValidator(_dtype_name)] = Field(description="Element type, by torch's name.")
+    pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(_check_pad)] = Field(
+        description="What the padding rows hold: a number, or `last` to repeat the batch's last row "
+        "(for cumulative offsets). There is no default, because 0 is wrong as often as right."
+    )
+    example: Annotated[
+        float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
+        BeforeValidator(_check_example),
+    ] = Field(
+        default=None,
+        description="Values that bench runs on: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all "
+        "elements), `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]` for random "
+        "whole numbers from low to high - 1. Absent: `normal` for floating point, the padding value otherwise.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_as_list(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("shape"), int | str):
+            return {**data, "shape": [data["shape"]]}
+        return data
+
+    @model_validator(mode="after")
+    def _one_symbol(self) -> Input:
+        symbolic = [dim for dim in self.dims if dim.symbol]
+        if len(symbolic) > 1:
+            raise ValueError(f"only one dimension may count rows of the batch, found shape {list(self.shape)}")
+        if self.pad == "last" and not symbolic:
+            raise ValueError("pad: last needs a dimension that counts rows of the batch")
+        integral = not (self.dtype.startswith(("float", "bfloat")))
+        if integral and isinstance(self.pad, float) and not self.pad.is_integer():
+            raise ValueError(f"pad {self.pad} is not a value of dtype {self.dtype}")
+        return self
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The parsed shape."""
+        return tuple(Dim.parse(d) for d in self.shape)
+
+    @property
+    def row_dim(self) -> int | None:
+        """Index of the dimension that counts rows of the batch, None if the input has a fixed shape."""
+        return next((i for i, dim in enumerate(self.dims) if dim.symbol), None)
+
+
+class ModelConfig(Section):
+    """The model that is captured."""
+
+    target: str = Field(
+        description="`package.module:callable` or `path/to/file.py:callable`, called with kwargs; it returns an "
+        "nn.Module or another callable. The word `transformers` builds a Hugging Face causal LM."
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the target.")
+    output_rows: Symbol = Field(
+        default="num_tokens", description="What dimension 0 of each output counts; padding is sliced off there."
+    )
+
+
+class CompilationConfig(Section):
+    """Which graphs are captured, and how a batch that none serves is run."""
+
+    cudagraph_mode: _enum_by_name(CUDAGraphMode) = Field(  # type: ignore[valid-type]
+        default=CUDAGraphMode.FULL,
+        description="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or "
+        "FULL_AND_PIECEWISE (FULL for uniform decode, PIECEWISE for mixed batches).",
+    )
+    cudagraph_capture_sizes: Annotated[
+        tuple[CaptureSize, ...] | LadderName | None,
+        BeforeValidator(_check_sizes),
+    ] = Field(default=None, description="Sizes in tokens, or a ladder's name. Absent: the vllm ladder.")
+    max_cudagraph_capture_size: Count | None = Field(
+        default=None,
+        description="Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most "
+        "max_num_batched_tokens.",
+    )
+    cudagraph_num_of_warmups: CountOrZero = Field(
+        default=1, description="Eager runs of each key on the capture stream before it is captured."
+    )
+    cudagraph_copy_inputs: Flag = Field(
+        default=True,
+        description="true: a call copies its tensors into static buffers that cgplan owns. false: the caller writes "
+        "into the static buffers itself (`runner.buffers(key)`) and passes those views; other tensors are refused.",
+    )
+    cudagraph_specialize_lora: Flag = Field(
+        default=True, description="Capture graphs without adapters beside those with; false: one graph serves both."
+    )
+    splitting_ops: tuple[str, ...] | None = Field(
+        default=None,
+        description="Operators kept out of PIECEWISE segments, as `namespace::name`. Absent: PyTorch's attention "
+        "operators and cgplan::attention; empty: nothing to split at.",
+    )
+    attention_support: _enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
+        default=AttentionSupport.ALWAYS,
+        description="Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH, "
+        "UNIFORM_SINGLE_TOKEN_DECODE or NEVER.",
+    )
+    outputs: Literal["borrow", "clone"] = Field(
+        default="borrow",
+        description="borrow: outputs are views of graph memory, overwritten by the next replay of any graph in the "
+        "pool. clone: outputs are copies.",
+    )
+    on_miss: Literal["eager", "error"] = Field(
+        default="eager", description="What happens to a batch that no graph serves: run it eagerly, or raise."
+    )
+
+    @model_validator(mode="after")
+    def _maximum_agrees(self) -> CompilationConfig:
+        sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
+            raise ValueError(
+                f"max_cudagraph_capture_size is {maximum}, but the largest of cudagraph_capture_sizes is {max(sizes)}; "
+                "remove one of the two"
+            )
+        return self
+
+
+class SchedulerConfig(Section):
+    """Bounds of the batches that the scheduler makes."""
+
+    max_num_seqs: Count = Field(default=256, description="Requests in one batch at most.")
+    max_num_batched_tokens: Count = Field(default=8192, description="Tokens in one batch at most.")
+
+
+class LoRAConfig(Section):
+    """LoRA adapters that a batch may use."""
+
+    max_loras: Count = Field(description="Distinct adapters in one batch at most.")
+    rank: Count = Field(default=16, description="Rank of the adapters; informs the model's builder and reports.")
+    specialize_active_lora: Flag = Field(
+        default=False, description="Capture one graph for each power of two of active adapters up to max_loras."
+    )
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding."""
+
+    num_speculative_tokens: CountOrZero = Field(
+        default=0, description="Draft tokens for each request; the query length of uniform decode is 1 more."
+    )
+
+
+class ReportConfig(Section):
+    """What `cgplan bench` measures."""
+
+    sizes: tuple[CaptureSize, ...] | None = Field(
+        default=None, description="Batch sizes to measure, in tokens. Absent: every captured size."
+    )
+    repeats: Count = Field(default=30, description="Timed calls of each size and way of running.")
+    warmups: CountOrZero = Field(default=3, description="Untimed calls before them.")
+
+
+class Config(Section):
+    """Everything that one YAML file says. `model` and `inputs` may be absent where nothing is captured."""
+
+    model: ModelConfig | None = Field(default=None, description="The model that is captured.")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
+        default="auto", description="`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."
+    )
+    inputs: dict[str, Input] = Field(default_factory=dict, description="Arguments of the model's forward, by name.")
+    metadata: dict[str, Input] = Field(
+        default_factory=dict, description="Tensors that the model reads from the forward context, by name."
+    )
+    compilation: CompilationConfig = Field(default_factory=CompilationConfig, description="Which graphs are captured.")
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="Bounds of a batch.")
+    lora: LoRAConfig | None = Field(default=None, description="LoRA adapters; absent: none.")
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig, description="Speculative decoding.")
+    report: ReportConfig = Field(default_factory=ReportConfig, description="What bench measures.")
+
+    @model_validator(mode="after")
+    def _names(self) -> Config:
+        twice = sorted(set(self.inputs) & set(self.metadata))
+        if twice:
+            raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
+        reserved = sorted({"uniform_decode", "num_active_loras"} & (set(self.inputs) | set(self.metadata)))
+        if reserved:
+            raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")
+        return self
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of each request in a uniform decode batch: 1 + num_speculative_tokens."""
+        return 1 + self.speculative.num_speculative_tokens

@@ -1,0 +1,135 @@
+"""Everything that can go wrong, on one screen.
+
+::
+
+    CgplanError                    1   base of all; never raised itself
+    ├── ConfigError                3   the configuration says something that cannot be
+    │   └── ConfigFileError        4   ... or its file cannot be read or parsed
+    ├── PlanError                  5   no plan follows from the configuration
+    │   └── ModeError              6   ... because the model's attention does not support the mode
+    ├── ModelError                 7   the model's target does not import, is not callable, or failed
+    ├── InputError                 8   a call with a wrong name, shape, dtype, device or number of rows
+    ├── BackendError               9   the device that was asked for is not there, or lacks a feature
+    ├── CaptureError              10   a graph could not be captured
+    │   ├── HostSyncError         11   ... because an operator needs the host
+    │   ├── CaptureMemoryError    12   ... because memory ran out
+    │   ├── OutputShapeError      13   ... because an output does not have the batch dimension
+    │   └── SealedError           14   ... because the runner is sealed and no session is open
+    ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
+    ├── ReportError               16   a saved file is not a report or plan that this version reads
+    └── OutputPathError           17   the output path cannot be written
+
+Exit code 2 is the command line's own (wrong options). Each error carries a remedy: what to do
+about it, in one or two sentences. Only the command line turns an error into an exit code.
+"""
+
+from typing import ClassVar
+
+
+class CgplanError(Exception):
+    """Base of all errors that cgplan raises on purpose.
+
+    Args:
+        message: What is wrong: file, key and line where there are any, what was found, what is allowed.
+        remedy: What the user can do about it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message
+
+
+class ConfigError(CgplanError):
+    """The configuration holds an unknown key, a wrong type, or values that contradict each other."""
+
+    exit_code = 3
+
+
+class ConfigFileError(ConfigError):
+    """The configuration file is missing, unreadable, or not YAML."""
+
+    exit_code = 4
+
+
+class PlanError(CgplanError):
+    """No plan follows from the configuration: no capture size is left, say."""
+
+    exit_code = 5
+
+
+class ModeError(PlanError):
+    """The model's attention does not support the cudagraph mode that was asked for."""
+
+    exit_code = 6
+
+
+class ModelError(CgplanError):
+    """The model's target does not import, is not callable, or failed while it was built or run."""
+
+    exit_code = 7
+
+
+class InputError(CgplanError):
+    """A batch does not match the declared inputs; raised before anything is launched."""
+
+    exit_code = 8
+
+
+class BackendError(CgplanError):
+    """The device that was asked for is not available, or lacks a feature."""
+
+    exit_code = 9
+
+
+class CaptureError(CgplanError):
+    """A graph could not be captured. What the session had captured has been freed."""
+
+    exit_code = 10
+
+
+class HostSyncError(CaptureError):
+    """An operator inside the captured region needs the host; names it and the user's source line."""
+
+    exit_code = 11
+
+
+class CaptureMemoryError(CaptureError):
+    """Memory ran out during capture; names the key, what was free, and what to lower."""
+
+    exit_code = 12
+
+
+class OutputShapeError(CaptureError):
+    """An output of the model does not have the batch dimension first, so padding cannot be sliced off."""
+
+    exit_code = 13
+
+
+class SealedError(CaptureError):
+    """A capture was asked for outside a session, after the runner was sealed."""
+
+    exit_code = 14
+
+
+class DispatchMissError(CgplanError):
+    """No captured graph serves the batch, and ``compilation.on_miss`` is ``error``."""
+
+    exit_code = 15
+
+
+class ReportError(CgplanError):
+    """A saved file is not a report or plan, or has a schema version that this cgplan does not read."""
+
+    exit_code = 16
+
+
+class OutputPathError(CgplanError):
+    """The output path cannot be written."""
+
+    exit_code = 17

@@ -1,0 +1,82 @@
+"""How batches are run: CUDA graph modes, and what a model's attention can be captured in."""
+
+from __future__ import annotations
+
+import difflib
+from enum import Enum, IntEnum
+from typing import Any
+
+from cgplan.errors import ConfigError
+
+
+def _parse(kind: str, members: dict[str, Any], value: object) -> Any:
+    """Member of an enum by name in any case; an unknown name is answered with the nearest one."""
+    name = str(value).strip().upper()
+    if name in members:
+        return members[name]
+    near = difflib.get_close_matches(name, members, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"unknown {kind} {value!r}", remedy=f"{hint}Choose one of {', '.join(members)}.")
+
+
+class CUDAGraphMode(Enum):
+    """Which graphs run a batch. The first three are runtime modes; the last two pair one for
+    uniform decode batches with one for mixed batches.
+    """
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (2, 0)
+    FULL_AND_PIECEWISE = (2, 1)
+
+    @classmethod
+    def parse(cls, value: object) -> CUDAGraphMode:
+        """Mode by name, in any case. Raises ConfigError with the nearest valid name."""
+        if isinstance(value, cls):
+            return value
+        return _parse("cudagraph_mode", dict(cls.__members__), value)  # type: ignore[no-any-return]
+
+    def separate_routine(self) -> bool:
+        """Whether uniform decode batches have graphs of their own."""
+        return isinstance(self.value, tuple)
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """Runtime mode of uniform decode batches."""
+        return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """Runtime mode of mixed batches."""
+        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
+
+    def has_mode(self, mode: CUDAGraphMode) -> bool:
+        """Whether this mode runs some batches in the runtime mode ``mode``."""
+        return mode in (self.decode_mode(), self.mixed_mode())
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+
+
+class AttentionSupport(IntEnum):
+    """Batches for which the model's attention can stand inside a graph, from none to all."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+    @classmethod
+    def parse(cls, value: object) -> AttentionSupport:
+        """Level by name, in any case. Raises ConfigError with the nearest valid name."""
+        if isinstance(value, cls):
+            return value
+        return _parse("attention_support", dict(cls.__members__), value)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+__all__ = ["RUNTIME_MODES", "AttentionSupport", "CUDAGraphMode"]
