@@ -1,0 +1,136 @@
+"""The backend protocol: what cgplan needs of a device to capture and replay graphs.
+
+Note [Lifetimes]
+    A pool outlives its graphs: it is released when the last graph captured into it is reset. Tensors made during a
+    capture live in the pool. While somebody holds such a tensor its block is taken; once it is dropped the block is
+    free for the next capture into the same pool, and a replay of either graph overwrites it. `borrow` gives a tensor
+    on that memory that does not hold the block. Static buffers are allocated outside the pool and belong to the runner.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Pool = Any
+Graph = Any
+Feature = Literal["node_count", "borrow", "driver_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Memory of a device, in bytes.
+
+    Attributes:
+        free: Not taken by anybody; None where the system does not say.
+        total: Installed.
+        reserved: Held by the allocator of this process (on the tape: by its pools).
+    """
+
+    free: int | None
+    total: int
+    reserved: int
+
+
+class GraphBackend(ABC):
+    """Captures what a function launches on a device, and replays it.
+
+    Attributes:
+        name: ``cuda``, or ``cpu (tape)``; reports show it beside every figure.
+        device: Where tensors live.
+    """
+
+    name: str
+    device: torch.device
+
+    @abstractmethod
+    def new_pool(self) -> Pool:
+        """A private memory pool for captured tensors, empty until the first capture."""
+
+    @abstractmethod
+    def pool_bytes(self, pool: Pool) -> int:
+        """Bytes that the pool has reserved, whether its blocks are taken or free."""
+
+    @abstractmethod
+    def new_graph(self, pool: Pool) -> Graph:
+        """An empty graph that will capture into ``pool``."""
+
+    @abstractmethod
+    def begin(self, graph: Graph) -> None:
+        """Start capturing in this thread; inside ``session``."""
+
+    @abstractmethod
+    def end(self, graph: Graph) -> None:
+        """Stop capturing and make the graph ready to replay. Raises CaptureError if the capture is not valid."""
+
+    @abstractmethod
+    def abort(self, graph: Graph) -> None:
+        """Stop a capture that failed and free what it took; the device works as before."""
+
+    @abstractmethod
+    def replay(self, graph: Graph) -> None:
+        """Run the graph on the memory that it was captured with. On CUDA it is queued on the current stream."""
+
+    @abstractmethod
+    def reset(self, graph: Graph) -> None:
+        """Free the graph. The last reset of a pool makes the pool's memory free."""
+
+    @abstractmethod
+    def num_nodes(self, graph: Graph) -> int | None:
+        """Kernel nodes of the graph (tape: operators); None where they cannot be counted."""
+
+    @abstractmethod
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without holding its block, see Note [Lifetimes]. Returns ``tensor`` itself where the
+        device cannot do that: the memory is then held, not reused.
+        """
+
+    @abstractmethod
+    def memory(self) -> MemoryReading:
+        """Memory of the device now."""
+
+    @abstractmethod
+    def session(self) -> AbstractContextManager[None]:
+        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
+
+        A session inside a session is part of it.
+        """
+
+    @abstractmethod
+    def supports(self, feature: Feature) -> bool:
+        """Whether this device can tell or do that."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued."""
+
+    @abstractmethod
+    def release_cached(self) -> None:
+        """Give memory that the allocator holds but does not use back to the device."""
+
+    @abstractmethod
+    def time_calls(
+        self, call: Callable[[], object], repeats: int, *, queued: bool = False
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Device and host microseconds of each of ``repeats`` calls.
+
+        Device time runs until the device has finished the call: from when the idle device was handed the call, or,
+        ``queued``, from when it had finished the call before (the host runs ahead as far as it can). Host time runs
+        until the call returned, which on CUDA is before the device has finished.
+        """
+
+    @contextmanager
+    def capturing(self, graph: Graph) -> Iterator[None]:
+        """``begin`` and ``end`` around a block, ``abort`` if it raises."""
+        self.begin(graph)
+        try:
+            yield
+        except BaseException:
+            self.abort(graph)
+            raise
+        self.end(graph)

@@ -1,0 +1,160 @@
+"""Static buffers: the memory that graphs read their inputs from. Owned by the runner, outside the graph pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from cgplan.config import Dim, Input
+from cgplan.errors import InputError
+
+
+def torch_dtype(spec: Input) -> torch.dtype:
+    """The torch dtype that an input declares."""
+    return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True, eq=False)
+class StaticBuffer:
+    """One input's memory for the largest batch.
+
+    Attributes:
+        spec: The declaration.
+        tensor: The memory; its address never changes.
+        rows: How its rows follow from the batch, None for a fixed shape.
+        filled: Rows from here on hold the padding value.
+    """
+
+    spec: Input
+    tensor: torch.Tensor
+    row_dim: int | None
+    rows: Dim | None
+    filled: int = 0
+    _views: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device) -> StaticBuffer:
+        """Memory for a batch of that size, all padding."""
+        shape = [dim.size(num_tokens, num_reqs) for dim in spec.dims]
+        start = 0 if spec.pad == "last" else spec.pad
+        tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start)
+        row_dim = spec.row_dim
+        return cls(spec, tensor, row_dim, None if row_dim is None else spec.dims[row_dim])
+
+    def view(self, rows: int) -> torch.Tensor:
+        """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept."""
+        if self.row_dim is None:
+            return self.tensor
+        view = self._views.get(rows)
+        if view is None:
+            view = self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
+        return view
+
+    def pad(self, rows: int, padded_rows: int) -> None:
+        """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch reached."""
+        if self.row_dim is None:
+            return
+        if self.spec.pad == "last":
+            if padded_rows > rows > 0:
+                tail = self.tensor.narrow(self.row_dim, rows, padded_rows - rows)
+                tail.copy_(self.tensor.narrow(self.row_dim, rows - 1, 1))
+        elif self.filled > rows:
+            self.tensor.narrow(self.row_dim, rows, self.filled - rows).fill_(self.spec.pad)
+        self.filled = rows
+
+
+class StaticBuffers:
+    """All inputs and metadata of a model, for the largest batch that is captured.
+
+    Args:
+        specs: Declarations by name.
+        num_tokens: Tokens of the largest batch.
+        num_reqs: Requests of the largest batch.
+        device: Where the memory lies.
+    """
+
+    def __init__(self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device) -> None:
+        self.buffers = {name: StaticBuffer.allocate(spec, num_tokens, num_reqs, device) for name, spec in specs.items()}
+        self._storages = {b.tensor.untyped_storage().data_ptr() for b in self.buffers.values()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.tensor.nbytes for b in self.buffers.values())
+
+    def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
+        """What a graph for this batch reads: views of the first rows of each buffer, by name."""
+        return {
+            name: buffer.view(buffer.rows.size(num_tokens, num_reqs) if buffer.rows else 0)
+            for name, buffer in self.buffers.items()
+        }
+
+    def stage(self, values: Mapping[str, torch.Tensor], num_tokens: int, num_reqs: int, *, copy: bool) -> None:
+        """Bring a batch in, and padding behind it.
+
+        Args:
+            values: The batch by name, checked and unpadded. A tensor that is the buffer's own view stays as it is.
+            num_tokens, num_reqs: The batch that it is padded to.
+            copy: Whether tensors from elsewhere are copied in; False: they are refused with an InputError.
+        """
+        targets, sources, counts = [], [], []
+        for name, buffer in self.buffers.items():
+            value = values[name]
+            rows = 0 if buffer.row_dim is None else value.shape[buffer.row_dim]
+            counts.append(rows)
+            target = buffer.view(rows)
+            if value.data_ptr() == target.data_ptr() and value.stride() == target.stride():
+                continue
+            if not copy:
+                raise InputError(
+                    f"input {name!r} does not lie in its static buffer, and cudagraph_copy_inputs is false",
+                    remedy="Write into the tensors of runner.input_views(...), or set cudagraph_copy_inputs: true.",
+                )
+            ours = value.untyped_storage().data_ptr() in self._storages  # copies below may overwrite what is read
+            targets.append(target)
+            sources.append(value.clone() if ours else value)
+        with torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            for buffer, rows in zip(self.buffers.values(), counts, strict=True):
+                buffer.pad(rows, buffer.rows.size(num_tokens, num_reqs) if buffer.rows else 0)
+
+
+def example_batch(
+    specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """A batch as the `example` keys declare it, for warm-up and bench.
+
+    Args:
+        specs: Declarations by name.
+        num_tokens: Tokens of the batch.
+        num_reqs: Requests of the batch.
+        device: Where the tensors are made.
+        seed: Of the random values; equal seeds give equal batches.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        name: _example(spec, [d.size(num_tokens, num_reqs) for d in spec.dims], num_tokens, num_reqs, device, generator)
+        for name, spec in specs.items()
+    }
+
+
+def _example(
+    spec: Input, shape: list[int], num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    dtype, example = torch_dtype(spec), spec.example
+    if example is None:
+        example = "normal" if dtype.is_floating_point else 0 if spec.pad == "last" else spec.pad
+    if isinstance(example, tuple):
+        return torch.randint(*example, shape, dtype=torch.int64, device=device, generator=generator).to(dtype)
+    if example == "normal":
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
+    if example == "arange":
+        count = torch.Size(shape).numel()
+        return torch.arange(count, device=device).reshape(shape).to(dtype)
+    if example == "spread":
+        rows = torch.arange(shape[spec.row_dim or 0], device=device)
+        return (rows * num_tokens // max(num_reqs, 1)).clamp(max=num_tokens).to(dtype).reshape(shape)
+    return torch.full(shape, example, dtype=dtype, device=device)

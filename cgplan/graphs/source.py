@@ -1,0 +1,36 @@
+"""Which line of the user's code is to blame."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_PACKAGE = Path(__file__).parents[1]
+_MACHINERY = (str(Path(torch.__file__).parent), str(_PACKAGE / "graphs"), str(_PACKAGE / "runtime"), "<")
+
+
+def current_line() -> str:
+    """``file:line: source`` of the innermost frame that is neither torch's nor cgplan's machinery."""
+    return _first(_stack())
+
+
+def raising_line(tb: TracebackType | None) -> str:
+    """The same for the point where an exception was raised."""
+    return _first((frame.f_code.co_filename, line) for frame, line in reversed(list(traceback.walk_tb(tb))))
+
+
+def _stack() -> Iterator[tuple[str, int]]:
+    return ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(2)))
+
+
+def _first(places: Iterator[tuple[str, int]]) -> str:
+    for name, line in places:
+        if not name.startswith(_MACHINERY) and not name.endswith("/contextlib.py"):
+            return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
+    return "an unknown line"
