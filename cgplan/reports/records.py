@@ -1,0 +1,212 @@
+"""What a run measured, as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import ReportError
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import Plan
+from cgplan.planning.plan import PLAN_SCHEMA_VERSION
+
+REPORT_SCHEMA_VERSION = 1
+
+Mode = Annotated[CUDAGraphMode, BeforeValidator(CUDAGraphMode.parse), PlainSerializer(str, return_type=str)]
+Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Environment(_Record):
+    """Where and when a report was made.
+
+    Attributes:
+        backend: ``cuda`` or ``cpu (tape)``.
+        device: Name of the GPU or processor.
+        driver: GPU driver's version, None without a GPU.
+        cuda: CUDA version that torch was built for, None without.
+        date: UTC, ISO 8601, to the second.
+        config_hash: Digest of the configuration.
+    """
+
+    backend: str
+    machine: str
+    device: str
+    driver: str | None
+    cuda: str | None
+    torch: str
+    python: str
+    cgplan: str
+    date: str
+    config_hash: str
+
+
+class GraphRecord(_Record):
+    """One captured key.
+
+    Attributes:
+        mode, descriptor: The key.
+        graphs: Graphs that the key has (1 for FULL, the segments for PIECEWISE).
+        nodes: Kernel nodes (tape: operators); None where they could not be counted.
+        pool_growth: Bytes by which the graph pool grew.
+        driver_bytes: Device memory that the driver took for it: free memory lost beyond what torch reserved. The
+            driver takes memory in chunks, so a key may show 0 and the next one several. None without a driver.
+        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph.
+    """
+
+    mode: Mode
+    descriptor: Descriptor
+    graphs: int
+    nodes: int | None
+    pool_growth: int
+    driver_bytes: int | None
+    warmup_seconds: float
+    capture_seconds: float
+
+
+class CaptureReport(_Record):
+    """What capturing a plan cost.
+
+    Attributes:
+        records: One for each key, in capture order.
+        pool_bytes: The graph pool after the last capture.
+        static_bytes: Static buffers.
+        driver_bytes: Device memory that the driver took over the whole session; None without a driver.
+        free_before, free_after: Free device memory around the session, caches given back; None where not known.
+        session_seconds: The whole session: warm-ups, captures, reading memory and counting nodes.
+        inspection_seconds: The part of it that only this report needed: reading memory and counting nodes.
+        borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
+        warnings: What the user should know about.
+    """
+
+    kind: Literal["capture"] = "capture"
+    schema_version: int = REPORT_SCHEMA_VERSION
+    environment: Environment
+    plan: Plan
+    records: tuple[GraphRecord, ...]
+    pool_bytes: int
+    static_bytes: int
+    driver_bytes: int | None
+    free_before: int | None
+    free_after: int | None
+    session_seconds: float
+    inspection_seconds: float
+    borrowed_outputs: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def warmup_seconds(self) -> float:
+        """Seconds of all warm-ups."""
+        return sum(r.warmup_seconds for r in self.records)
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds of all captures."""
+        return sum(r.capture_seconds for r in self.records)
+
+    @property
+    def total_bytes(self) -> int:
+        """Pool, static buffers and driver memory together."""
+        return self.pool_bytes + self.static_bytes + (self.driver_bytes or 0)
+
+    def __str__(self) -> str:
+        from cgplan.reports.tables import render_text
+
+        return render_text(self)
+
+
+class Timing(_Record):
+    """Microseconds over repeated calls."""
+
+    median: float
+    p99: float
+
+
+class BenchRecord(_Record):
+    """One batch size, run eagerly, through the runner, and as a bare replay.
+
+    Attributes:
+        num_tokens: The batch, unpadded.
+        mode, descriptor: What the runner dispatched it to.
+        padded_rows: Rows of padding that the graph computed besides.
+        eager: Latency of the model called eagerly on the batch, from an idle device until it has finished.
+        graph: Latency of the runner's call: checks, copies, padding, replay. None if no graph serves the batch.
+        replay: Latency of the bare replay. None likewise, and for PIECEWISE.
+        graph_queued, replay_queued: Time per call when calls follow one another without waiting: device time alone,
+            where the device takes longer than the host.
+        eager_host, graph_host: Host time until the call returned.
+    """
+
+    num_tokens: int
+    mode: Mode
+    descriptor: Descriptor
+    padded_rows: int
+    eager: Timing
+    graph: Timing | None
+    replay: Timing | None
+    graph_queued: Timing | None
+    replay_queued: Timing | None
+    eager_host: Timing
+    graph_host: Timing | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Eager over graph, by medians; None if no graph serves the batch."""
+        return None if self.graph is None else self.eager.median / self.graph.median
+
+
+class BenchReport(_Record):
+    """Latency by batch size; ``capture`` says what the graphs cost."""
+
+    kind: Literal["bench"] = "bench"
+    schema_version: int = REPORT_SCHEMA_VERSION
+    environment: Environment
+    capture: CaptureReport
+    repeats: int
+    records: tuple[BenchRecord, ...]
+
+    def __str__(self) -> str:
+        from cgplan.reports.tables import render_text
+
+        return render_text(self)
+
+
+Report = CaptureReport | BenchReport | Plan
+_KINDS: dict[str, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
+    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
+    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
+    "plan": (Plan, PLAN_SCHEMA_VERSION),
+}
+
+
+def load_report(path: str | Path) -> Report:
+    """A saved report or plan. Raises ReportError if the file is none, or of a schema version that is not read."""
+    remedy = "Give a JSON file that `cgplan ... --output` wrote."
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"cannot read {path}: {error}", remedy=remedy) from None
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind not in _KINDS:
+        raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=remedy)
+    model, version = _KINDS[kind]
+    if data.get("schema_version") != version:
+        raise ReportError(
+            f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
+            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ReportError(f"{path}: damaged report: {where}: {first['msg']}", remedy=remedy) from None

@@ -1,0 +1,1 @@
+"""Capture and run: the forward context, graph wrappers, the capture session, the runner and bench."""

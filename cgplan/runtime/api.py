@@ -1,0 +1,57 @@
+"""The short way in: capture a model in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from cgplan.config import Config, validate_config
+from cgplan.graphs import select_backend
+from cgplan.planning import build_plan
+from cgplan.runtime.runner import GraphRunner
+from cgplan.runtime.session import CaptureProgress, CaptureSession
+
+Section = Mapping[str, Any] | BaseModel
+
+
+def capture(
+    model: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    compilation: Section | None = None,
+    scheduler: Section | None = None,
+    lora: Section | None = None,
+    speculative: Section | None = None,
+    report: Section | None = None,
+    device: str = "auto",
+    progress: Callable[[CaptureProgress], None] | None = None,
+) -> GraphRunner:
+    """Plan, capture, and return a runner.
+
+    Args:
+        model: Any callable or nn.Module, on the device already; it is called with the inputs by name.
+        inputs: ``cgplan.Input`` by name, one for each argument of the forward.
+        metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
+        compilation, scheduler, lora, speculative, report: Sections of the configuration, as mappings or models.
+        device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``.
+        progress: Called before each key.
+
+    Raises:
+        ConfigError, PlanError, BackendError: before anything runs.
+        CaptureError: see CaptureSession.run.
+    """
+    sections = {
+        "metadata": metadata,
+        "compilation": compilation,
+        "scheduler": scheduler,
+        "lora": lora,
+        "speculative": speculative,
+        "report": report,
+    }
+    given = {name: value for name, value in sections.items() if value is not None}
+    config: Config = validate_config({"inputs": dict(inputs), "device": device, **given})
+    plan = build_plan(config)
+    return CaptureSession(plan, model, select_backend(device), config, progress=progress).run()

@@ -1,0 +1,116 @@
+"""From the tensors of a call to the batch that they are: names, shapes and counts checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgplan.config import Dim, Input
+from cgplan.errors import InputError
+from cgplan.graphs.buffers import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one call."""
+
+    num_tokens: int
+    num_reqs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """One declared input, with all that a call's check needs looked up before."""
+
+    spec: Input
+    dtype: torch.dtype
+    ndim: int
+    fixed: tuple[tuple[int, int], ...]  # (dimension, size)
+    row_dim: int | None
+    rows: Dim | None
+
+    @classmethod
+    def of(cls, spec: Input) -> _Expected:
+        dims, row_dim = spec.dims, spec.row_dim
+        fixed = tuple((i, dim.offset) for i, dim in enumerate(dims) if dim.symbol is None)
+        return cls(spec, torch_dtype(spec), len(dims), fixed, row_dim, None if row_dim is None else dims[row_dim])
+
+
+class BatchReader:
+    """Checks a call's tensors against the declared inputs and counts their rows.
+
+    Args:
+        specs: Inputs and metadata by name.
+        device: Where the tensors have to be.
+    """
+
+    def __init__(self, specs: Mapping[str, Input], device: torch.device) -> None:
+        self._device = device
+        self._expected = {name: _Expected.of(spec) for name, spec in specs.items()}
+
+    def read(self, given: Mapping[str, Any]) -> Batch:
+        """The batch that ``given`` is. Raises InputError for a wrong name, type, dtype, device, shape or row count."""
+        if given.keys() != self._expected.keys():
+            raise self._wrong_names(given)
+        counts: dict[str | None, tuple[int, str]] = {}
+        for name, expected in self._expected.items():
+            value = given[name]
+            self._check(name, value, expected)
+            dim = expected.rows
+            if dim is None or expected.row_dim is None:
+                continue
+            count = dim.count(value.shape[expected.row_dim])
+            if count is None:
+                raise InputError(
+                    f"input {name!r} has {value.shape[expected.row_dim]} rows; declared are "
+                    f"{expected.spec.shape[expected.row_dim]}",
+                    remedy="Check the shape that the configuration declares.",
+                )
+            seen, by = counts.setdefault(dim.symbol, (count, name))
+            if seen != count:
+                raise InputError(
+                    f"input {name!r} is a batch of {dim.symbol} = {count}, but {by!r} of {seen}",
+                    remedy="Give all inputs of a call the same batch.",
+                )
+        tokens, reqs = counts.get("num_tokens"), counts.get("num_reqs")
+        num_tokens = tokens[0] if tokens else reqs[0] if reqs else 0
+        if num_tokens == 0:
+            raise InputError("the batch has 0 rows", remedy="Do not call the runner for an empty batch.")
+        return Batch(num_tokens, reqs[0] if reqs else None)
+
+    def _check(self, name: str, value: Any, expected: _Expected) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"input {name!r} is a {type(value).__name__}, not a tensor", remedy="Pass torch tensors by name."
+            )
+        shape = value.shape
+        if len(shape) != expected.ndim or any([shape[i] != size for i, size in expected.fixed]):  # noqa: C419 (faster)
+            raise InputError(
+                f"input {name!r} has shape {list(shape)}, declared is {list(expected.spec.shape)}",
+                remedy="Change the tensor, or the shape in the configuration.",
+            )
+        if value.dtype is not expected.dtype:
+            raise InputError(
+                f"input {name!r} has dtype {value.dtype}, declared is {expected.dtype}",
+                remedy=f"Convert it with .to({expected.dtype}), or declare its dtype.",
+            )
+        if value.device != self._device:
+            raise InputError(
+                f"input {name!r} is on {value.device}, the runner on {self._device}",
+                remedy=f"Move it with .to('{self._device}').",
+            )
+
+    def _wrong_names(self, given: Mapping[str, Any]) -> InputError:
+        unknown = [name for name in given if name not in self._expected]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self._expected, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            return InputError(
+                f"unknown input {unknown[0]!r}", remedy=f"{hint}Declared are {', '.join(self._expected) or 'none'}."
+            )
+        missing = [name for name in self._expected if name not in given]
+        return InputError(f"input {missing[0]!r} is missing", remedy="Pass every declared input by name.")

@@ -1,0 +1,102 @@
+"""The forward context: what a model may know about the batch beyond its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import CgplanError
+from cgplan.modes import CUDAGraphMode
+
+
+@dataclass(slots=True)
+class CaptureScope:
+    """What a capture session lends to the graph wrappers inside a model.
+
+    Attributes:
+        pool: The graph pool that all captures of the session share.
+        is_open: Whether wrappers may capture; a sealed runner's is closed.
+        entries: The entries that were captured since the session last took them.
+    """
+
+    pool: Any
+    is_open: bool = True
+    entries: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One forward pass, as the model and the graph wrappers inside it see it.
+
+    Attributes:
+        runtime_mode: How this batch is run: NONE, PIECEWISE or FULL.
+        descriptor: The batch; its key where a graph runs it, else its unpadded numbers.
+        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block
+            tables, sequence lengths). Inside a capture they are views of static buffers, owned by cgplan.
+        scope: The capture session or sealed runner that this pass belongs to, None outside of one.
+        derived: Scratch for values that a layer computes from the metadata once and later layers reuse.
+            It starts empty with each context.
+    """
+
+    runtime_mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    metadata: Mapping[str, Any]
+    scope: CaptureScope | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("cgplan_forward_context", default=None)
+
+
+@contextmanager
+def forward_context(
+    runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    descriptor: BatchDescriptor | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    scope: CaptureScope | None = None,
+) -> Iterator[ForwardContext]:
+    """Set the forward context for the block; context-local, so threads and tasks do not see each other's.
+
+    Args:
+        runtime_mode: NONE, PIECEWISE or FULL.
+        descriptor: The batch; may be absent only in mode NONE.
+        metadata: Tensors by name; they are handed on as they are, not copied.
+        scope: The session or runner that the pass belongs to; runners set it.
+
+    Raises:
+        CgplanError: a graph mode without a descriptor.
+    """
+    if descriptor is None:
+        if runtime_mode is not CUDAGraphMode.NONE:
+            raise CgplanError(
+                f"forward_context with runtime mode {runtime_mode} needs a batch descriptor",
+                remedy="Pass the pair that CudagraphDispatcher.dispatch returned.",
+            )
+        descriptor = BatchDescriptor(0)
+    context = ForwardContext(runtime_mode, descriptor, metadata or {}, scope)
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def current_forward_context() -> ForwardContext | None:
+    """The forward context that is set here, or None."""
+    return _current.get()
+
+
+def get_forward_context() -> ForwardContext:
+    """The forward context that is set here. Raises CgplanError outside of any."""
+    context = _current.get()
+    if context is None:
+        raise CgplanError(
+            "no forward context is set",
+            remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
+        )
+    return context

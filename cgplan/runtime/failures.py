@@ -1,0 +1,59 @@
+"""What went wrong in a session, in words that name the key, the user's line and the remedy."""
+
+from __future__ import annotations
+
+import torch
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
+from cgplan.graphs.source import raising_line
+from cgplan.modes import CUDAGraphMode
+from cgplan.reports.units import format_bytes
+
+# What torch says when a capturing stream is asked for something that needs the host.
+_HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
+
+
+def explain_failure(
+    error: Exception, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, capturing: bool, free: int | None
+) -> CgplanError:
+    """The typed error for what was raised while a key was warmed up or captured.
+
+    Args:
+        error: What was raised.
+        mode, descriptor: The key.
+        capturing: Whether the capture had begun; before it, the model ran eagerly.
+        free: Bytes of device memory that were free then, None if not known.
+    """
+    key = f"{mode} {descriptor}"
+    where = raising_line(error.__traceback__)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        had = "" if free is None else f" with {format_bytes(free)} free on the device"
+        return CaptureMemoryError(
+            f"out of memory at {key}{had}; everything captured in this session was freed: {_first_line(error)}",
+            remedy="Lower compilation.max_cudagraph_capture_size, give fewer cudagraph_capture_sizes or LoRA cases, "
+            "or leave more memory free (a smaller KV cache, say).",
+        )
+    if isinstance(error, CaptureError):
+        return type(error)(f"capture of {key}: {error.message}", remedy=error.remedy)
+    if isinstance(error, CgplanError):
+        return error
+    if not capturing:
+        return ModelError(
+            f"the model failed eagerly on a batch of {key}, at {where}: {type(error).__name__}: {_first_line(error)}",
+            remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
+        )
+    if any(phrase in str(error) for phrase in _HOST_PHRASES):
+        return HostSyncError(
+            f"capture of {key}: an operator needs the host, at {where}: {_first_line(error)}",
+            remedy="Keep the value on the device (torch.where, masked_fill), compute it before the graph, or keep this "
+            "part out of it; running on the tape (device: cpu) names the operator.",
+        )
+    return CaptureError(
+        f"capture of {key} failed, at {where}: {type(error).__name__}: {_first_line(error)}",
+        remedy="The same forward ran eagerly; look for what it does only under capture. --traceback shows more.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,77 @@
+"""A model together with its graphs and the memory that they read: what a session fills and a runner calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cgplan.config import Config
+from cgplan.descriptors import BatchDescriptor
+from cgplan.graphs import GraphBackend
+from cgplan.graphs.buffers import StaticBuffers
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import Plan
+from cgplan.runtime.context import CaptureScope, forward_context
+from cgplan.runtime.wrapper import CUDAGraphWrapper
+
+
+class GraphedModel:
+    """The model, its FULL graphs, their pool and static buffers. It owns all but the model.
+
+    Attributes:
+        plan, config: What is captured.
+        backend: The device.
+        wrapper: Holds the FULL graphs; in other modes it passes through.
+        buffers: Static buffers for the largest key.
+        scope: Pool, and whether capturing is still allowed.
+    """
+
+    def __init__(self, plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> None:
+        self.plan = plan
+        self.config = config
+        self.backend = backend
+        self.scope = CaptureScope(backend.new_pool())
+        self.wrapper = CUDAGraphWrapper(model, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool)
+        tokens = plan.max_capture_size
+        specs = {**config.inputs, **config.metadata}
+        self.buffers = StaticBuffers(specs, tokens, min(tokens, plan.max_num_seqs), backend.device)
+        self._model = model
+
+    def padded_reqs(self, descriptor: BatchDescriptor) -> int:
+        """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
+        if descriptor.num_reqs is not None:
+            return descriptor.num_reqs
+        return min(descriptor.num_tokens, self.plan.max_num_seqs)
+
+    def views(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
+        """What the key's graph reads, by name."""
+        return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
+
+    def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The model's own code on these tensors."""
+        return self._run(self._model, CUDAGraphMode.NONE, descriptor, tensors)
+
+    def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The model with the graphs of ``mode``, captured on the way if the scope is open."""
+        return self._run(self.wrapper, mode, descriptor, tensors)
+
+    def free(self) -> None:
+        """Free graphs, pool and static buffers."""
+        self.backend.synchronize()
+        self.wrapper.reset()
+        self.scope.pool, self.scope.is_open, self.scope.entries = None, False, []
+        self.buffers.buffers.clear()
+        self.backend.release_cached()
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Any:
+        metadata = {name: tensors[name] for name in self.config.metadata}
+        with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
+            return call(**{name: tensors[name] for name in self.config.inputs})

@@ -1,0 +1,51 @@
+"""Which rows of the model's outputs belong to the batch, and which are padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import OutputShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """How outputs are cut.
+
+    Attributes:
+        symbol: What dimension 0 of each output counts.
+        query_len: Tokens of each request in a uniform batch; tells requests from tokens where nothing else does.
+        clone: Whether outputs are copied.
+    """
+
+    symbol: Literal["num_tokens", "num_reqs"]
+    query_len: int
+    clone: bool
+
+    def count(self, num_tokens: int, num_reqs: int | None) -> int:
+        """Rows of an output for a batch."""
+        if self.symbol == "num_tokens":
+            return num_tokens
+        return num_tokens // self.query_len if num_reqs is None else num_reqs
+
+    def check(self, output: Any, descriptor: BatchDescriptor) -> None:
+        """Raise OutputShapeError if a tensor of the output does not have the batch's rows in dimension 0."""
+        rows = self.count(descriptor.num_tokens, descriptor.num_reqs)
+        for index, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
+                raise OutputShapeError(
+                    f"output {index} of the model has shape {list(leaf.shape)}; dimension 0 should have {rows} rows "
+                    f"({self.symbol}) for {descriptor}",
+                    remedy="Return tensors with the batch first, or set model.output_rows to num_tokens or num_reqs.",
+                )
+
+    def cut(self, output: Any, num_tokens: int, num_reqs: int | None) -> Any:
+        """The output without its padding rows: views, or copies where ``clone`` says so."""
+        rows = self.count(num_tokens, num_reqs)
+        if isinstance(output, torch.Tensor):  # the common case, without a walk over a tree
+            return output[:rows].clone() if self.clone else output[:rows]
+        return tree_map_only(torch.Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
