@@ -1,0 +1,249 @@
+"""The reference decoder: a Llama or Qwen3 in plain PyTorch over a paged KV cache, made to be captured."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from cgplan.errors import InputError, ModelError
+from cgplan.models.decoder_config import DecoderConfig
+from cgplan.models.layers import DecoderLayer, GatedMLP, Projection, RMSNorm, SelfAttention, Table, rotary_angles
+from cgplan.models.loading import parse_dtype
+from cgplan.runtime.context import get_forward_context
+
+
+class Decoder(nn.Module):
+    """Token embedding, decoder layers, final norm, output projection; random weights, no autograd.
+
+    The state dict has the names of transformers' ``Qwen3ForCausalLM`` (or, without ``qk_norm``,
+    ``LlamaForCausalLM``) less the prefix ``model.``, so weights of a checkpoint can be loaded.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        dtype, lora = parse_dtype(config.dtype), (config.max_loras, config.lora_rank)
+        self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                SelfAttention(
+                    config.hidden_size,
+                    config.num_heads,
+                    config.num_kv_heads,
+                    config.head_dim,
+                    norm_eps=config.rms_norm_eps if config.qk_norm else None,
+                    cache_shape=(config.num_blocks + 1, config.block_size),
+                    dtype=dtype,
+                    lora=lora,
+                ),
+                GatedMLP(config.hidden_size, config.intermediate_size, dtype, lora),
+                config.hidden_size,
+                config.rms_norm_eps,
+                dtype,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embed_tokens if tied else Table(config.vocab_size, config.hidden_size, dtype)
+        self._randomise(config.seed)
+
+    def _randomise(self, seed: int) -> None:
+        """Fill weights and adapters on their own device: 0.6 billion numbers take a GPU milliseconds."""
+        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+        for _, projection in self._projections() if self.config.max_loras else ():
+            for adapters in (projection.lora_a, projection.lora_b):
+                adapters[:-1].normal_(0.0, adapters.shape[-1] ** -0.5, generator=generator)
+
+    def _projections(self) -> list[tuple[str, Projection]]:
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, Projection)]
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Run one batch of flat tokens; the forward context's metadata says which request each belongs to.
+
+        Args:
+            input_ids: [num_tokens] int64.
+            positions: [num_tokens] int64, the place of each token in its request, from 0.
+
+        Returns:
+            Logits [num_tokens, vocab_size], or hidden states [num_tokens, hidden_size] where the config
+            says ``logits: false``; in the model's dtype. The caller owns them.
+
+        Raises:
+            InputError: The forward context's metadata does not fit (see ``cgplan.models.attention``).
+        """
+        lora_ids = self._lora_ids() if self.config.max_loras else None
+        x = embedding(input_ids, self.embed_tokens.weight)
+        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, lora_ids)
+        hidden: Tensor = self.norm(x)
+        return self.compute_logits(hidden) if self.config.logits else hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocab_size] of hidden states [rows, hidden_size]."""
+        return linear(hidden, self.lm_head.weight)
+
+    def _lora_ids(self) -> Tensor | None:
+        context = get_forward_context()
+        if not context.descriptor.has_lora:
+            return None
+        lora_ids = context.metadata.get("lora_ids")
+        if not isinstance(lora_ids, Tensor):
+            raise InputError(
+                "the batch has LoRA adapters, but no `lora_ids` in the forward context's metadata",
+                remedy="Pass lora_ids [num_tokens] int64: each row's adapter slot, -1 for none.",
+            )
+        return lora_ids
+
+    def load_lora(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Copy an adapter into a slot, in place: graphs that were captured before serve it from now on.
+
+        Args:
+            slot: From 0 to max_loras - 1.
+            state: ``<projection>.lora_A`` [rank, in] and ``<projection>.lora_B`` [out, rank], the scale
+                alpha / rank multiplied into B; ``<projection>`` is such as ``layers.0.self_attn.q_proj``.
+                Projections that are not named get no adapter.
+
+        Raises:
+            ModelError: No such slot or projection, one of the two matrices is missing, or a shape does not fit.
+        """
+        if not 0 <= slot < self.config.max_loras:
+            raise ModelError(
+                f"no adapter slot {slot}: the decoder has {self.config.max_loras}",
+                remedy="Choose a slot from 0 to max_loras - 1, or build the decoder with more.",
+            )
+        projections = dict(self._projections())
+        adapters: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            projection, _, part = name.rpartition(".")
+            if projection not in projections or part not in ("lora_A", "lora_B"):
+                near = difflib.get_close_matches(projection, projections, n=1)
+                raise ModelError(
+                    f"the adapter's {name!r} fits no projection",
+                    remedy=f"The nearest is {near[0]}.lora_A." if near else "Name <projection>.lora_A and .lora_B.",
+                )
+            adapters.setdefault(projection, {})[part] = tensor
+        for projection, adapter in adapters.items():
+            _check_adapter(projection, adapter, projections[projection], self.config.lora_rank)
+        for projection, module in projections.items():
+            module.load(slot, adapters.get(projection, {}))
+
+    def remove_lora(self, slot: int) -> None:
+        """Zero a slot, in place. Raises ModelError where there is no such slot."""
+        self.load_lora(slot, {})
+
+
+def _check_adapter(name: str, adapter: Mapping[str, Tensor], projection: Projection, max_rank: int) -> None:
+    size_out, size_in = projection.weight.shape
+    shapes = {part: tuple(tensor.shape) for part, tensor in adapter.items()}
+    rank = shapes.get("lora_A", (0,))[0]
+    if not 0 < rank <= max_rank or shapes != {"lora_A": (rank, size_in), "lora_B": (size_out, rank)}:
+        raise ModelError(
+            f"the adapter of {name} has shapes {shapes}",
+            remedy=f"It needs lora_A (rank, {size_in}) and lora_B ({size_out}, rank), rank at most {max_rank}.",
+        )
+
+
+def build(**kwargs: Any) -> Decoder:
+    """The decoder on the current default device; ``kwargs`` are the fields of `DecoderConfig`.
+
+    Raises ModelError on an unknown name, a wrong type or an impossible shape.
+    """
+    return Decoder(DecoderConfig.parse(kwargs))
+
+
+class ExampleBatch(NamedTuple):
+    """One batch for the decoder; the caller owns the tensors. See `example_batch`."""
+
+    input_ids: Tensor
+    positions: Tensor
+    metadata: dict[str, Tensor]
+
+
+def example_batch(
+    model: Decoder,
+    context_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    num_tokens: int | None = None,
+    num_reqs: int | None = None,
+    max_blocks: int | None = None,
+    seed: int = 0,
+) -> ExampleBatch:
+    """A consistent batch with random tokens, on the model's device.
+
+    Block tables are a random permutation that depends only on the seed and the number of requests, so a
+    prompt and the decode steps after it, made with the same seed, find the same cache.
+
+    Args:
+        model: Gives block size, blocks, vocabulary, device.
+        context_lens: Per request, tokens that are in the cache already.
+        query_lens: Per request, new tokens.
+        num_tokens: Pad to this many tokens (id 0, position 0, slot -1); absent: no padding.
+        num_reqs: Pad to this many requests (length 0); absent: no padding.
+        max_blocks: Columns of the block tables; absent: as many as the longest request needs.
+        seed: Of tokens and block tables.
+
+    Returns:
+        input_ids and positions [num_tokens] int64; metadata ``slot_mapping`` [num_tokens] int64,
+        ``block_tables`` [num_reqs, max_blocks] int32, ``seq_lens`` [num_reqs] int32, ``query_start_loc``
+        [num_reqs + 1] int32, and with LoRA ``lora_ids`` [num_tokens] int64, all -1.
+
+    Raises:
+        InputError: The two lists differ in length, or padding or cache are too small.
+    """
+    config, used, real = model.config, sum(query_lens), len(query_lens)
+    rows, reqs = used if num_tokens is None else num_tokens, real if num_reqs is None else num_reqs
+    totals = [context + new for context, new in zip(context_lens, query_lens, strict=False)]
+    columns = max_blocks or math.ceil(max(totals, default=1) / config.block_size)
+    room = columns * config.block_size >= max(totals, default=1) and columns * real <= config.num_blocks
+    if len(context_lens) != real or rows < used or reqs < real or not room:
+        raise InputError(
+            f"{len(context_lens)} context lengths and {real} query lengths do not fit {rows} rows, {reqs} requests "
+            f"and {config.num_blocks} blocks at {columns} a request",
+            remedy="Give as many context_lens as query_lens, and room for all of them.",
+        )
+    generator = torch.Generator().manual_seed(seed)
+    tables = _example_tables(config, real, reqs, columns, generator)
+    ids, positions, slots = (torch.full((rows,), value, device="cpu") for value in (0, 0, -1))
+    ids[:used] = torch.randint(config.vocab_size, (used,), generator=generator, device="cpu")
+    starts = [0]
+    for request, (context, total) in enumerate(zip(context_lens, totals, strict=True)):
+        starts.append(starts[-1] + total - context)
+        place = torch.arange(context, total, device="cpu")
+        positions[starts[-2] : starts[-1]] = place
+        block = tables[request].long()[place // config.block_size]
+        slots[starts[-2] : starts[-1]] = block * config.block_size + place % config.block_size
+    metadata = {
+        "slot_mapping": slots,
+        "block_tables": tables,
+        "seq_lens": torch.tensor(totals + [0] * (reqs - real), dtype=torch.int32, device="cpu"),
+        "query_start_loc": torch.tensor(starts + [used] * (reqs - real), dtype=torch.int32, device="cpu"),
+    }
+    if config.max_loras:
+        metadata["lora_ids"] = torch.full((rows,), -1, device="cpu")
+    device = model.norm.weight.device
+    moved = {name: tensor.to(device) for name, tensor in metadata.items()}
+    return ExampleBatch(ids.to(device), positions.to(device), moved)
+
+
+def _example_tables(config: DecoderConfig, real: int, reqs: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Shuffled block tables [reqs, columns] int32 on the CPU; rows from ``real`` on are padding, 0."""
+    tables = torch.zeros(reqs, columns, dtype=torch.int32, device="cpu")
+    # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
+    blocks = torch.randperm(config.num_blocks, generator=generator, device="cpu")[: columns * real]
+    tables[:real] = blocks.view(columns, real).T.int()
+    return tables
+
+
+__all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch"]

@@ -1,0 +1,262 @@
+"""Any causal language model of transformers, from its config alone, as a model that decodes one token per row.
+
+This module needs the extra ``transformers``; `cgplan.models.loading` imports it only for that target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cgplan.errors import InputError, ModelError
+from cgplan.models.loading import find_file, parse_dtype
+
+try:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.cache_utils import Cache, CacheLayerMixin
+except ImportError as error:
+    raise ModelError(
+        f"model target transformers: {error}", remedy="Install it: pip install cgplan[transformers]"
+    ) from error
+
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")
+
+
+class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """KV cache of one layer: one row per request, each row at its own position.
+
+    transformers' static layer keeps one length for all rows, so it cannot hold requests of different
+    lengths. This one takes the rows' positions from ``slots``, which the adapter sets before each forward.
+    Keys and values are [max_rows, heads, max_len + 1, size]; the last place takes what padding rows write.
+    """
+
+    is_compileable = True
+
+    def __init__(self, max_rows: int, max_len: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.max_rows, self.max_len = max_rows, max_len
+        self.slots: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the rows. Heads and sizes are known only here: they differ between architectures."""
+        self.keys, self.values = (
+            torch.zeros(
+                self.max_rows,
+                states.shape[1],
+                self.max_len + 1,
+                states.shape[3],
+                dtype=states.dtype,
+                device=states.device,
+            )
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the new token of rows [0, num_tokens) and return these rows of the cache."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, cache: Tensor | None, states: Tensor) -> Tensor:
+        if cache is None or self.slots is None:
+            raise InputError("the cache was used outside the adapter", remedy="Call the adapter, not its inner model.")
+        rows = cache[: states.shape[0]]
+        rows.scatter_(2, self.slots[:, None, None, None].expand_as(states), states)
+        return rows[:, :, : self.max_len]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 (transformers passes it by name)
+        """Length and offset of the keys."""
+        return self.max_len, 0
+
+    def get_seq_length(self) -> int:
+        """0: no length holds for all rows. The adapter passes positions and masks itself."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Tokens that a row can hold."""
+        return self.max_len
+
+
+class RowDecoder(nn.Module):
+    """A causal LM of transformers that decodes one token for each row, each row at its own position.
+
+    Row i is request i. A prompt is fed one token per call. A new request takes a row over by starting at
+    position 0: what lies behind a row's position is never seen.
+
+    Attributes:
+        model: The model of transformers.
+        cache: Its KV cache, allocated while the adapter is built; its tensors never move.
+    """
+
+    def __init__(self, model: Any, max_batch_size: int, max_cache_len: int) -> None:
+        super().__init__()
+        self.model = model
+        self.max_batch_size, self.max_cache_len = max_batch_size, max_cache_len
+        text = model.config.get_text_config(decoder=True)
+        self._windows = _windows(text)
+        self._additive = model.config._attn_implementation == "eager"
+        self._layers = [_RowLayer(max_batch_size, max_cache_len) for _ in range(text.num_hidden_layers)]
+        self.cache = Cache(layers=list(self._layers))
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """One decode step.
+
+        Args:
+            input_ids: [num_tokens] int64, the next token of rows 0, 1, ...; at most ``max_batch_size``.
+            positions: [num_tokens] int64, each token's position, below ``max_cache_len`` (the device
+                checks this, not the host); -1 marks a padding row, which leaves the cache as it is.
+
+        Returns:
+            Logits [num_tokens, vocab_size] in the model's dtype; those of padding rows mean nothing. The
+            caller owns them.
+
+        Raises:
+            InputError: There are more tokens than rows.
+        """
+        if input_ids.shape[0] > self.max_batch_size:
+            raise InputError(
+                f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
+                remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
+            )
+        slots = torch.where(positions < 0, self.max_cache_len, positions)
+        for layer in self._layers:
+            layer.slots = slots
+        # A padding row sees place 0: a row that sees nothing would give NaN in some kernels.
+        places = positions.clamp(min=0)
+        masks = {kind: self._mask(places, window) for kind, window in self._windows.items()}
+        output = self.model(
+            input_ids=input_ids[:, None],
+            position_ids=places[:, None],
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, 0]
+        return logits
+
+    def _mask(self, places: Tensor, window: int | None) -> Tensor:
+        """[num_tokens, 1, 1, max_cache_len]: True (or 0.0) where a row sees a place of its cache."""
+        keys = torch.arange(self.max_cache_len, device=places.device)
+        seen = keys <= places[:, None]
+        if window is not None:
+            seen = seen & (keys > places[:, None] - window)
+        if self._additive:
+            dtype = self.model.dtype
+            return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]
+        return seen[:, None, None]
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Kinds of attention layers, each with its window in tokens. Raises ModelError on any other kind of layer."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    other = sorted(set(kinds) - set(_ATTENTION_TYPES))
+    if other or getattr(config, "attention_chunk_size", None) is not None:
+        raise ModelError(
+            f"{config.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
+            remedy=f"The transformers target runs layers of kind {' and '.join(_ATTENTION_TYPES)}.",
+        )
+    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def _read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
+    """The config object of transformers from the inline values or the file."""
+    if (config is None) == (config_file is None):
+        raise ModelError(
+            "the transformers target needs `config` or `config_file`, one of them",
+            remedy="Give model.kwargs.config (with model_type), or the path of a published config.json.",
+        )
+    where = "model.kwargs.config"
+    if config_file is not None:
+        path = find_file(config_file, None)
+        where = str(path)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{where} cannot be read: {error}", remedy="Give a config.json of transformers."
+            ) from error
+    if not isinstance(config, Mapping):
+        raise ModelError(f"{where} is no mapping", remedy="Give the contents of a config.json of transformers.")
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{where} has model_type {kind!r}, which this transformers does not know",
+            remedy="Give model_type as in the model's published config.json, such as qwen3 or llama.",
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:
+        raise ModelError(
+            f"{where} is no valid config of {kind}: {error}", remedy="Compare it with a published config.json."
+        ) from error
+
+
+def build(
+    config: Mapping[str, Any] | None = None,
+    config_file: str | None = None,
+    *,
+    dtype: str = "bfloat16",
+    max_cache_len: int = 512,
+    max_batch_size: int = 64,
+    seed: int = 0,
+    attn_implementation: str | None = None,
+) -> RowDecoder:
+    """A causal LM with random weights on the current default device; nothing is downloaded.
+
+    Args:
+        config: Contents of a config.json, ``model_type`` included.
+        config_file: Path of a config.json, instead of ``config``.
+        dtype: Of weights and cache.
+        max_cache_len: Tokens that each row can hold.
+        max_batch_size: Rows of the cache, so the largest batch.
+        seed: Of the random weights; the caller's random state is left as it was.
+        attn_implementation: ``sdpa`` or ``eager``; absent: sdpa where the architecture has it.
+
+    Raises:
+        ModelError: The config is missing or unknown, or the architecture is no causal LM with a KV cache.
+    """
+    if attn_implementation not in (None, "sdpa", "eager"):
+        raise ModelError(f"attn_implementation is {attn_implementation!r}", remedy="Choose sdpa or eager.")
+    if max_cache_len < 1 or max_batch_size < 1:
+        raise ModelError("max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs.")
+    values, device = _read_config(config, config_file), torch.get_default_device()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                values, dtype=parse_dtype(dtype), attn_implementation=attn_implementation
+            )
+        except Exception as error:
+            raise ModelError(
+                f"transformers builds no causal LM from {values.model_type}: {type(error).__name__}: {error}",
+                remedy="Choose the config of a decoder-only language model.",
+            ) from error
+    decoder = RowDecoder(model.to(device).eval().requires_grad_(False), max_batch_size, max_cache_len)
+    _allocate_cache(decoder)
+    return decoder
+
+
+def _allocate_cache(decoder: RowDecoder) -> None:
+    """Run one padding row: every layer allocates its cache now, and not inside a capture."""
+    try:
+        with torch.no_grad():
+            decoder(torch.zeros(1, dtype=torch.int64), torch.full((1,), -1))
+    except Exception as error:
+        raise ModelError(
+            f"{decoder.model.config.model_type} does not run on a key-value cache: {type(error).__name__}: {error}",
+            remedy="Choose a language model whose layers are attention with a key-value cache.",
+        ) from error
+    if not any(layer.is_initialized for layer in decoder._layers):
+        raise ModelError(
+            f"{decoder.model.config.model_type} does not use the key-value cache that it was given",
+            remedy="Choose a language model whose layers are attention with a key-value cache.",
+        )
+
+
+__all__ = ["RowDecoder", "build"]

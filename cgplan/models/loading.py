@@ -1,0 +1,244 @@
+"""From ``model.target`` to a model: import it, call it on the device, and say clearly what went wrong."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from cgplan.errors import CgplanError, ModelError
+
+_T = TypeVar("_T")
+_load_numbers = itertools.count()
+_SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be called.
+
+    Attributes:
+        forward: The model itself; call it.
+        module: The model where it is an ``nn.Module`` (on its device, in eval mode), else None.
+        target: Where it came from.
+    """
+
+    forward: Callable[..., Any]
+    module: nn.Module | None
+    target: str
+
+
+class ForwardArgument(NamedTuple):
+    """One argument of a model's forward; ``annotation`` is text, empty where there is none."""
+
+    name: str
+    required: bool
+    annotation: str
+
+
+def load_model(
+    target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
+) -> LoadedModel:
+    """Import ``target``, call it with ``kwargs``, and put the result on the device.
+
+    The call runs under ``with torch.device(device)``, so tensors that it creates are made there. The
+    folder of a file target (or the current folder, for a module target) stays on ``sys.path``, so that the
+    model can import its neighbours, also later. Loading a file again runs it again, under a new module name.
+
+    Args:
+        target: ``package.module:callable``, ``path/to/file.py:callable``, or ``transformers``.
+        kwargs: Arguments of the callable.
+        device: Where the model lives.
+        base_dir: Folder that relative paths start from, usually that of the YAML file; then the current one.
+
+    Returns:
+        The model; the caller owns it.
+
+    Raises:
+        ModelError: The target is malformed, is not there, does not import, is not callable, raised, or
+            returned something that is not callable. Errors of the model's own code are the cause.
+    """
+    kwargs = dict(kwargs)
+    if target == "transformers":
+        target, config_file = "cgplan.models.hf:build", kwargs.get("config_file")
+        if config_file is not None:
+            kwargs["config_file"] = str(find_file(str(config_file), base_dir))
+    source, separator, attribute = target.rpartition(":")
+    if not separator or not source or not attribute:
+        raise ModelError(f"model target {target!r} is malformed", remedy=_SHAPE_OF_TARGET)
+    path = find_file(source, base_dir) if source.endswith(".py") else None
+    with _importable(Path.cwd() if path is None else path.parent):
+        module = _run(f"importing {source}", lambda: _import(source, path))
+        builder = _attribute(module, attribute, source)
+        _check_arguments(builder, kwargs, target)
+        with torch.device(device):
+            model = _run(f"calling {target}", lambda: builder(**kwargs))
+    if not callable(model):
+        raise ModelError(
+            f"{target} returned {type(model).__name__}, which is not callable",
+            remedy="Return an nn.Module or a function that takes the inputs and returns tensors.",
+        )
+    if not isinstance(model, nn.Module):
+        return LoadedModel(model, None, target)
+    placed = _run(f"moving the model of {target} to {device}", lambda: model.to(device).eval())
+    return LoadedModel(placed, placed, target)
+
+
+def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
+    """Arguments of a model's forward (of the call, where it is no ``nn.Module``), less ``*args`` and ``**kwargs``."""
+    function = model.forward if isinstance(model, nn.Module) else model
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    empty = inspect.Parameter.empty
+    return [
+        ForwardArgument(
+            parameter.name,
+            parameter.default is empty,
+            "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation).strip("'"),
+        )
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in variadic
+    ]
+
+
+def find_file(name: str, base_dir: Path | None) -> Path:
+    """Absolute path of a file that is named relative to ``base_dir`` or the current folder. Raises ModelError."""
+    places = [folder / Path(name).expanduser() for folder in (base_dir, Path.cwd()) if folder is not None]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    looked = " and ".join(dict.fromkeys(str(place) for place in places))
+    raise ModelError(f"no file {name}: looked for {looked}", remedy="Paths start from the configuration file's folder.")
+
+
+def parse_dtype(name: object) -> torch.dtype:
+    """Floating-point dtype by name, such as bfloat16. Raises ModelError."""
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"unknown dtype {name!r}", remedy="Choose float32, bfloat16 or float16.")
+    return dtype
+
+
+_neighbours: dict[str, Path] = {}  # modules that a target's file imported from its own folder, and that folder
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """``folder`` first on ``sys.path`` inside the block, and last on it from then on.
+
+    A neighbour of another target's file is forgotten first where this folder has one of the same name:
+    Python would take the old one for it.
+    """
+    importlib.invalidate_caches()
+    for name, home in list(_neighbours.items()):
+        if home != folder and ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
+            for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        for name in set(sys.modules) - before:
+            origin = getattr(sys.modules[name], "__file__", None)
+            if origin in (str(folder / f"{name}.py"), str(folder / name / "__init__.py")):
+                _neighbours[name] = folder
+
+
+def _import(source: str, path: Path | None) -> ModuleType:
+    if path is None:
+        try:
+            return importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+                raise  # the module is there; something that it imports is not
+            raise ModelError(
+                f"no module named {error.name!r} (model target {source})",
+                remedy="Install it, run from the folder that holds it, or name the file: path/to/file.py:callable.",
+            ) from error
+    name = f"cgplan_target_{next(_load_numbers)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} cannot be imported", remedy=_SHAPE_OF_TARGET)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _attribute(module: ModuleType, dotted: str, source: str) -> Callable[..., Any]:
+    value: Any = module
+    for name in dotted.split("."):
+        if not hasattr(value, name):
+            near = difflib.get_close_matches(name, [n for n in dir(value) if not n.startswith("_")], n=1)
+            remedy = f"Did you mean `{near[0]}`?" if near else "Name a function or class that builds the model."
+            raise ModelError(f"{source} has no `{name}`", remedy=remedy)
+        value = getattr(value, name)
+    if not callable(value):
+        raise ModelError(
+            f"{source}:{dotted} is {type(value).__name__}, which is not callable",
+            remedy="Name a function or class that builds the model.",
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _check_arguments(builder: Callable[..., Any], kwargs: Mapping[str, Any], target: str) -> None:
+    try:
+        signature = inspect.signature(builder)
+    except (TypeError, ValueError):  # builtins have none; the call itself will tell
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise ModelError(
+            f"model.kwargs do not fit {target}: {error}", remedy=f"It takes {signature}. Change model.kwargs."
+        ) from error
+
+
+def _run(doing: str, action: Callable[[], _T]) -> _T:
+    """``action()``; what the user's code raises becomes a ModelError that names the line."""
+    try:
+        return action()
+    except CgplanError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = str(error).strip() or "no message"
+        raise ModelError(
+            f"{doing} failed: {type(error).__name__}: {text}\n  at {_user_line(error)}",
+            remedy="Correct the model's code or model.kwargs; the traceback shows the way there.",
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame outside installed packages; of the innermost of all, if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+    for frame in reversed(own or frames):
+        return f"{frame.filename}:{frame.lineno}"
+    return "an unknown line"
+
+
+__all__ = ["ForwardArgument", "LoadedModel", "find_file", "forward_signature", "load_model", "parse_dtype"]

@@ -1,0 +1,247 @@
+"""From a model target to a model, and every way that can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgplan.errors import ModelError
+from cgplan.models.decoder import Decoder
+from cgplan.models.loading import LoadedModel, find_file, forward_signature, load_model, parse_dtype
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _same_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a target leaves on sys.path does not reach the next test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def load(target: str, base_dir: Path | None = None, **kwargs: Any) -> LoadedModel:
+    return load_model(target, kwargs, device=CPU, base_dir=base_dir)
+
+
+def write(folder: Path, text: str, name: str = "model.py") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+GOOD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.layer = nn.Linear(width, 2)
+        self.made_on = torch.empty(0).device
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.layer(x))
+
+class Zoo:
+    def build(): return Net()
+
+def build(width=4):
+    return Net(width)
+
+number = 3
+"""
+
+
+def test_module_target() -> None:
+    loaded = load("cgplan.models.decoder:build", num_layers=1)
+    assert isinstance(loaded.module, Decoder)
+    assert loaded.forward is loaded.module
+    assert loaded.target == "cgplan.models.decoder:build"
+    assert not loaded.module.training
+
+
+def test_weights_are_made_on_the_device(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    module = load_model(f"{path}:build", {"width": 3}, device=torch.device("meta")).module
+    assert module is not None
+    assert (module.made_on.type, module.layer.weight.device.type) == ("meta", "meta")
+
+
+def test_file_relative_to_the_configuration_then_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "yaml" / "models", "def build(): return lambda x: 'yaml'")
+    write(tmp_path / "here" / "models", "def build(): return lambda x: 'here'")
+    write(tmp_path / "here", "def build(): return lambda x: 'only here'", "other.py")
+    monkeypatch.chdir(tmp_path / "here")
+    assert load("models/model.py:build", tmp_path / "yaml").forward(0) == "yaml"
+    assert load("models/model.py:build").forward(0) == "here"
+    assert load("other.py:build", tmp_path / "yaml").forward(0) == "only here"
+
+
+def test_module_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, GOOD, "cgplan_test_local_module.py")
+    monkeypatch.chdir(tmp_path)
+    assert load("cgplan_test_local_module:Zoo.build").module is not None
+
+
+def test_a_function_is_a_model(tmp_path: Path) -> None:
+    loaded = load(f"{write(tmp_path, 'def build(): return abs')}:build")
+    assert (loaded.forward, loaded.module) == (abs, None)
+
+
+def test_a_file_is_loaded_twice_as_two_modules(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    one, two = load(f"{path}:build"), load(f"{path}:build")
+    assert type(one.module) is not type(two.module)
+    assert sys.modules[type(one.module).__module__].Net is type(one.module)
+    assert "model" not in sys.modules
+
+
+def test_a_file_named_like_a_library_does_not_hide_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "import json\ndef build(): return json.dumps", "json.py")
+    import json
+
+    assert load(f"{path}:build").forward is json.dumps
+
+
+def test_neighbours_in_the_same_folder(tmp_path: Path) -> None:
+    """Two folders with a neighbour of the same name each get their own, also when it is imported late."""
+    text = "import cgplan_test_near\ndef build():\n    import cgplan_test_late\n    return lambda: cgplan_test_near.WHO"
+    for who in ("first", "second"):
+        write(tmp_path / who, text)
+        write(tmp_path / who, f"WHO = {who!r}", "cgplan_test_near.py")
+        write(tmp_path / who, "", "cgplan_test_late.py")
+    first, second = (load(f"{tmp_path / who}/model.py:build").forward for who in ("first", "second"))
+    again = load(f"{tmp_path}/first/model.py:build").forward
+    assert [first(), second(), again()] == ["first", "second", "first"]
+
+
+def test_dataclasses_and_annotations_work_in_a_file(tmp_path: Path) -> None:
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text += "@dataclass\nclass Model:\n    scale: float = 2.0\n    def __call__(self, x): return x * self.scale\n"
+    assert load(f"{write(tmp_path, text)}:Model", scale=3.0).forward(2) == 6.0
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------
+
+
+def failure(target: str, base_dir: Path | None = None, **kwargs: Any) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        load(target, base_dir, **kwargs)
+    assert caught.value.remedy
+    return caught.value
+
+
+@pytest.mark.parametrize("target", ["cgplan.models.decoder", ":build", "cgplan.models.decoder:", "", "model.py"])
+def test_malformed_target(target: str) -> None:
+    error = failure(target)
+    assert "malformed" in error.message
+    assert "package.module:callable" in error.remedy
+
+
+def test_module_that_is_not_there() -> None:
+    error = failure("cgplan_no_such_package.sub:build")
+    assert "no module named 'cgplan_no_such_package'" in error.message
+    assert isinstance(error.__cause__, ModuleNotFoundError)
+    assert "no module named 'cgplan.models.decodr'" in failure("cgplan.models.decodr:build").message
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    error = failure("nowhere/model.py:build", tmp_path)
+    assert str(tmp_path / "nowhere" / "model.py") in error.message
+    assert str(Path.cwd()) in error.message
+
+
+def test_attribute_that_is_not_there_or_not_callable(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    assert "Did you mean `build`?" in failure(f"{path}:biuld").remedy
+    assert "has no `zzz`" in failure(f"{path}:zzz").message
+    assert "number is int, which is not callable" in failure(f"{path}:number").message
+
+
+def test_builder_that_raises_names_the_users_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "import torch\n\ndef build(n=2):\n    return torch.zeros(n) @ torch.zeros(n + 1)\n")
+    error = failure(f"{path}:build", n=3)
+    assert "RuntimeError" in error.message
+    assert f"at {path}:4" in error.message
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "line"),
+    [
+        ("x = 1\nraise ValueError('no')\n", "ValueError: no", 2),
+        ("def build(:\n    pass\n", "SyntaxError", 1),
+        ("import cgplan_not_installed\n", "ModuleNotFoundError", 1),
+        ("\n\nimport sys\nsys.exit(3)\n", "SystemExit", 4),
+    ],
+)
+def test_file_that_does_not_import(tmp_path: Path, text: str, kind: str, line: int) -> None:
+    path, before = write(tmp_path, text), set(sys.modules)
+    error = failure(f"{path}:build")
+    assert kind in error.message
+    assert f"at {path}:{line}" in error.message
+    assert not {name for name in set(sys.modules) - before if name.startswith("cgplan_target")}
+
+
+def test_builder_with_other_arguments(tmp_path: Path) -> None:
+    error = failure(f"{write(tmp_path, GOOD)}:build", widht=3)
+    assert "widht" in error.message
+    assert "width=4" in error.remedy
+
+
+def test_builder_that_returns_something_else(tmp_path: Path) -> None:
+    path = write(tmp_path, "def build(): return {'a': 1}")
+    assert "returned dict, which is not callable" in failure(f"{path}:build").message
+
+
+def test_errors_of_cgplan_pass_unchanged() -> None:
+    assert "num_layers is 0" in failure("cgplan.models.decoder:build", num_layers=0).message
+
+
+def test_without_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import torch; from cgplan.errors import ModelError; from cgplan.models.loading import load_model\n"
+        "try: load_model('transformers', {}, device=torch.device('cpu'))\n"
+        "except ModelError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install cgplan[transformers]" in result.stdout
+
+
+# --- small things ---------------------------------------------------------------------------------------------
+
+
+def test_forward_signature() -> None:
+    found = forward_signature(Decoder.__new__(Decoder))
+    assert [(a.name, a.required, a.annotation) for a in found] == [
+        ("input_ids", True, "Tensor"),
+        ("positions", True, "Tensor"),
+    ]
+
+    def model(x: torch.Tensor, scale=2.0, *rest, flag: bool = True, **more):  # type: ignore[no-untyped-def]
+        return x
+
+    assert [(a.name, a.required) for a in forward_signature(model)] == [("x", True), ("scale", False), ("flag", False)]
+    assert forward_signature(nn.Linear(2, 2))[0].annotation == "torch.Tensor"
+
+
+def test_dtypes() -> None:
+    assert parse_dtype("bfloat16") is parse_dtype("torch.bfloat16") is torch.bfloat16
+    for name in ("int8", "float33", None, "nn"):
+        with pytest.raises(ModelError, match="unknown dtype"):
+            parse_dtype(name)
+
+
+def test_find_file_takes_absolute_paths(tmp_path: Path) -> None:
+    path = write(tmp_path, "{}", "config.json")
+    assert find_file(str(path), Path("/nowhere")) == path.resolve()
