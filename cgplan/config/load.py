@@ -17,6 +17,7 @@ from cgplan.config.schema import Config
 from cgplan.errors import ConfigError, ConfigFileError
 
 Path_ = tuple[str | int, ...]
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
             f"{path}{where}: not valid YAML: {error.problem or error.context}",
             remedy="Check the indentation and the quotes at that line and column.",
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with month 13, say
         raise ConfigFileError(f"{path}: not valid YAML: {error}", remedy="Give a UTF-8 YAML file.") from None
     if not isinstance(data, dict):
         raise ConfigFileError(
@@ -137,9 +138,17 @@ def _lines(
     open_ |= {id(node)}
     if isinstance(node, yaml.MappingNode):
         seen: dict[object, int] = {}
+        for merged in reversed(_merged(node)):  # where a value stands twice, the last line given counts
+            yield from _lines(merged, path, file, open_)
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigFileError(
+                    f"{file}:{line}:{key.start_mark.column + 1}: a {key.id} cannot be a key", remedy="Use a word."
+                )
+            if key.tag == _MERGE:
+                continue
+            if key.value in seen:
                 raise ConfigFileError(
                     f"{file}:{line}: the key {key.value!r} stands twice (first in line {seen[key.value]})",
                     remedy="Keep one of them.",
@@ -153,6 +162,12 @@ def _lines(
             yield from _lines(item, (*path, index), file, open_)
 
 
+def _merged(node: yaml.MappingNode) -> list[yaml.Node]:
+    """The mappings that ``<<`` merges into this one, strongest first."""
+    values = [value for key, value in node.value if key.tag == _MERGE]
+    return [item for v in values for item in (v.value if isinstance(v, yaml.SequenceNode) else [v])]
+
+
 def _override(data: dict[str, Any], text: str) -> str:
     """Apply one ``dotted.key=value`` to the parsed document; returns the dotted key."""
     dotted, equals, value = text.partition("=")
@@ -164,16 +179,15 @@ def _override(data: dict[str, Any], text: str) -> str:
         )
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {dotted}: the value is not YAML: {error}", remedy="Quote the value.") from None
     *parents, last = dotted.split(".")
     at = data
     for parent in parents:
-        below = at.setdefault(parent, {})
-        if below is None:
-            below = at[parent] = {}
+        below = {} if at.get(parent) is None else at[parent]
         if not isinstance(below, dict):
             raise ConfigError(f"--set {dotted}: {parent} is not a section", remedy="Check the dotted key.")
+        below = at[parent] = dict(below)  # a copy: a YAML alias shares one mapping between several keys
         at = below
     at[last] = parsed
     return dotted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
@@ -50,6 +51,8 @@ def _strict_size(value: object) -> object:
     return value
 
 
+_DEVICE = r"auto|cpu|cuda(:\d+)?"
+_DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(_strict_size)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
@@ -71,6 +74,12 @@ def _check_example(value: object) -> object:
     return value
 
 
+def _check_device(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
+        raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
+    return value
+
+
 def _check_sizes(value: object) -> object:
     if isinstance(value, str):
         names = get_args(LadderName)
@@ -79,6 +88,20 @@ def _check_sizes(value: object) -> object:
     elif isinstance(value, list | tuple) and not value:
         raise ValueError("the list of capture sizes is empty; leave the key out for the vllm ladder")
     return value
+
+
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.4e38, "float32": 3.4e38, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+def _is_value_of(dtype: str, value: float) -> bool:
+    """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
+    if dtype.startswith(("float", "bfloat")):
+        return not math.isfinite(value) or abs(value) <= _LARGEST.get(dtype, math.inf)
+    if dtype == "bool":
+        return value in (0, 1)
+    bits, signed = int(dtype.removeprefix("u").removeprefix("int")), not dtype.startswith("u")
+    low, high = (-(1 << bits - 1), 1 << bits - 1) if signed else (0, 1 << bits)
+    return math.isfinite(value) and value == int(value) and low <= value < high
 
 
 class Section(BaseModel):
@@ -90,7 +113,11 @@ class Section(BaseModel):
 class Input(Section):
     """A tensor that the model reads: an argument of its forward, or an entry of the forward context's metadata."""
 
-    shape: tuple[Annotated[int, Field(strict=True)] | str, ...] = Field(
+    shape: Annotated[
+        tuple[Annotated[int, Field(strict=True)] | str, ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, int | str) else value),
+        WithJsonSchema({"anyOf": [_DIMENSION, {"type": "array", "items": _DIMENSION}]}),
+    ] = Field(
         description="Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, "
         "or such as `num_reqs + 1` and `2 * num_tokens`; the others are numbers."
     )
@@ -109,13 +136,6 @@ class Input(Section):
         "whole numbers from low to high - 1. Absent: `normal` for floating point, the padding value otherwise.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _shape_as_list(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and isinstance(data.get("shape"), int | str):
-            return {**data, "shape": [data["shape"]]}
-        return data
-
     @model_validator(mode="after")
     def _one_symbol(self) -> Input:
         symbolic = [dim for dim in self.dims if dim.symbol]
@@ -123,8 +143,7 @@ class Input(Section):
             raise ValueError(f"only one dimension may count rows of the batch, found shape {list(self.shape)}")
         if self.pad == "last" and not symbolic:
             raise ValueError("pad: last needs a dimension that counts rows of the batch")
-        integral = not (self.dtype.startswith(("float", "bfloat")))
-        if integral and isinstance(self.pad, float) and not self.pad.is_integer():
+        if self.pad != "last" and not _is_value_of(self.dtype, self.pad):
             raise ValueError(f"pad {self.pad} is not a value of dtype {self.dtype}")
         return self
 
@@ -175,7 +194,7 @@ class CompilationConfig(Section):
     cudagraph_copy_inputs: Flag = Field(
         default=True,
         description="true: a call copies its tensors into static buffers that cgplan owns. false: the caller writes "
-        "into the static buffers itself (`runner.buffers(key)`) and passes those views; other tensors are refused.",
+        "into the static buffers itself (`runner.input_views`) and passes those views; other tensors are refused.",
     )
     cudagraph_specialize_lora: Flag = Field(
         default=True, description="Capture graphs without adapters beside those with; false: one graph serves both."
@@ -249,8 +268,10 @@ class Config(Section):
     """Everything that one YAML file says. `model` and `inputs` may be absent where nothing is captured."""
 
     model: ModelConfig | None = Field(default=None, description="The model that is captured.")
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
-        default="auto", description="`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."
+    device: Annotated[str, BeforeValidator(_check_device), WithJsonSchema({"type": "string", "pattern": _DEVICE})] = (
+        Field(
+            default="auto", description="`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."
+        )
     )
     inputs: dict[str, Input] = Field(default_factory=dict, description="Arguments of the model's forward, by name.")
     metadata: dict[str, Input] = Field(

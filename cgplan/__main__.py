@@ -1,0 +1,6 @@
+"""``python -m cgplan`` is the command ``cgplan``."""
+
+from cgplan.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""`cgplan inspect`: what would be captured, and where each value comes from; or a saved report. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+import yaml
+from pydantic import BaseModel
+from rich.console import Group
+from rich.text import Text
+
+from cgplan.cli.output import show
+from cgplan.config import LoadedConfig, read_config
+from cgplan.errors import ReportError
+from cgplan.planning import Plan, build_plan
+from cgplan.reports import load_report, render
+from cgplan.reports.tables import cells, columns, describe_sizes
+
+
+class Row(NamedTuple):
+    """One value of a configuration, by dotted key."""
+
+    key: str
+    value: str
+    origin: str
+
+
+def inspect_config(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Show the plan of a configuration and the origin of each value. Raises ConfigError and PlanError."""
+    loaded = read_config(path, overrides)
+    plan = build_plan(loaded.config)
+    if as_json:
+        typer.echo(plan.model_dump_json(indent=2))
+        return
+    table = columns("key", "value", "origin", left=("key", "value", "origin"))
+    for row in origin_rows(loaded, plan):
+        table.add_row(*cells(*row))
+    show(Group(Text(f"Configuration {path}", style="bold"), table), render(plan))
+
+
+def inspect_report(path: Path, *, as_json: bool) -> None:
+    """Show a saved report or plan. Raises ReportError."""
+    if path.suffix in (".yaml", ".yml"):
+        raise ReportError(
+            f"{path} is not a saved report", remedy=f"For a configuration: cgplan inspect --config {path}"
+        )
+    report = load_report(path)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        show(render(report))
+
+
+def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
+    """Each value with its origin: file and line, `--set`, default, or what it was resolved from."""
+    rows = _rows(loaded.config, "", loaded)
+    resolved = _resolved(loaded, plan)
+    return [_with_resolution(row, *resolved[row.key]) if row.key in resolved else row for row in rows]
+
+
+def _with_resolution(row: Row, value: str, source: str) -> Row:
+    """A row whose value was changed, or found, while planning."""
+    if row.origin == "default":
+        return Row(row.key, value, f"resolved from {source}")
+    return Row(row.key, f"{row.value} -> {value}", f"{row.origin}, resolved from {source}")
+
+
+def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            yield from _rows(value, f"{key}.", loaded)
+        elif isinstance(value, dict) and value:
+            for item, inner in value.items():
+                if isinstance(inner, BaseModel):
+                    yield from _rows(inner, f"{key}.{item}.", loaded)
+                else:
+                    yield Row(f"{key}.{item}", _text(inner), loaded.origin(f"{key}.{item}"))
+        else:
+            given = name in section.model_fields_set
+            yield Row(key, _text(value), loaded.origin(key) if given else "default")
+
+
+def _text(value: Any) -> str:
+    """A value as YAML writes it."""
+    if value is None:
+        return "absent"
+    plain = value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+def _resolved(loaded: LoadedConfig, plan: Plan) -> dict[str, tuple[str, str]]:
+    """Values that planning found or changed, by key: the value, and what it came from."""
+    compilation = loaded.config.compilation
+    given, asked = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    found: dict[str, tuple[str, str]] = {}
+    sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
+    if plan.changes:
+        reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)  # the plan has them in full
+        found["compilation.cudagraph_mode"] = (str(plan.mode), reasons)
+    if plan.capture_sizes != given:
+        found["compilation.cudagraph_capture_sizes"] = (sizes, _sizes_source(loaded, plan))
+    if asked is None or asked != plan.max_capture_size:
+        found["compilation.max_cudagraph_capture_size"] = (str(plan.max_capture_size), _maximum_source(loaded, plan))
+    if loaded.config.report.sizes is None:
+        found["report.sizes"] = (sizes, "cudagraph_capture_sizes")
+    return found
+
+
+def _sizes_source(loaded: LoadedConfig, plan: Plan) -> str:
+    given = loaded.config.compilation.cudagraph_capture_sizes
+    if not plan.capture_sizes:
+        return "cudagraph_mode"
+    if not isinstance(given, tuple):
+        return plan.sizes_source
+    kept = tuple(sorted({size for size in given if size <= plan.max_num_batched_tokens}))
+    causes = {
+        "max_num_batched_tokens": len(kept) < len(set(given)),
+        "num_speculative_tokens": kept != plan.capture_sizes,
+    }
+    return ", ".join(name for name, applies in causes.items() if applies) or "the same, sorted"
+
+
+def _maximum_source(loaded: LoadedConfig, plan: Plan) -> str:
+    compilation = loaded.config.compilation
+    if not plan.capture_sizes:
+        return "cudagraph_mode"
+    if isinstance(compilation.cudagraph_capture_sizes, tuple):
+        return "cudagraph_capture_sizes"
+    if compilation.max_cudagraph_capture_size is not None:
+        return "the ladder's steps, max_num_batched_tokens"
+    query = ["num_speculative_tokens"] if plan.query_len > 1 else []
+    return ", ".join(["max_num_seqs", *query, "max_num_batched_tokens"])

@@ -1,0 +1,96 @@
+"""`cgplan capture` and `cgplan bench`: cheap checks first, the model last."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cgplan.cli.output import check_writable, note, publish
+from cgplan.cli.progress import progress
+from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config.schema import ModelConfig
+from cgplan.errors import ConfigError
+from cgplan.planning import Plan, build_plan
+
+if TYPE_CHECKING:
+    from cgplan.runtime.runner import GraphRunner
+
+
+def run_capture(
+    path: Path, overrides: Sequence[str], *, device: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Capture and publish the report. Raises the errors of each step."""
+    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+        runner = _captured(path, overrides, device, output)
+    publish(runner.report, output, as_json=as_json)
+
+
+def run_bench(path: Path, overrides: Sequence[str], *, device: str | None, output: Path | None, as_json: bool) -> None:
+    """Capture, measure and publish the report. Raises the errors of each step."""
+    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+        runner = _captured(path, overrides, device, output)
+        from cgplan.runtime.bench import bench
+
+        sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
+        with progress("bench") as step:
+            report = bench(runner, progress=lambda done, total: step(done, total, f"{sizes[done]} tokens"))
+    publish(report, output, as_json=as_json)
+
+
+def _captured(path: Path, overrides: Sequence[str], device: str | None, output: Path | None) -> GraphRunner:
+    loaded = read_config(path, [*overrides, *([f"device={device}"] if device else [])])
+    config = loaded.config
+    model = _model_of(config, path)
+    plan = build_plan(config)
+    if plan.keys:
+        _check_rows(config, path)
+    if output is not None:
+        check_writable(output)
+    _announce(plan)
+    return _capture(loaded, model, plan)
+
+
+def _capture(loaded: LoadedConfig, model: ModelConfig, plan: Plan) -> GraphRunner:
+    from cgplan.graphs import select_backend  # torch from here on
+    from cgplan.models.loading import load_model
+    from cgplan.runtime.session import CaptureSession
+
+    backend = select_backend(loaded.config.device)
+    built = load_model(model.target, model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    with progress("capture") as step:
+        return CaptureSession(
+            plan,
+            built.forward,
+            backend,
+            loaded.config,
+            progress=lambda at: step(at.index, at.total, f"{at.mode} {at.descriptor}"),
+        ).run()
+
+
+def _model_of(config: Config, path: Path) -> ModelConfig:
+    if config.model is None:
+        raise ConfigError(
+            f"{path}: there is no `model`, so there is nothing to capture",
+            remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a starting configuration.",
+        )
+    return config.model
+
+
+def _check_rows(config: Config, path: Path) -> None:
+    """A runner tells the size of a batch from its tensors."""
+    if all(spec.row_dim is None for spec in (*config.inputs.values(), *config.metadata.values())):
+        raise ConfigError(
+            f"{path}: no input has a dimension that counts the rows of a batch",
+            remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
+        )
+
+
+def _announce(plan: Plan) -> None:
+    """What differs from the request, before time is spent on it. The report holds it too."""
+    for change in plan.changes:
+        note(f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}")
+    for warning in plan.warnings:
+        note(f"warning: {warning}")

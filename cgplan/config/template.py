@@ -1,0 +1,105 @@
+"""The text of a starting configuration: YAML with comments that say what was found and what was guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class InputGuess:
+    """An argument of a model's forward, as the template writes it.
+
+    Attributes:
+        name: Of the argument.
+        required: Whether the forward has no default for it; others are written as comments.
+        shape: Dimensions as YAML has them.
+        dtype: By torch's name.
+        pad: Value of the padding rows.
+        example: For `example`, None to leave it out.
+        reason: What the guess rests on, in a few words.
+    """
+
+    name: str
+    required: bool
+    shape: tuple[int | str, ...]
+    dtype: str
+    pad: int
+    example: tuple[int, int] | None
+    reason: str
+
+
+def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[InputGuess]) -> str:
+    """A commented configuration that loads and plans as it is. Ends with a newline."""
+    written = "".join(_input(guess) for guess in inputs)
+    if not any(guess.required for guess in inputs):
+        written = f"  # {{}} because the forward has no argument without a default\n{written}"
+        head = "inputs: {}\n"
+    else:
+        head = "inputs:\n"
+    return f"{_model(target, kwargs)}\n{head}{written}\n{_REST}"
+
+
+def _model(target: str, kwargs: Mapping[str, Any]) -> str:
+    model: dict[str, Any] = {"target": target, **({"kwargs": dict(kwargs)} if kwargs else {})}
+    text = yaml.safe_dump({"model": model}, sort_keys=False, width=100, allow_unicode=True)
+    hint = "" if kwargs else "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
+    return f"{_HEAD}\n{text}{hint}{_MODEL_HINT}"
+
+
+def _input(guess: InputGuess) -> str:
+    dims = ", ".join(str(dim) for dim in guess.shape)
+    lines = [
+        (f"{_key(guess.name)}:", "" if guess.required else "has a default; remove the marks to make it an input"),
+        (f"  shape: [{dims}]", f"guess: {guess.reason}"),
+        (f"  dtype: {guess.dtype}", "guess, as above"),
+        (f"  pad: {guess.pad}", "a choice: what padding rows hold; there is no default"),
+    ]
+    if guess.example is not None:
+        lines.append((f"  example: {list(guess.example)}", "random values for warm-up and bench: from, below"))
+    text = "".join(f"{line:<33} # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+    return indent(text, "  " if guess.required else "  # ")
+
+
+def _key(name: str) -> str:
+    """A name as a YAML key, quoted where YAML would take it for something else (`y`, `on`)."""
+    return yaml.safe_dump(name, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+_HEAD = """\
+# A starting configuration, written by `cgplan init`. What it guessed is marked; correct it, then look at the plan with
+#   cgplan inspect --config FILE
+# All keys: `cgplan schema --format markdown`.
+"""
+
+_MODEL_HINT = """\
+  # output_rows: num_reqs           # if the model returns one row for each request, not for each token
+
+device: auto                        # a GPU if there is one, else the CPU stand-in
+"""
+
+_REST = """\
+# metadata:                         # tensors that the model reads from cgplan.get_forward_context()
+#   seq_lens:
+#     shape: [num_reqs]
+#     dtype: int32
+#     pad: 1
+
+compilation:
+  cudagraph_mode: FULL              # NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE
+  cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32]    # rows; or a ladder: vllm, sglang, trtllm, powers_of_two
+  outputs: borrow                   # views of graph memory, valid until the next call; clone: copies
+  on_miss: eager                    # a batch that no graph serves runs eagerly; error: it is refused
+
+scheduler:
+  max_num_seqs: 256                 # requests in one batch at most
+  max_num_batched_tokens: 8192      # tokens in one batch at most
+
+# report:
+#   sizes: [1, 3, 8, 32]            # batch sizes that `cgplan bench` measures; absent: every captured size
+#   repeats: 30
+"""

@@ -1,0 +1,304 @@
+"""Reports and plans as tables: for a terminal, and as plain text of a given width."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
+from itertools import groupby, pairwise
+
+from rich.box import Box
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import Plan
+from cgplan.reports.records import BenchRecord, BenchReport, CaptureReport, Environment, GraphRecord, Report, Timing
+from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
+
+TEXT_WIDTH = 100
+TAPE = "cpu (tape)"
+MOST_PADDING_ROWS = 12
+
+# One rule under the header, in ASCII: a table can be piped, logged and pasted anywhere.
+_RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def render(report: Report) -> RenderableType:
+    """A report or plan for a rich console."""
+    if isinstance(report, CaptureReport):
+        return _capture(report)
+    if isinstance(report, BenchReport):
+        return _bench(report)
+    return _plan(report)
+
+
+def render_text(report: Report, width: int = TEXT_WIDTH) -> str:
+    """A report or plan as plain text, without colour codes and without a newline at the end.
+
+    Args:
+        report: What is shown.
+        width: Columns; longer notes are wrapped there.
+    """
+    return plain_text(render(report), width)
+
+
+def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
+    """What rich would show on a terminal of ``width`` columns, as plain text."""
+    file = StringIO()
+    Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def describe_sizes(sizes: Sequence[int]) -> str:
+    """``(1, 2, 4, 8, 16, 24, 32)`` -> ``1, 2, 4, 8 to 32 by 8``; ``none`` if there are none."""
+    parts: list[str] = []
+    rest = list(sizes)
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 0
+        length = 1 + next((i for i, (a, b) in enumerate(pairwise(rest)) if b - a != step), len(rest) - 1)
+        if length < 4:  # a shorter run reads better as it is
+            parts.append(str(rest[0]))
+            length = 1
+        else:
+            parts.append(f"{rest[0]} to {rest[length - 1]}" + (f" by {step}" if step > 1 else ""))
+        del rest[:length]
+    return ", ".join(parts) or "none"
+
+
+def columns(*names: str, left: Sequence[str] = (), gap: int = 2) -> Table:
+    """An empty table with a ruled header. Columns hold numbers and stand right, except for those in ``left``.
+
+    Where the width is too small, the first column stays whole.
+    """
+    table = Table(box=_RULED, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
+    for name in names:
+        justify: JustifyMethod = "left" if name in left else "right"
+        table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=name == names[0])
+    return table
+
+
+def cells(*values: object) -> list[Text]:
+    """A row as plain texts, None as a dash. What users write, such as ``[num_tokens, 64]``, is no rich markup."""
+    return [Text("-" if value is None else str(value)) for value in values]
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
+    """A title over labelled lines; a line that is too long goes on under its own beginning."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        style = "yellow" if label == "warning" else ""
+        grid.add_row(Text(f"  {label}", style=style or "bold"), Text(value, style=style))
+    return Group(Text(title, style="bold"), grid)
+
+
+def _environment(environment: Environment) -> list[tuple[str, str]]:
+    cuda = [f"CUDA {environment.cuda}"] if environment.cuda else []
+    driver = [f"driver {environment.driver}"] if environment.driver else []
+    torch = [f"torch {environment.torch}", *cuda, *driver]
+    return [
+        ("device", f"{environment.device}, {environment.machine}"),
+        ("backend", environment.backend),
+        ("versions", ", ".join([f"cgplan {environment.cgplan}", *torch, f"Python {environment.python}"])),
+        ("made", f"{environment.date}, config {environment.config_hash}"),
+    ]
+
+
+def _mode(plan: Plan) -> list[tuple[str, str]]:
+    """The mode, or each step from what was asked for to it."""
+    changes = [("mode", f"{change.requested} -> {change.resolved}: {change.reason}") for change in plan.changes]
+    return changes or [("mode", str(plan.mode))]
+
+
+def _sizes(plan: Plan) -> tuple[str, str]:
+    if not plan.capture_sizes:
+        return "sizes", f"none: {plan.sizes_source}"
+    return "sizes", f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), from {plan.sizes_source}"
+
+
+def _warnings(texts: Iterable[str]) -> list[tuple[str, str]]:
+    return [("warning", text) for text in texts]
+
+
+def _capture(report: CaptureReport) -> RenderableType:
+    rows = [*_environment(report.environment), *_mode(report.plan), _sizes(report.plan)]
+    if report.environment.backend == TAPE:
+        rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
+    head = facts("Capture", [*rows, *_warnings(report.warnings)])
+    if not report.records:
+        return Group(head, Text(), facts("Graphs: none", _totals(report)))
+    return Group(head, Text(), _graphs(report.records, report.environment), Text(), facts("Totals", _totals(report)))
+
+
+def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:
+    """One row a key. Columns that would be the same in every row, or dashes, are left out."""
+    nodes = "operators" if environment.backend == TAPE else "nodes"
+    shown = {
+        "LoRA": any(r.descriptor.has_lora for r in records),
+        "graphs": any(r.graphs > 1 for r in records),
+        "driver": any(r.driver_bytes is not None for r in records),
+    }
+    rows = [
+        {
+            "mode": f"{r.mode} uniform" if r.descriptor.uniform else str(r.mode),
+            "num_tokens": r.descriptor.num_tokens,
+            "num_reqs": r.descriptor.num_reqs,
+            "LoRA": r.descriptor.num_active_loras,
+            "graphs": r.graphs,
+            nodes: r.nodes,
+            "pool growth": format_bytes(r.pool_growth),
+            "driver": format_bytes(r.driver_bytes),
+            "warm-up": format_seconds(r.warmup_seconds),
+            "capture": format_seconds(r.capture_seconds),
+        }
+        for r in records
+    ]
+    return _filled([{name: v for name, v in row.items() if shown.get(name, True)} for row in rows], left=("mode",))
+
+
+def _totals(report: CaptureReport) -> list[tuple[str, str]]:
+    keys, graphs = len(report.records), sum(r.graphs for r in report.records)
+    parts = [("pool", report.pool_bytes), ("static buffers", report.static_bytes), ("driver", report.driver_bytes)]
+    memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size is not None)
+    rows = [
+        ("graphs", f"{graphs} for {keys} keys"),
+        ("memory", f"{memory}; total {format_bytes(report.total_bytes)}"),
+    ]
+    if report.free_before is not None or report.free_after is not None:
+        rows.append(("free", f"{format_bytes(report.free_before)} before, {format_bytes(report.free_after)} after"))
+    parts_of_time = {
+        "warm-up": report.warmup_seconds,
+        "capture": report.capture_seconds,
+        "inspection": report.inspection_seconds,
+        "whole session": report.session_seconds,
+    }
+    seconds = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts_of_time.items() if value)
+    return [*rows, ("time", seconds)]
+
+
+def _bench(report: BenchReport) -> RenderableType:
+    capture = report.capture
+    cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
+    rows = [
+        *_environment(report.environment),
+        *_mode(capture.plan),
+        ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
+        ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
+    ]
+    adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
+    if adapters:
+        rows.append(("LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"))
+    if report.repeats < 100:
+        rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
+    if report.environment.backend == TAPE:
+        rows.append(("note", f"all figures come from {TAPE}, the CPU stand-in; a GPU's speed-up is another matter"))
+    head = facts("Bench", [*rows, *_warnings(capture.warnings)])
+    if not report.records:
+        return Group(head, Text(), Text("No size was measured: nothing is captured and report.sizes is absent."))
+    latency = _filled([_bench_row(r) for r in report.records], left=("runs as",), gap=1)
+    queued = [] if report.environment.backend == TAPE else [_queued_row(r) for r in report.records if r.graph_queued]
+    if not queued:  # on the tape no call ever waits for another one
+        return Group(head, Text(), latency)
+    title = Text("Calls that follow one another without waiting, time of each", style="bold")
+    return Group(head, Text(), latency, Text(), title, _filled(queued, left=()))
+
+
+def _bench_row(record: BenchRecord) -> dict[str, object]:
+    return {
+        "tokens": record.num_tokens,
+        "runs as": "eager" if record.graph is None else f"{record.mode} {record.descriptor.num_tokens}",
+        "padded\nrows": record.padded_rows,
+        "eager\nmedian": _median(record.eager),
+        "eager\np99": _p99(record.eager),
+        "graph\nmedian": _median(record.graph),
+        "graph\np99": _p99(record.graph),
+        "replay\nmedian": _median(record.replay),
+        "speed-\nup": _ratio(record.speedup),
+        "host\neager": _median(record.eager_host),
+        "host\ngraph": _median(record.graph_host),
+    }
+
+
+def _queued_row(record: BenchRecord) -> dict[str, object]:
+    graph, replay = record.graph_queued, record.replay_queued
+    return {
+        "tokens": record.num_tokens,
+        "graph median": _median(graph),
+        "graph p99": _p99(graph),
+        "replay median": _median(replay),
+        "replay p99": _p99(replay),
+        "graph / replay": _ratio(graph.median / replay.median if graph and replay else None),
+    }
+
+
+def _median(timing: Timing | None) -> str:
+    """Without a space before the unit: eleven columns have to fit into a terminal of 80."""
+    return format_microseconds(timing.median if timing else None).replace(" ", "")
+
+
+def _p99(timing: Timing | None) -> str:
+    return format_microseconds(timing.p99 if timing else None).replace(" ", "")
+
+
+def _plan(plan: Plan) -> RenderableType:
+    by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
+    rows = [
+        *_mode(plan),
+        _sizes(plan),
+        ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
+        ("batches", _ways(plan)),
+        ("bounds", f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens {plan.max_num_batched_tokens}"),
+    ]
+    if plan.query_len > 1:
+        rows.append(("query length", f"{plan.query_len} tokens of each request in uniform decode"))
+    if plan.max_loras is not None:
+        cases = ", ".join(map(str, plan.lora_cases))
+        rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
+    head = facts("Plan", [*rows, ("config", plan.config_hash), *_warnings(plan.warnings)])
+    return Group(head, Text(), _padding(plan)) if plan.keys else head
+
+
+def _ways(plan: Plan) -> str:
+    """How batches up to the largest size are run."""
+    decode, mixed = (
+        "eager" if mode is CUDAGraphMode.NONE else str(mode)
+        for mode in (plan.mode.decode_mode(), plan.mode.mixed_mode())
+    )
+    return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
+
+
+def _padding(plan: Plan) -> Table:
+    """What batches are padded to; sizes of equal distance that follow each other share a row."""
+    pairs = tuple(pairwise((0, *plan.capture_sizes)))
+    groups = _neighbours(pairs, lambda below, size: size - below)
+    if len(groups) > MOST_PADDING_ROWS:  # an irregular ladder: sizes between two powers of two in one row
+        groups = _neighbours(pairs, lambda _, size: size.bit_length())
+    rows: list[dict[str, object]] = []
+    for group in groups:
+        first, sizes = group[0][0] + 1, [size for _, size in group]
+        most = max(size - below for below, size in group) - 1
+        span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
+        to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
+        rows.append({"batch of (tokens)": span, "is padded to": to, "padding rows at most": most})
+    rows.append({"batch of (tokens)": f"above {plan.max_capture_size}", "is padded to": "no graph"})
+    return _filled(rows, left=("batch of (tokens)", "is padded to"))
+
+
+def _neighbours(pairs: Iterable[tuple[int, int]], alike: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
+    """(size below, size) pairs, those that follow each other and are alike together."""
+    return [list(group) for _, group in groupby(pairs, lambda pair: alike(*pair))]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+def _filled(rows: Sequence[dict[str, object]], left: Sequence[str], gap: int = 2) -> Table:
+    """A table of rows by column name; the first row has all columns."""
+    table = columns(*rows[0], left=left, gap=gap)
+    for row in rows:
+        table.add_row(*cells(*(row.get(name) for name in rows[0])))
+    return table

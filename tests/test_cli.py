@@ -1,0 +1,729 @@
+"""The command line: what each command prints, and how each mistake ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner, Result
+
+import cgplan
+from cgplan import errors
+from cgplan.cli.inspecting import origin_rows
+from cgplan.cli.main import app
+from cgplan.config import load_config, read_config
+from cgplan.planning import Plan, build_plan
+from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
+
+REPO = Path(__file__).parents[1]
+
+MODELS = """
+import pathlib
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up = nn.Linear(8, width)
+        self.down = nn.Linear(width, 4)
+
+    def forward(self, x, scale=None):
+        y = self.down(torch.relu(self.up(x)))
+        return y if scale is None else y * float(scale)
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.stem = nn.Conv2d(3, 2, 7, stride=7, dtype=torch.bfloat16)
+
+    def forward(self, pixels):
+        return self.stem(self.drop(pixels)).flatten(1)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=7)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, words, offsets):
+        return self.drop(self.table(words)) + offsets[:, None]
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x, token_ids, n: int):
+        return self.up(x) if x.sum() > 0 else x
+
+def build(width=16):
+    return Net(width)
+
+def marking(path):
+    pathlib.Path(path).write_text("built")
+    return Net()
+
+def chatty():
+    print("the builder speaks")
+    net = Net()
+    def forward(x):
+        print("the model speaks")
+        return net(x)
+    return forward
+
+def raising():
+    raise KeyError("weights are missing")
+
+def interrupted():
+    raise KeyboardInterrupt
+
+def not_a_model():
+    return 3
+
+def scalar():
+    return lambda x: x.sum()
+
+def syncing():
+    def forward(x):
+        return x * x.sum().item()
+    return forward
+
+def hungry():
+    def forward(x):
+        if x.shape[0] == 2:
+            raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+        return x * 2
+    return forward
+
+not_callable = 7
+"""
+
+CONFIG: dict[str, Any] = {
+    "model": {"target": "models.py:build"},
+    "device": "cpu",
+    "inputs": {"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
+    "compilation": {"cudagraph_capture_sizes": [1, 2, 4]},
+    "report": {"repeats": 3, "warmups": 1, "sizes": [1, 3, 9]},
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a file of models and a good configuration."""
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cgplan_command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def good(*arguments: str) -> Result:
+    result = cgplan_command(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(error: type[errors.CgplanError], *arguments: str) -> str:
+    """What standard error says of a command that ends with ``error``: a message with a remedy, and no traceback."""
+    result = cgplan_command(*arguments)
+    assert result.exit_code == error.exit_code, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    message = result.stderr[result.stderr.index("error: ") :]
+    assert "remedy: " in message
+    return message
+
+
+def use_model(target: str) -> tuple[str, ...]:
+    return ("capture", "--config", "good.yaml", "--set", f"model.target=models.py:{target}")
+
+
+# What works
+
+
+def test_version() -> None:
+    assert good("--version").stdout == f"cgplan {cgplan.__version__}\n"
+
+
+def test_no_arguments_show_the_help() -> None:
+    shown = good().stdout
+    assert shown == good("--help").stdout
+    for command in ("capture", "bench", "inspect", "schema", "init"):
+        assert re.search(rf"^  {command}  .*\.$", shown, re.MULTILINE), f"{command} has no whole sentence in the help"
+
+
+@pytest.mark.parametrize("command", ["capture", "bench", "inspect", "schema", "init"])
+def test_help_of_each_command_has_an_example(command: str) -> None:
+    assert f"Example:\n    cgplan {command} " in good(command, "--help").stdout
+
+
+def test_capture_shows_and_saves_the_report(home: Path) -> None:
+    result = good("capture", "--config", "good.yaml", "--output", "run.json")
+    report = load_report("run.json")
+    assert isinstance(report, CaptureReport)
+    assert [key.num_tokens for _, key in report.plan.keys] == [4, 2, 1]
+    assert [r.nodes for r in report.records] == [3, 3, 3]
+    assert result.stdout == render_text(report) + "\n"
+    assert "saved run.json" in result.stderr
+    assert sorted(p.name for p in home.iterdir() if p.name != "__pycache__") == ["good.yaml", "models.py", "run.json"]
+
+
+@pytest.mark.parametrize(("command", "kind"), [("capture", CaptureReport), ("bench", BenchReport)])
+def test_json_is_the_saved_report_and_nothing_else(
+    home: Path, command: str, kind: type[CaptureReport | BenchReport]
+) -> None:
+    result = good(
+        command, "--config", "good.yaml", "--set", "model.target=models.py:chatty", "--json", "-o", "run.json"
+    )
+    assert kind.model_validate_json(result.stdout) == load_report("run.json")
+    assert "the builder speaks" in result.stderr
+    assert "the model speaks" in result.stderr
+
+
+def test_bench_measures_the_sizes_asked_for(home: Path) -> None:
+    result = good("bench", "--config", "good.yaml", "--output", "bench.json")
+    report = load_report("bench.json")
+    assert isinstance(report, BenchReport)
+    assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in report.records] == [
+        (1, "FULL", 0),
+        (3, "FULL", 1),
+        (9, "NONE", 0),
+    ]
+    assert all(r.eager.median > 0 for r in report.records)
+    assert result.stdout == render_text(report) + "\n"
+
+
+def test_inspect_shows_a_saved_report_again(home: Path) -> None:
+    captured = good("capture", "--config", "good.yaml", "--output", "run.json")
+    assert good("inspect", "run.json").stdout == captured.stdout
+    assert json.loads(good("inspect", "run.json", "--json").stdout) == json.loads((home / "run.json").read_text())
+
+
+def test_inspect_prints_a_plan_that_it_reads_again(home: Path) -> None:
+    printed = good("inspect", "--config", "good.yaml", "--json").stdout
+    assert Plan.from_json(printed) == build_plan(load_config("good.yaml"))
+    (home / "plan.json").write_text(printed)
+    assert good("inspect", "plan.json").stdout in good("inspect", "--config", "good.yaml").stdout
+
+
+def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
+    (home / "c.yaml").write_text(
+        "device: cpu\n"
+        "compilation:\n"
+        "  cudagraph_mode: FULL\n"
+        "  attention_support: UNIFORM_BATCH\n"
+        "  cudagraph_capture_sizes:\n"
+        "    - 16\n"
+        "    - 9999\n"
+        "lora: {max_loras: 2}\n"
+    )
+    loaded = read_config("c.yaml", ["scheduler.max_num_seqs=8", "lora={max_loras: 3}"])
+    rows = {row.key: (row.value, row.origin) for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert rows["device"] == ("cpu", "c.yaml:1")
+    assert rows["compilation.attention_support"] == ("UNIFORM_BATCH", "c.yaml:4")
+    assert rows["compilation.cudagraph_mode"] == (
+        "FULL -> FULL_AND_PIECEWISE",
+        "c.yaml:3, resolved from attention_support is UNIFORM_BATCH",
+    )
+    assert rows["compilation.cudagraph_capture_sizes"] == (
+        "[16, 9999] -> 16 (1)",
+        "c.yaml:5, resolved from max_num_batched_tokens",
+    )
+    assert rows["compilation.max_cudagraph_capture_size"] == ("16", "resolved from cudagraph_capture_sizes")
+    assert rows["compilation.outputs"] == ("borrow", "default")
+    assert rows["scheduler.max_num_seqs"] == ("8", "--set")
+    assert rows["lora.max_loras"] == ("3", "--set")
+    assert rows["lora.rank"] == ("16", "default")
+    assert rows["report.sizes"] == ("16 (1)", "resolved from cudagraph_capture_sizes")
+    shown = good("inspect", "--config", "c.yaml").stdout
+    assert re.search(r"^compilation\.attention_support +UNIFORM_BATCH +c\.yaml:4$", shown, re.MULTILINE)
+    assert "9999 above scheduler.max_num_batched_tokens" in shown
+
+
+def test_inspect_names_the_line_of_a_merged_value(home: Path) -> None:
+    text = "scheduler: &base\n  max_num_seqs: 8\nspeculative: {}\nreport: {}\n"
+    shared = "inputs:\n  x: &x\n    shape: [num_tokens]\n    dtype: float32\n    pad: 0\n  y:\n    <<: *x\n    pad: 1\n"
+    (home / "c.yaml").write_text(text + shared)
+    loaded = read_config("c.yaml")
+    rows = {row.key: row.origin for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert (rows["inputs.y.pad"], rows["inputs.y.dtype"]) == ("c.yaml:12", "c.yaml:8")
+    assert rows["speculative.num_speculative_tokens"] == rows["report.repeats"] == "default"
+
+
+def test_inspect_shows_values_as_yaml_has_them(home: Path) -> None:
+    shown = good("inspect", "--config", "good.yaml").stdout
+    assert re.search(r"^inputs\.x\.shape +\[num_tokens, 8\] +good\.yaml:", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("sections", "sizes", "maximum"),
+    [
+        ({}, "ladder vllm up to 512", "max_num_seqs, max_num_batched_tokens"),
+        ({"speculative": {"num_speculative_tokens": 1}}, "ladder vllm", "num_speculative_tokens"),
+        ({"compilation": {"max_cudagraph_capture_size": 30}}, "ladder vllm up to 30", "the ladder's steps"),
+        ({"compilation": {"cudagraph_mode": "NONE"}}, "cudagraph_mode", "cudagraph_mode"),
+        ({"compilation": {"cudagraph_capture_sizes": "sglang"}}, "ladder sglang", "max_num_seqs"),
+        (
+            {
+                "compilation": {"cudagraph_capture_sizes": [2, 5], "cudagraph_mode": "FULL_DECODE_ONLY"},
+                "speculative": {"num_speculative_tokens": 1},
+            },
+            "num_speculative_tokens",
+            "cudagraph_capture_sizes",
+        ),
+    ],
+)
+def test_inspect_says_what_sizes_were_resolved_from(
+    home: Path, sections: dict[str, Any], sizes: str, maximum: str
+) -> None:
+    (home / "c.yaml").write_text(yaml.safe_dump(sections))
+    loaded = read_config("c.yaml")
+    origins = {row.key: row.origin for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert sizes in origins["compilation.cudagraph_capture_sizes"].partition("resolved from ")[2]
+    assert maximum in origins["compilation.max_cudagraph_capture_size"].partition("resolved from ")[2]
+
+
+def test_mode_none_captures_nothing_and_says_so(home: Path) -> None:
+    result = good("capture", "--config", "good.yaml", "--set", "compilation.cudagraph_mode=NONE", "--json")
+    report = CaptureReport.model_validate_json(result.stdout)
+    assert (report.records, report.pool_bytes) == ((), 0)
+    assert "Graphs: none" in render_text(report)
+
+
+def test_warnings_and_mode_changes_come_before_the_capture(home: Path) -> None:
+    narrow = ("--set", "scheduler.max_num_batched_tokens=2", "--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY")
+    changed = ("--set", "compilation.attention_support=NEVER", "--set", "compilation.splitting_ops=[]")
+    error = good("capture", "--config", "good.yaml", *narrow, "--json").stderr
+    assert re.match(r"warning: .*4.* above scheduler\.max_num_batched_tokens", error)
+    result = good("capture", "--config", "good.yaml", *narrow, *changed, "--json")
+    assert "note: cudagraph_mode FULL_DECODE_ONLY -> NONE: attention_support is NEVER" in result.stderr
+
+
+def test_progress_without_a_terminal_is_a_few_lines(home: Path) -> None:
+    sizes = f"compilation.cudagraph_capture_sizes={list(range(1, 41))}"
+    result = good("capture", "--config", "good.yaml", "--set", sizes)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("capture ")]
+    assert len(lines) <= 11
+    assert lines[0] == "capture 1/40: FULL num_tokens=40 num_reqs=40"
+    assert lines[-1] == "capture 40/40: FULL num_tokens=1 num_reqs=1"
+
+
+def test_device_option_wins_over_the_file(home: Path) -> None:
+    result = good("capture", "--config", "good.yaml", "--set", "device=cuda:99", "--device", "cpu")
+    assert "cpu (tape)" in result.stdout
+
+
+def test_python_dash_m(home: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "cgplan", "capture", "--config", "missing.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == errors.ConfigFileError.exit_code
+    assert done.stderr.startswith("error: no such file: missing.yaml\n  remedy: ")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["capture", "--help"], ["schema"], ["inspect", "--config", "good.yaml"], ["inspect", "plan.json"]],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(home: Path, arguments: list[str]) -> None:
+    (home / "plan.json").write_text(build_plan(load_config("good.yaml")).model_dump_json())
+    code = (
+        "import sys\nfrom cgplan.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout
+    assert done.stderr.split() == ["0", "False"]
+
+
+# init
+
+
+def started(home: Path, *arguments: str) -> tuple[str, cgplan.Config]:
+    text = good("init", *arguments).stdout
+    (home / "my.yaml").write_text(text)
+    config = load_config("my.yaml")
+    assert build_plan(config).capture_sizes == (1, 2, 4, 8, 16, 32)
+    return text, config
+
+
+def test_init_of_an_mlp_captures_as_it_is(home: Path) -> None:
+    text, config = started(home, "models.py:Net", "--kwargs", '{"width": 24}')
+    assert set(config.inputs) == {"x"}
+    assert (config.inputs["x"].shape, config.inputs["x"].dtype) == (("num_tokens", 8), "float32")
+    assert config.model is not None
+    assert config.model.kwargs == {"width": 24}
+    assert re.search(r"shape: \[num_tokens, 8\] +# guess: up is a Linear with in_features 8", text)
+    assert re.search(r"^  # scale: +# has a default", text, re.MULTILINE)
+    result = good("capture", "--config", "my.yaml", "--device", "cpu", "--json")
+    assert len(CaptureReport.model_validate_json(result.stdout).records) == 6
+
+
+def test_init_arguments_with_defaults_can_be_uncommented(home: Path) -> None:
+    text, _ = started(home, "models.py:Net")
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("  # scale:"))
+    lines[start : start + 4] = [line.replace("  # ", "  ", 1) for line in lines[start : start + 4]]
+    (home / "more.yaml").write_text("\n".join(lines))
+    assert set(load_config("more.yaml").inputs) == {"x", "scale"}
+
+
+def test_init_reads_images_and_indices(home: Path) -> None:
+    _, image = started(home, "models.py:Image")
+    assert image.inputs["pixels"].shape == ("num_tokens", 3, 224, 224)
+    assert image.inputs["pixels"].dtype == "bfloat16"
+    text, words = started(home, "models.py:Words")
+    assert (words.inputs["words"].dtype, words.inputs["words"].pad) == ("int64", 7)
+    assert words.inputs["words"].example == (0, 50)
+    assert words.inputs["offsets"].dtype == "float32"
+    assert re.search(r"offsets:\n +shape: \[num_tokens\] +# guess: nothing in the code told it", text)
+
+
+def test_init_does_not_pretend_where_the_forward_branches(home: Path) -> None:
+    text, config = started(home, "models.py:Branches")
+    assert config.inputs["x"].shape == ("num_tokens",)
+    assert "in_features" not in text
+    assert config.inputs["token_ids"].dtype == "int64"
+    assert "the forward says int, but inputs are tensors" in text
+
+
+def test_init_prints_only_yaml(home: Path) -> None:
+    result = good("init", "models.py:chatty")
+    assert set(yaml.safe_load(result.stdout)["inputs"]) == {"x"}
+    assert "the builder speaks" in result.stderr
+
+
+@pytest.mark.parametrize("kwargs", ["[1, 2]", "{a: ", "3", "{when: 2026-13-01}"])
+def test_init_kwargs_must_be_a_mapping(home: Path, kwargs: str) -> None:
+    assert "--kwargs" in refused(errors.ConfigError, "init", "models.py:build", "--kwargs", kwargs)
+
+
+def test_init_kwargs_must_fit(home: Path) -> None:
+    message = refused(errors.ModelError, "init", "models.py:build", "--kwargs", "{widht: 3}")
+    assert "widht" in message
+
+
+# Bad configurations
+
+
+def test_missing_file_names_the_nearest(home: Path) -> None:
+    message = refused(errors.ConfigFileError, "capture", "--config", "god.yaml")
+    assert "no such file: god.yaml" in message
+    assert "good.yaml" in message.partition("remedy:")[2]
+
+
+def test_unreadable_files(home: Path) -> None:
+    (home / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    (home / "folder.yaml").mkdir()
+    for name in ("binary.yaml", "folder.yaml"):
+        assert f"cannot read {name}" in refused(errors.ConfigFileError, "inspect", "--config", name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model:\n  target: [1, 2\n", "bad.yaml:3:1: not valid YAML"),
+        ("a: b: c\n", "bad.yaml:1:5: not valid YAML"),
+        ("- 1\n", "the file holds a list"),
+        ("device: cpu\ndevice: cpu\n", "bad.yaml:2: the key 'device' stands twice (first in line 1)"),
+    ],
+)
+def test_files_that_are_no_configuration(home: Path, text: str, words: str) -> None:
+    (home / "bad.yaml").write_text(text)
+    assert words in refused(errors.ConfigFileError, "inspect", "--config", "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("compilation:\n  cudagraph_mod: FULL\n", ["line 2", "unknown key", "did you mean 'cudagraph_mode'"]),
+        ("cudagraph_mode: FULL\n", ["line 1", "unknown key", "'compilation'"]),
+        ("scheduler:\n  max_num_seqs: many\n", ["line 2", "scheduler.max_num_seqs", "'many'", "integer"]),
+        ("compilation:\n  cudagraph_capture_sizes: []\n", ["line 2", "the list of capture sizes is empty"]),
+        ("compilation:\n  cudagraph_capture_sizes: [4, 0]\n", ["line 2", "at least 1, found 0"]),
+        ("compilation:\n  cudagraph_capture_sizes:\n    - 4\n    - -3\n", ["line 4", "at least 1, found -3"]),
+        (
+            "compilation:\n  cudagraph_capture_sizes: [1, 8]\n  max_cudagraph_capture_size: 16\n",
+            ["max_cudagraph_capture_size is 16", "cudagraph_capture_sizes is 8"],
+        ),
+        ("compilation:\n  cudagraph_capture_sizes: vlm\n", ["line 2", "unknown ladder 'vlm'", "vllm", "powers_of_two"]),
+        ("compilation:\n  cudagraph_mode: FUL\n", ["line 2", "unknown cudagraph_mode 'FUL'", "did you mean FULL?"]),
+        ("device: gpu\n", ["line 1", "device", "'gpu'", "cuda"]),
+        ("inputs:\n  x: {shape: [num_tokens], dtype: float32}\n", ["line 2", "'inputs.x.pad' is missing"]),
+        ("inputs:\n  x: {shape: [num_rows], dtype: float32, pad: 0}\n", ["line 2", "num_rows", "num_tokens"]),
+    ],
+)
+def test_bad_values_are_named_with_their_line(home: Path, text: str, words: list[str]) -> None:
+    (home / "bad.yaml").write_text(text)
+    message = refused(errors.ConfigError, "inspect", "--config", "bad.yaml")
+    assert "bad.yaml" in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("compilation.on_mis=error", ["--set", "unknown key", "did you mean 'on_miss'"]),
+        ("compilation.cudagraph_capture_sizes=[1, -2]", ["--set", "at least 1, found -2"]),
+        ("scheduler.max_num_seqs", ["'scheduler.max_num_seqs' is not of the form key=value"]),
+        ("device.x=1", ["device is not a section"]),
+        ("report={", ["--set report", "not YAML"]),
+    ],
+)
+def test_bad_overrides(home: Path, override: str, words: list[str]) -> None:
+    message = refused(errors.ConfigError, "inspect", "--config", "good.yaml", "--set", override)
+    for word in words:
+        assert word in message
+
+
+def test_no_size_left(home: Path) -> None:
+    limit = "scheduler.max_num_batched_tokens=3"
+    sizes = "compilation.cudagraph_capture_sizes=[8, 16]"
+    message = refused(errors.PlanError, "inspect", "--config", "good.yaml", "--set", limit, "--set", sizes)
+    assert "no capture size is left" in message
+    assert "8, 16" in message
+
+
+def test_mode_that_the_attention_does_not_support(home: Path) -> None:
+    message = refused(
+        errors.ModeError, "capture", "--config", "good.yaml", "--set", "compilation.attention_support=NEVER"
+    )
+    assert "cudagraph_mode FULL" in message
+    assert "Choose PIECEWISE or NONE" in message
+
+
+@pytest.mark.parametrize("command", ["capture", "bench"])
+def test_model_and_inputs_are_needed_to_capture(home: Path, command: str) -> None:
+    (home / "plan.yaml").write_text("device: cpu\n")
+    message = refused(errors.ConfigError, command, "--config", "plan.yaml")
+    assert "plan.yaml: there is no `model`" in message
+    (home / "plan.yaml").write_text("device: cpu\nmodel: {target: 'models.py:build'}\n")
+    message = refused(errors.ConfigError, command, "--config", "plan.yaml")
+    assert "no input has a dimension that counts the rows" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(home: Path) -> None:
+    message = refused(errors.BackendError, "capture", "--config", "good.yaml", "--device", "cuda")
+    assert "torch sees no GPU" in message
+    assert "device: cpu" in message
+
+
+# Bad models
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("no_such_package.models:build", ["no_such_package"]),
+        ("nowhere.py:build", ["no file nowhere.py"]),
+        ("models.py:biuld", ["no `biuld`", "Did you mean `build`?"]),
+        ("models.py:not_callable", ["int, which is not callable"]),
+        ("models.py:not_a_model", ["returned int, which is not callable"]),
+        ("models.py", ["malformed"]),
+        ("models.py:raising", ["KeyError", "weights are missing", "models.py:"]),
+    ],
+)
+def test_bad_targets(home: Path, target: str, words: list[str]) -> None:
+    message = refused(errors.ModelError, "capture", "--config", "good.yaml", "--set", f"model.target={target}")
+    for word in words:
+        assert word in message
+
+
+def test_traceback_is_shown_on_demand(home: Path) -> None:
+    result = cgplan_command(*use_model("raising"), "--traceback")
+    assert result.exit_code == errors.ModelError.exit_code
+    trace, _, message = result.stderr.rpartition("error: ")
+    assert 'raise KeyError("weights are missing")' in trace
+    assert trace.index("KeyError") < trace.index("cgplan.errors.ModelError")
+    assert "remedy: " in message
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "words"),
+    [
+        ("[num_tokens, 9]", "x", ["the model failed eagerly", "num_tokens=4", "models.py:"]),
+        ("[num_tokens, 8]", "z", ["the model failed eagerly", "'z'"]),
+    ],
+)
+def test_inputs_that_the_model_does_not_take(home: Path, shape: str, name: str, words: list[str]) -> None:
+    inputs = f"inputs={{{name}: {{shape: {shape}, dtype: float32, pad: 0}}}}"
+    message = refused(errors.ModelError, "capture", "--config", "good.yaml", "--set", inputs)
+    for word in words:
+        assert word in message
+
+
+def test_output_without_the_batch_dimension(home: Path) -> None:
+    message = refused(errors.OutputShapeError, *use_model("scalar"))
+    assert "output 0 of the model has shape []" in message
+
+
+def test_model_that_needs_the_host(home: Path) -> None:
+    message = refused(errors.HostSyncError, *use_model("syncing"))
+    assert "_local_scalar_dense" in message or "item" in message
+    assert "return x * x.sum().item()" in message
+
+
+def test_out_of_memory_names_the_key(home: Path) -> None:
+    (home / "run.json").write_text("the old report")
+    message = refused(errors.CaptureMemoryError, *use_model("hungry"), "--output", "run.json")
+    assert "num_tokens=2" in message
+    assert "tried to allocate 5 GiB" in message
+    assert "Lower compilation.max_cudagraph_capture_size" in message
+    assert (home / "run.json").read_text() == "the old report"
+
+
+def test_interrupt(home: Path) -> None:
+    result = cgplan_command(*use_model("interrupted"))
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "interrupted"
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_internal_error_is_one_line_and_advice(home: Path, monkeypatch: pytest.MonkeyPatch, show: bool) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a defect\nof two lines")
+
+    monkeypatch.setattr("cgplan.cli.running.build_plan", broken)
+    result = cgplan_command("capture", "--config", "good.yaml", *(["--traceback"] if show else []))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-2] == "internal error: RuntimeError: a defect"
+    assert "--traceback" in result.stderr.splitlines()[-1]
+    assert ("Traceback" in result.stderr) == show
+
+
+# Output paths
+
+
+def output_refused(home: Path, output: str) -> str:
+    """The message for an output path that cannot be written; the model has not been built when it comes."""
+    marker = home / "marker"
+    kwargs = f"model.kwargs={{path: {marker}}}"
+    command = ("capture", "--config", "good.yaml", "--set", "model.target=models.py:marking", "--set", kwargs)
+    message = refused(errors.OutputPathError, *command, "--output", output)
+    assert not marker.exists()
+    good(*command)
+    assert marker.exists()
+    return message
+
+
+def test_output_in_a_missing_folder(home: Path) -> None:
+    assert f"there is no folder {Path('nowhere')}" in output_refused(home, "nowhere/run.json")
+
+
+def test_output_is_a_folder(home: Path) -> None:
+    (home / "there").mkdir()
+    assert "cannot write there: it is a folder" in output_refused(home, "there")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that nobody can write to")
+def test_output_in_a_folder_that_cannot_be_written(home: Path) -> None:
+    assert "cannot write /proc/run.json" in output_refused(home, "/proc/run.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_output_file_that_cannot_be_written(home: Path) -> None:
+    (home / "run.json").write_text("old")
+    (home / "run.json").chmod(0o444)
+    assert "cannot write run.json" in output_refused(home, "run.json")
+
+
+def test_failed_capture_leaves_no_file(home: Path) -> None:
+    before = {p.name for p in home.iterdir()}
+    refused(errors.ModelError, *use_model("raising"), "--output", "run.json")
+    assert {p.name for p in home.iterdir()} - before <= {"__pycache__"}
+
+
+def test_output_replaces_the_old_file_and_keeps_link_and_mode(home: Path) -> None:
+    (home / "real.json").write_text("old")
+    (home / "real.json").chmod(0o640)
+    (home / "run.json").symlink_to("real.json")
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    assert (home / "run.json").is_symlink()
+    assert isinstance(load_report("real.json"), CaptureReport)
+    assert (home / "real.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_report_is_shown_even_if_it_cannot_be_saved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = cgplan_command("capture", "--config", "good.yaml", "--output", "run.json", "--json")
+    assert result.exit_code == errors.OutputPathError.exit_code
+    assert "No space left on device" in result.stderr
+    assert len(CaptureReport.model_validate_json(result.stdout).records) == 3
+    assert not list(home.glob("*.tmp")) + list(home.glob(".*.tmp"))
+
+
+def test_output_to_a_pipe_does_not_replace_it(home: Path) -> None:
+    os.mkfifo("pipe")  # a device would do, too, but a defect would cost the machine its device
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        good("capture", "--config", "good.yaml", "--output", "pipe")
+        assert Path("pipe").is_fifo()
+        assert len(CaptureReport.model_validate_json(os.read(reader, 2**16)).records) == 3
+    finally:
+        os.close(reader)
+
+
+# Saved reports
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"kind": "capture", "schema_version": 999}', ["schema version 999", "Make the report again"]),
+        ("{", ["run.json:1:2: not JSON"]),
+        ('{"kind": "other"}', ["not a cgplan report"]),
+        ('{"kind": "capture", "schema_version": 1}', ["damaged report: environment"]),
+    ],
+)
+def test_inspect_refuses_other_files(home: Path, content: str, words: list[str]) -> None:
+    (home / "run.json").write_text(content)
+    message = refused(errors.ReportError, "inspect", "run.json")
+    for word in words:
+        assert word in message
+
+
+def test_inspect_of_a_configuration_without_the_option(home: Path) -> None:
+    assert "cgplan inspect --config good.yaml" in refused(errors.ReportError, "inspect", "good.yaml")
+
+
+def test_inspect_of_a_missing_report(home: Path) -> None:
+    assert "cannot read missing.json" in refused(errors.ReportError, "inspect", "missing.json")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "run.json", "--config", "good.yaml"],
+        ["inspect", "run.json", "--set", "device=cpu"],
+        ["capture"],
+        ["capture", "--config", "good.yaml", "--nonsense"],
+        ["schema", "--format", "xml"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
+    result = cgplan_command(*arguments)
+    assert result.exit_code == 2
+    assert "Error" in result.stderr
+    assert "Traceback" not in result.stderr
