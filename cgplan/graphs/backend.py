@@ -91,6 +91,21 @@ class GraphBackend(ABC):
         """
 
     @abstractmethod
+    def in_pool(self, tensor: torch.Tensor, pool: Pool) -> bool:
+        """Whether the tensor lies in the pool and holds its block; not asked during a capture."""
+
+    @abstractmethod
+    def is_empty(self, graph: Graph) -> bool:
+        """Whether a captured graph has nothing to run; False where that cannot be told."""
+
+    def slot(self, value: torch.Tensor) -> torch.Tensor:
+        """Inside a capture: memory of its pool laid out like ``value``, for work ahead of the graph to write into.
+
+        A tape computes while it records, so there the slot holds the value at once.
+        """
+        return torch.empty_like(value)
+
+    @abstractmethod
     def memory(self) -> MemoryReading:
         """Memory of the device now."""
 
@@ -126,11 +141,21 @@ class GraphBackend(ABC):
 
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
-        """``begin`` and ``end`` around a block, ``abort`` if it raises."""
-        self.begin(graph)
+        """``begin`` and ``end`` around a block, ``abort`` if it raises.
+
+        Autocast's cache of cast weights is off inside: a weight cast before would be read after it was freed, and one
+        cast inside would lie in the pool, where the next graph overwrites it.
+        """
+        cached = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
         try:
-            yield
-        except BaseException:
-            self.abort(graph)
-            raise
-        self.end(graph)
+            self.begin(graph)
+            try:
+                yield
+            except BaseException:
+                self.abort(graph)
+                raise
+            self.end(graph)
+        finally:
+            torch.set_autocast_cache_enabled(cached)

@@ -25,6 +25,7 @@ class StaticBuffer:
         tensor: The memory; its address never changes.
         rows: How its rows follow from the batch, None for a fixed shape.
         filled: Rows from here on hold the padding value.
+        written: Whether the model itself writes into it, so that padding does not last from one replay to the next.
     """
 
     spec: Input
@@ -32,6 +33,7 @@ class StaticBuffer:
     row_dim: int | None
     rows: Dim | None
     filled: int = 0
+    written: bool = False
     _views: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -60,9 +62,16 @@ class StaticBuffer:
             if padded_rows > rows > 0:
                 tail = self.tensor.narrow(self.row_dim, rows, padded_rows - rows)
                 tail.copy_(self.tensor.narrow(self.row_dim, rows - 1, 1))
-        elif self.filled > rows:
-            self.tensor.narrow(self.row_dim, rows, self.filled - rows).fill_(self.spec.pad)
+        elif (end := padded_rows if self.written else self.filled) > rows:
+            self.tensor.narrow(self.row_dim, rows, max(end, self.filled) - rows).fill_(self.spec.pad)
         self.filled = rows
+
+    def restore(self) -> None:
+        """Make every row padding again, after warm-ups. A model that wrote into them will do so on every replay."""
+        before = self.tensor.clone()
+        self.tensor.fill_(0 if self.spec.pad == "last" else self.spec.pad)
+        self.written = not torch.equal(_bits(before), _bits(self.tensor))
+        self.filled = 0
 
 
 class StaticBuffers:
@@ -90,6 +99,11 @@ class StaticBuffers:
             name: buffer.view(buffer.rows.size(num_tokens, num_reqs) if buffer.rows else 0)
             for name, buffer in self.buffers.items()
         }
+
+    def restore(self) -> None:
+        """Make every row padding again, after warm-ups."""
+        for buffer in self.buffers.values():
+            buffer.restore()
 
     def stage(self, values: Mapping[str, torch.Tensor], num_tokens: int, num_reqs: int, *, copy: bool) -> None:
         """Bring a batch in, and padding behind it.
@@ -120,6 +134,11 @@ class StaticBuffers:
                 torch._foreach_copy_(targets, sources)
             for buffer, rows in zip(self.buffers.values(), counts, strict=True):
                 buffer.pad(rows, buffer.rows.size(num_tokens, num_reqs) if buffer.rows else 0)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: NaN, a good padding for tests, equals nothing."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def example_batch(

@@ -1,18 +1,21 @@
 """CUDA graphs through torch.cuda.CUDAGraph: one capture stream, one garbage collection a session.
 
 Note [Failed captures]
-    When a capture is invalidated, torch's `capture_end` raises before it tells the allocator to stop serving
-    allocations from the pool (seen with torch 2.11): the pool would swallow all later allocations of the stream and
-    never be freed. `abort` then does what `capture_end` left out. Where `capture_end` got that far, the two calls
-    would fail, and are not made.
+    When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and leaves undone:
+    (1) the allocator goes on serving allocations from the pool, which would swallow all later ones and never be freed;
+    (2) the random generator believes that a capture is under way, and raises at the next random operator;
+    (3) the allocator of pinned memory keeps a function that looks into the graph object.
+    `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
+    well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -22,10 +25,22 @@ from cgplan.errors import BackendError, CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
 from cgplan.graphs.quiet import collector_quiet
 
-CudaPool = Any  # torch.cuda's pool handle, a pair of numbers
-
 
 @dataclass(slots=True, eq=False)
+class CudaPool:
+    """A pool's handle, and the graphs that keep it alive.
+
+    torch forgets a pool with its last graph and then refuses captures into it: the next one gets a new handle.
+    ``ranges`` are the addresses of its segments when ``listed`` was (handle, bytes that torch had ever reserved).
+    """
+
+    handle: Any
+    graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    listed: tuple[Any, int] | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CudaGraph:
     """One CUDA graph and the pool that it captures into."""
 
@@ -54,14 +69,16 @@ class CudaBackend(GraphBackend):
         self.device = torch.device("cuda", index)
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream()
+            self._token = torch.zeros(1, device=self.device)
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def new_pool(self) -> CudaPool:
         """An empty pool."""
-        return torch.cuda.graph_pool_handle()
+        return CudaPool(torch.cuda.graph_pool_handle())
 
     def pool_bytes(self, pool: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pool."""
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool, include_traces=False))
+        return sum(segment["total_size"] for segment in self._segments(pool))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted."""
@@ -69,7 +86,12 @@ class CudaBackend(GraphBackend):
 
     def begin(self, graph: CudaGraph) -> None:
         """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
-        graph.graph.capture_begin(pool=graph.pool, capture_error_mode="thread_local")
+        if graph.captured:
+            raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        if not graph.pool.graphs:
+            graph.pool.handle = torch.cuda.graph_pool_handle()
+        graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        graph.pool.graphs.add(graph)
 
     def end(self, graph: CudaGraph) -> None:
         """Stop capturing and instantiate the graph."""
@@ -91,15 +113,18 @@ class CudaBackend(GraphBackend):
         except RuntimeError:
             self._forget(graph)
         else:
-            graph.graph.reset()
+            self.reset(graph)
 
     def replay(self, graph: CudaGraph) -> None:
         """Queue the graph on the current stream."""
+        if not graph.captured:
+            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
         graph.graph.replay()
 
     def reset(self, graph: CudaGraph) -> None:
         """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""
         graph.graph.reset()
+        graph.pool.graphs.discard(graph)
         graph.captured = False
 
     def num_nodes(self, graph: CudaGraph) -> int | None:
@@ -114,6 +139,25 @@ class CudaBackend(GraphBackend):
         if tensor.device != self.device or not self.supports("borrow"):
             return tensor
         return _unowned(tensor)
+
+    def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
+        """Whether its address is in a segment of the pool. Segments are listed anew once torch has reserved more."""
+        if tensor.device != self.device or tensor.layout is not torch.strided:
+            return False
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        now = (pool.handle, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
+        if pool.listed != now:
+            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in self._segments(pool)]
+            pool.listed = now
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < end for start, end in pool.ranges)
+
+    def is_empty(self, graph: CudaGraph) -> bool:
+        """Whether the raw graph has no node of any kind."""
+        runtime = _cuda_runtime()
+        if runtime is None or not graph.captured:
+            return False
+        return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2]) == 0
 
     def memory(self) -> MemoryReading:
         """Free and total memory of the GPU, and what torch's allocator has reserved of it."""
@@ -170,12 +214,30 @@ class CudaBackend(GraphBackend):
         torch.cuda.synchronize(self.device)
         return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
 
+    def _segments(self, pool: CudaPool) -> list[dict[str, Any]]:
+        """The allocator's segments of a pool.
+
+        Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a
+        reference too many from the numbers of the pool's handle (pytorch pull request 196366), and the process
+        crashes some time after the 256th pool.
+        """
+        segments = torch.cuda.memory._snapshot()["segments"]
+        index = self.device.index
+        return [s for s in segments if s["segment_pool_id"] == pool.handle and s["device"] == index]
+
     def _forget(self, graph: CudaGraph) -> None:
         """What `capture_end` leaves undone when it raises, see Note [Failed captures]."""
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
-            torch._C._cuda_endAllocateToPool(self.device.index, graph.pool)
-            torch._C._cuda_releasePool(self.device.index, graph.pool)
-        graph.graph.reset()
+            torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
+            torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
+        self.reset(graph)
+        self._failed.append(graph.graph)
+        small = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            small.capture_begin(capture_error_mode="thread_local")
+            self._token.zero_()
+            small.capture_end()
+        small.reset()
 
 
 @cache

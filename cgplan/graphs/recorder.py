@@ -8,24 +8,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cgplan.errors import CaptureError, HostSyncError
+from cgplan.errors import CaptureError
+from cgplan.graphs.host_sync import implemented_in_python, refuse_host, tensors_in
 from cgplan.graphs.source import current_line
 from cgplan.graphs.tape_pool import TapePool
 
-_REMEDY = (
-    "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
-    "compute it before the graph, or keep this part out of it."
-)
-_HOST_METHODS = {
-    torch.Tensor.cpu: "cpu",
-    torch.Tensor.numpy: "numpy",
-    torch.Tensor.tolist: "tolist",
-    torch.Tensor.__array__: "__array__",
-}
+# What these operators write although their schema does not say so.
+_UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
@@ -37,19 +29,6 @@ class Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     copies: tuple[tuple[int, torch.Tensor], ...]  # (index among the flat results, slot)
-
-
-class HostGuard(TorchFunctionMode):
-    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
-        name = _HOST_METHODS.get(func)
-        if name is not None:
-            raise HostSyncError(f"Tensor.{name}() needs the host inside a capture, at {current_line()}", remedy=_REMEDY)
-        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):
@@ -65,13 +44,17 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step] = []
         self._pool = pool
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._held = pool.taken()
+        # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
+        self._earlier = [(storage, storage.clone()) for storage in pool.taken_memory()]
         self._rng = torch.get_rng_state()
 
     def finish(self) -> None:
-        """Undo what the recording wrote outside the pool."""
-        for storage, before in self._saved.values():
+        """Undo what the recording wrote outside the pool, and to what was taken of the pool before."""
+        for storage, before in (*self._saved.values(), *self._earlier):
             storage.copy_(before)
         self._saved.clear()
+        self._earlier.clear()
         torch.set_rng_state(self._rng)
 
     def __torch_dispatch__(
@@ -79,17 +62,21 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Record one operator."""
         kwargs = kwargs or {}
-        if _implemented_in_python(func):  # look inside: its Python code must not run again on replay
+        if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
             with self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        _refuse_host(func, args, kwargs)
-        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        refuse_host(func, args, kwargs)
+        given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
         self._save_written(func, args, kwargs)
+        growing = _loosened(func, kwargs)
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             func = torch.ops.aten.clone.default
         old = {t.untyped_storage()._cdata for t in given}
         flat, spec = tree_flatten(func(*args, **kwargs))
+        for tensor, inside in zip(growing, self._place(dict(enumerate(growing))).values(), strict=True):
+            tensor.set_(inside.untyped_storage(), inside.storage_offset(), inside.size(), inside.stride())
+            old.add(tensor.untyped_storage()._cdata)
         fresh = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old]
         placed = self._place({i: flat[i] for i in fresh})
         is_view = not fresh and not func._schema.is_mutable and any(isinstance(t, torch.Tensor) for t in flat)
@@ -131,22 +118,25 @@ class Recorder(TorchDispatchMode):
 
     def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the bytes of outside memory that the operator is about to write."""
-        if not func._schema.is_mutable:
+        unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
+        if not func._schema.is_mutable and not unmarked:
             return
         for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if not written and argument.name not in unmarked:
                 continue
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in tree_flatten(value)[0]:
-                storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-                if storage is None or storage._cdata in self._saved or self._pool.alias_of(storage) is not None:
+            for tensor in tensors_in(value):
+                storage = tensor.untyped_storage()
+                inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
+                if storage._cdata in self._saved or inside:
                     continue
                 self._saved[storage._cdata] = (storage, storage.clone())
 
 
 def replay(steps: list[Step]) -> None:
     """Run the steps of a tape."""
-    with torch.no_grad():
+    with torch.inference_mode():  # a capture in inference mode left tensors that may be written to only there
         for step in steps:
             result = step.call(*step.args, **step.kwargs)
             if step.copies:
@@ -162,29 +152,17 @@ def _on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(base) if like.is_neg() else base
 
 
+def _loosened(func: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Empty ``out=`` tensors, put on storages that the operator can grow; a block of the pool cannot."""
+    named = [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]
+    empty = [t for t in tensors_in(named) if t.numel() == 0]
+    for tensor in empty:
+        tensor.set_(torch.empty_like(tensor).untyped_storage(), 0, tensor.size(), tensor.stride())
+    return empty
+
+
 def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
-
-
-def _refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise HostSyncError for an operator whose result the host would have to wait for."""
-    schema = func._schema.name
-    if schema in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
-        if schema != "aten::index" and masks:  # one value through masks is a masked_fill, which needs no host
-            accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-            masks = [] if args[2].numel() == 1 and not accumulate else masks
-        needs = bool(masks)
-    elif schema == "aten::repeat_interleave":
-        needs = kwargs.get("output_size") is None
-    else:
-        needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-    if needs:
-        raise HostSyncError(
-            f"operator {schema}{' with a boolean mask' if 'index' in schema else ''} needs the host inside a capture, "
-            f"at {current_line()}",
-            remedy=_REMEDY,
-        )
 
 
 def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
@@ -194,17 +172,6 @@ def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
                 f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {current_line()}",
                 remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
             )
-
-
-@cache
-def _implemented_in_python(func: Any) -> bool:
-    """Whether the operator's CPU kernel was registered from Python, so that it calls operators that we can record."""
-    if func.namespace in ("aten", "prim") or not isinstance(func, torch._ops.OpOverload):
-        return False
-    name = func._schema.name.replace("::", "/")
-    overload = f".{func._overloadname}" if func._overloadname != "default" else ""
-    keys = ("CPU", "CompositeExplicitAutograd")
-    return any(f"{name}{overload}/{key}" in torch.library._impls for key in keys)
 
 
 @cache
@@ -218,6 +185,8 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
         outs = tuple(a.name for a in overload._schema.arguments if a.is_out)
+        if any(str(a.type) != "Tensor" for a in overload._schema.arguments if a.is_out):  # a list of results
+            continue
         if outs and len(outs) == len(func._schema.returns) and inputs(overload._schema) == inputs(func._schema):
             return overload, outs
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from types import TracebackType
 
 import torch
 
-_PACKAGE = Path(__file__).parents[1]
-_MACHINERY = (str(Path(torch.__file__).parent), str(_PACKAGE / "graphs"), str(_PACKAGE / "runtime"), "<")
+_OWN = [Path(__file__).parents[1] / name for name in ("graphs", "runtime")]
+_MACHINERY = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN)), "<")
 
 
 def current_line() -> str:

@@ -14,13 +14,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.graphs.host_sync import HostGuard
 from cgplan.graphs.quiet import collector_quiet
-from cgplan.graphs.recorder import HostGuard, Recorder, Step, replay
+from cgplan.graphs.recorder import Recorder, Step, replay
 from cgplan.graphs.tape_pool import TapePool
 
 
@@ -106,8 +109,24 @@ class TapeBackend(GraphBackend):
         for pool in self._pools:
             alias = pool.alias_of(storage)
             if alias is not None:
-                return tensor.detach().set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+                with _disable_current_modes():  # inside a capture this is no operator of the forward
+                    return tensor.detach().set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
         return tensor
+
+    def in_pool(self, tensor: torch.Tensor, pool: TapePool) -> bool:
+        """Whether the tensor's storage takes a block of the pool."""
+        return tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
+
+    def is_empty(self, graph: TapeGraph) -> bool:
+        """Whether no operator was recorded."""
+        return not graph.steps
+
+    def slot(self, value: torch.Tensor) -> torch.Tensor:
+        """Memory of the pool that holds ``value``; the copy is not recorded."""
+        slot = torch.empty_like(value)
+        with _disable_current_modes():
+            slot.copy_(value)
+        return slot
 
     def memory(self) -> MemoryReading:
         """Memory of this machine, and the bytes of this backend's pools."""
@@ -118,6 +137,7 @@ class TapeBackend(GraphBackend):
     @contextmanager
     def session(self) -> Iterator[None]:
         """A block without garbage collection."""
+        import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
         with collector_quiet():
             yield
 

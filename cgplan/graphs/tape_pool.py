@@ -82,6 +82,14 @@ class TapePool:
         """The storage beside ``storage`` that does not take its block; None if it is not of this pool."""
         return self._aliases.get(storage._cdata)
 
+    def taken(self) -> frozenset[int]:
+        """Addresses of the storages that take a block now."""
+        return frozenset(self._aliases)
+
+    def taken_memory(self) -> list[torch.UntypedStorage]:
+        """The memory of the blocks that are taken now, without a hold on them."""
+        return list(self._aliases.values())
+
     def trim(self) -> None:
         """Drop the segments of which no block is taken."""
         self._segments = [s for s in self._segments if s.free.get(0) != s.nbytes]

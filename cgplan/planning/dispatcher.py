@@ -44,7 +44,7 @@ class CudagraphDispatcher:
         self._padded = plan.padding_table()
         self._cases = range(max(plan.lora_cases) + 1)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
-        self._rows = tuple(tuple(self._row(uniform, n, True, True) for n in self._cases) for uniform in (False, True))
+        self._rows = tuple({n: self._row(uniform, n, True, True) for n in self._cases} for uniform in (False, True))
         self._restricted: dict[tuple[bool, int, bool, bool], _Row] = {}
         self._eager = _Row()
 
@@ -72,7 +72,7 @@ class CudagraphDispatcher:
         if valid_modes is None and invalid_modes is None:
             try:
                 return self._rows[uniform_decode][num_active_loras][num_tokens]
-            except IndexError:  # more adapters than any graph serves
+            except KeyError:  # more adapters than any graph serves
                 return self._eager[num_tokens]
         if num_active_loras not in self._cases:
             return self._eager[num_tokens]

@@ -58,7 +58,9 @@ class GraphRecord(_Record):
         pool_growth: Bytes by which the graph pool grew.
         driver_bytes: Device memory that the driver took for it: free memory lost beyond what torch reserved. The
             driver takes memory in chunks, so a key may show 0 and the next one several. None without a driver.
-        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph.
+        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph (to the last
+            one where there are eager pieces between them, which run too).
+        eager_pieces: Functions that run eagerly between the graphs of the key.
     """
 
     mode: Mode
@@ -69,6 +71,7 @@ class GraphRecord(_Record):
     driver_bytes: int | None
     warmup_seconds: float
     capture_seconds: float
+    eager_pieces: int = 0
 
 
 class CaptureReport(_Record):

@@ -78,7 +78,7 @@ class BatchReader:
                 )
         tokens, reqs = counts.get("num_tokens"), counts.get("num_reqs")
         num_tokens = tokens[0] if tokens else reqs[0] if reqs else 0
-        if num_tokens == 0:
+        if num_tokens == 0 or (reqs and reqs[0] == 0):
             raise InputError("the batch has 0 rows", remedy="Do not call the runner for an empty batch.")
         return Batch(num_tokens, reqs[0] if reqs else None)
 

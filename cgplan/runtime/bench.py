@@ -12,6 +12,7 @@ from cgplan.graphs.buffers import example_batch
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.records import BenchRecord, BenchReport, Timing
 from cgplan.runtime.environment import describe_environment
+from cgplan.runtime.failures import explain_eager_failure
 from cgplan.runtime.runner import GraphRunner
 
 
@@ -24,12 +25,16 @@ def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = 
         runner: What to measure; its stats count these calls too.
         progress: Called with (done, total) before each size.
     """
-    sizes = runner.config.report.sizes or runner.plan.capture_sizes
+    sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
     records = []
-    for index, size in enumerate(sorted(set(sizes))):
+    for index, size in enumerate(sizes):
         if progress:
             progress(index, len(sizes))
-        records.append(_measure(runner, size))
+        try:
+            records.append(_measure(runner, size))
+        except Exception as error:
+            failure = explain_eager_failure(error, f"{size} tokens")
+            raise failure from (error if failure is not error else error.__cause__)
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
         capture=runner.report,

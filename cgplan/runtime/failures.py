@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
+
 import torch
 
 from cgplan.descriptors import BatchDescriptor
@@ -14,8 +17,22 @@ from cgplan.reports.units import format_bytes
 _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
 
 
+def drop_locals(error: BaseException) -> None:
+    """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so memory."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
 def explain_failure(
-    error: Exception, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, capturing: bool, free: int | None
+    error: Exception,
+    mode: CUDAGraphMode,
+    descriptor: BatchDescriptor,
+    *,
+    capturing: bool,
+    free: int | None,
+    find_host_sync: Callable[[], HostSyncError | None],
 ) -> CgplanError:
     """The typed error for what was raised while a key was warmed up or captured.
 
@@ -24,6 +41,7 @@ def explain_failure(
         mode, descriptor: The key.
         capturing: Whether the capture had begun; before it, the model ran eagerly.
         free: Bytes of device memory that were free then, None if not known.
+        find_host_sync: Runs the forward once more, eagerly, and names the operator that needs the host.
     """
     key = f"{mode} {descriptor}"
     where = raising_line(error.__traceback__)
@@ -39,19 +57,30 @@ def explain_failure(
     if isinstance(error, CgplanError):
         return error
     if not capturing:
-        return ModelError(
-            f"the model failed eagerly on a batch of {key}, at {where}: {type(error).__name__}: {_first_line(error)}",
-            remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
-        )
+        return explain_eager_failure(error, key)
     if any(phrase in str(error) for phrase in _HOST_PHRASES):
+        found = find_host_sync()
+        if found is not None:
+            return HostSyncError(f"capture of {key}: {found.message}", remedy=found.remedy)
         return HostSyncError(
             f"capture of {key}: an operator needs the host, at {where}: {_first_line(error)}",
             remedy="Keep the value on the device (torch.where, masked_fill), compute it before the graph, or keep this "
-            "part out of it; running on the tape (device: cpu) names the operator.",
+            "part out of it.",
         )
     return CaptureError(
         f"capture of {key} failed, at {where}: {type(error).__name__}: {_first_line(error)}",
         remedy="The same forward ran eagerly; look for what it does only under capture. --traceback shows more.",
+    )
+
+
+def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
+    """The typed error for what the model itself raised on a batch."""
+    if isinstance(error, CgplanError):
+        return error
+    where = raising_line(error.__traceback__)
+    return ModelError(
+        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {_first_line(error)}",
+        remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
     )
 
 

@@ -60,8 +60,9 @@ class GraphedModel:
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
         self.backend.synchronize()
-        self.wrapper.reset()
-        self.scope.pool, self.scope.is_open, self.scope.entries = None, False, []
+        for wrapper in self.scope.wrappers:
+            wrapper.reset(self.scope)
+        self.scope.pool, self.scope.is_open, self.scope.entries, self.scope.wrappers = None, False, [], []
         self.buffers.buffers.clear()
         self.backend.release_cached()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,15 +33,26 @@ class OutputRows:
             return num_tokens
         return num_tokens // self.query_len if num_reqs is None else num_reqs
 
-    def check(self, output: Any, descriptor: BatchDescriptor) -> None:
-        """Raise OutputShapeError if a tensor of the output does not have the batch's rows in dimension 0."""
-        rows = self.count(descriptor.num_tokens, descriptor.num_reqs)
+    def check(self, output: Any, descriptor: BatchDescriptor, num_reqs: int) -> None:
+        """Raise OutputShapeError if the padding of a padded output could not be cut off.
+
+        Args:
+            output: What the model returned.
+            descriptor: The key that it ran for.
+            num_reqs: Requests that it ran for.
+        """
+        rows = self.count(descriptor.num_tokens, num_reqs)
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
                 raise OutputShapeError(
                     f"output {index} of the model has shape {list(leaf.shape)}; dimension 0 should have {rows} rows "
                     f"({self.symbol}) for {descriptor}",
                     remedy="Return tensors with the batch first, or set model.output_rows to num_tokens or num_reqs.",
+                )
+            if _hides_tensors(leaf):
+                raise OutputShapeError(
+                    f"output {index} of the model is a {type(leaf).__name__}, whose tensors cannot be reached",
+                    remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
                 )
 
     def cut(self, output: Any, num_tokens: int, num_reqs: int | None) -> Any:
@@ -49,3 +61,13 @@ class OutputRows:
         if isinstance(output, torch.Tensor):  # the common case, without a walk over a tree
             return output[:rows].clone() if self.clone else output[:rows]
         return tree_map_only(torch.Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether something that pytree takes for a leaf holds tensors: their padding would be handed out."""
+    if isinstance(leaf, torch.Tensor | type):
+        return False
+    if isinstance(leaf, Mapping):
+        return any(isinstance(value, torch.Tensor) for value in leaf.values())
+    names = [f.name for f in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", ())
+    return any(isinstance(getattr(leaf, name, None), torch.Tensor) for name in names)

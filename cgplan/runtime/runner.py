@@ -123,7 +123,7 @@ class GraphRunner:
             output = entry.output
         else:  # PIECEWISE: the model's own code runs, with graphs inside
             output = self._graphed.run_graphed(route.mode, route.descriptor, self._graphed.views(route.descriptor))
-            self._outputs.check(output, route.descriptor)
+            self._outputs.check(output, route.descriptor, self._graphed.padded_reqs(route.descriptor))
         self.stats.replays[route.mode, route.descriptor] += 1
         self.stats.padded_rows += route.descriptor.num_tokens - route.batch.num_tokens
         return self._outputs.cut(output, route.batch.num_tokens, route.batch.num_reqs)

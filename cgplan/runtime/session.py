@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,12 @@ from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend, MemoryReading
+from cgplan.graphs.host_sync import find_host_sync
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.reports.records import CaptureReport, GraphRecord
 from cgplan.runtime.environment import describe_environment
-from cgplan.runtime.failures import explain_failure
+from cgplan.runtime.failures import drop_locals, explain_failure
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
 from cgplan.runtime.runner import GraphRunner
@@ -94,10 +94,11 @@ class CaptureSession:
                 for index, (mode, descriptor) in enumerate(self._plan.keys):
                     self._progress(CaptureProgress(index, len(self._plan.keys), mode, descriptor))
                     captured.append(self._capture(graphed, outputs, mode, descriptor))
+                graphed.buffers.restore()
                 backend.synchronize()
         except BaseException as error:
+            drop_locals(error)
             graphed.free()
-            traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so the memory
             raise
         graphed.scope.is_open = False
         inspecting = time.perf_counter()
@@ -124,9 +125,16 @@ class CaptureSession:
             capturing = True
             output = graphed.run_graphed(mode, descriptor, views)
         except Exception as error:
-            failure = explain_failure(error, mode, descriptor, capturing=capturing, free=backend.memory().free)
+            failure = explain_failure(
+                error,
+                mode,
+                descriptor,
+                capturing=capturing,
+                free=backend.memory().free,
+                find_host_sync=lambda: find_host_sync(lambda: graphed.run_eager(descriptor, views), backend.device),
+            )
             raise failure from (error if failure is not error else error.__cause__)
-        outputs.check(output, descriptor)
+        outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
         entries, scope.entries = scope.entries, []
         if not entries:
             raise CaptureError(
@@ -140,12 +148,13 @@ class CaptureSession:
         return _Captured(mode, descriptor, tuple(entries), before, after, warm - start, reading)
 
     def _record(self, captured: _Captured) -> GraphRecord:
-        nodes = [self._backend.num_nodes(entry.graph) for entry in captured.entries]
+        nodes = [self._backend.num_nodes(graph) for entry in captured.entries for graph in entry.segments]
         return GraphRecord(
             mode=captured.mode,
             descriptor=captured.descriptor,
             graphs=len(nodes),
             nodes=None if None in nodes else sum(n or 0 for n in nodes),
+            eager_pieces=sum(entry.eager_pieces for entry in captured.entries),
             pool_growth=captured.after[1] - captured.before[1],
             driver_bytes=self._driver_bytes(captured.before[0], captured.after[0]),
             warmup_seconds=captured.warmup_seconds,
@@ -170,6 +179,8 @@ class CaptureSession:
         warnings = list(self._plan.warnings)
         if empty:
             warnings.append(f"graphs without any kernel: {', '.join(empty)}; does the model run on this device?")
+        if isinstance(self._model, torch.nn.Module) and self._model.training:
+            warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
         if not borrowed:
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
         return CaptureReport(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -36,11 +36,14 @@ class CUDAGraphEntry:
     """One captured graph.
 
     Attributes:
-        descriptor: Its key.
-        graph: The backend's graph.
+        descriptor: The batch that it serves.
+        graph: What the wrapper replays: the backend's graph, or a breakable capture.
         output: What the callable returned at capture, on graph memory; each replay overwrites it.
         input_addresses: Addresses of the tensors among the arguments at capture.
         capture_seconds: From begin to the end of the capture, instantiation included.
+        scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
+        segments: The backend's graphs that it consists of, in order.
+        eager_pieces: How many functions run eagerly between them.
     """
 
     descriptor: BatchDescriptor
@@ -48,6 +51,9 @@ class CUDAGraphEntry:
     output: Any
     input_addresses: tuple[int, ...]
     capture_seconds: float
+    scope: CaptureScope | None = field(repr=False)
+    segments: tuple[Any, ...] = ()
+    eager_pieces: int = 0
 
 
 class CUDAGraphWrapper:
@@ -66,6 +72,8 @@ class CUDAGraphWrapper:
         options: How it captures.
     """
 
+    _computes_while_capturing: ClassVar[bool] = False
+
     def __init__(
         self,
         runnable: Callable[..., Any],
@@ -83,7 +91,7 @@ class CUDAGraphWrapper:
         self.runtime_mode = runtime_mode
         self.backend = backend or select_backend()
         self.options = options
-        self.entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
+        self.entries: dict[Hashable, CUDAGraphEntry] = {}
         self._pool = pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +99,14 @@ class CUDAGraphWrapper:
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
             return self.runnable(*args, **kwargs)
-        entry = self.entries.get(context.descriptor)
-        if entry is None:
-            entry = self._capture(context, args, kwargs)
-            if context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL:
+        key = self._key(context.descriptor, args, kwargs)
+        entry = self.entries.get(key)
+        if entry is None or entry.scope is not context.scope:
+            entry = self._capture(key, context, args, kwargs)
+            unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
+            if unread or self._computes_while_capturing:
                 return entry.output  # in a session nobody reads it; between PIECEWISE segments the next piece does
-        self.backend.replay(entry.graph)
+        self._replay(entry.graph)
         return entry.output
 
     def __getattr__(self, name: str) -> Any:
@@ -105,13 +115,35 @@ class CUDAGraphWrapper:
             raise AttributeError(name)
         return getattr(self.runnable, name)
 
-    def reset(self) -> None:
-        """Free all graphs. Outputs that were handed out are no longer valid."""
-        for entry in self.entries.values():
-            self.backend.reset(entry.graph)
-        self.entries.clear()
+    def reset(self, scope: CaptureScope | None = None) -> None:
+        """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
+        for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
+            self._free(entry.graph)
+            del self.entries[key]
 
-    def _capture(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CUDAGraphEntry:
+    def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
+        return descriptor
+
+    def _record(self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """(graph, output) of one call."""
+        graph = self.backend.new_graph(pool)
+        with self.backend.capturing(graph):
+            output = self.runnable(*args, **kwargs)
+        return graph, output
+
+    def _replay(self, graph: Any) -> None:
+        self.backend.replay(graph)
+
+    def _free(self, graph: Any) -> None:
+        self.backend.reset(graph)
+
+    def _parts(self, graph: Any) -> tuple[tuple[Any, ...], int]:
+        """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
+        return (graph,), 0
+
+    def _capture(
+        self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CUDAGraphEntry:
         scope = context.scope
         if scope is not None and not scope.is_open:
             raise SealedError(
@@ -123,20 +155,24 @@ class CUDAGraphWrapper:
                 context.derived.clear()
                 self.runnable(*args, **kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
-            graph = self.backend.new_graph(self._choose_pool(scope))
+            pool = self._choose_pool(scope)
             start = time.perf_counter()
-            with self.backend.capturing(graph):
-                output = self.runnable(*args, **kwargs)
+            graph, output = self._record(pool, args, kwargs)
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
         if self.options.borrow_outputs:
-            output = tree_map_only(torch.Tensor, self.backend.borrow, output)
+            output = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
         addresses = tuple(t.data_ptr() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-        entry = CUDAGraphEntry(context.descriptor, graph, output, addresses, seconds)
-        self.entries[context.descriptor] = entry
+        entry = CUDAGraphEntry(context.descriptor, graph, output, addresses, seconds, scope, *self._parts(graph))
+        self.entries[key] = entry
         if scope is not None:
             scope.entries.append(entry)
+            scope.wrappers.append(self)
         return entry
+
+    def _borrowed(self, tensor: torch.Tensor, pool: Any) -> torch.Tensor:
+        """An output without its hold on the pool; one that lies elsewhere (a parameter, say) stays as it is."""
+        return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
 
     def _choose_pool(self, scope: CaptureScope | None) -> Any:
         if self._pool is None and scope is None:

@@ -1,0 +1,129 @@
+"""Operators that need the host: what cannot stand inside a graph, found by name and by the user's line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from cgplan.errors import HostSyncError
+from cgplan.graphs.source import current_line
+
+_REMEDY = (
+    "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
+    "compute it before the graph, or keep this part out of it."
+)
+_HOST_METHODS = {
+    torch.Tensor.cpu: "cpu",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.__array__: "__array__",
+}
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+
+class HostGuard(TorchFunctionMode):
+    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
+        name = _HOST_METHODS.get(func)
+        if name is not None:
+            raise HostSyncError(f"Tensor.{name}() needs the host inside a capture, at {current_line()}", remedy=_REMEDY)
+        return func(*args, **(kwargs or {}))
+
+
+class _Probe(TorchDispatchMode):
+    """Runs everything eagerly and stops at the first operator that needs the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._key = device.type.upper()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse, or run."""
+        kwargs = kwargs or {}
+        if implemented_in_python(func, self._key):
+            with self:
+                return func.redispatch(
+                    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._key)), *args, **kwargs
+                )
+        refuse_host(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostSyncError | None:
+    """Run a forward eagerly and name its first operator that needs the host; None if there is none to be seen."""
+    try:
+        with _Probe(device):
+            forward()
+    except HostSyncError as error:
+        traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
+        return error.with_traceback(None)
+    except Exception:  # the forward fails in its own way here; the caller has the failure that matters
+        return None
+    return None
+
+
+def is_probing() -> bool:
+    """Whether ``find_host_sync`` is running the forward."""
+    return isinstance(_get_current_dispatch_mode(), _Probe)
+
+
+def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise HostSyncError for an operator whose result the host would have to wait for."""
+    schema, detail = func._schema.name, ""
+    if schema in _INDEXING:
+        masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+        if schema != "aten::index" and masks:  # one value through masks is a masked_fill, which needs no host
+            accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+            masks = [] if args[2].numel() == 1 and not accumulate else masks
+        needs, detail = bool(masks), " with a boolean mask"
+    elif schema == "aten::repeat_interleave":
+        needs = kwargs.get("output_size") is None
+    elif schema in ("aten::_to_copy", "aten::copy_"):
+        needs, detail = _crosses_to_host(schema, args, kwargs), " from the device to the host"
+    else:
+        needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    if needs:
+        raise HostSyncError(
+            f"operator {schema}{detail} needs the host inside a capture, at {current_line()}", remedy=_REMEDY
+        )
+
+
+def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy goes from a device to host memory; into pinned memory it may, that can be captured."""
+    if schema == "aten::copy_":
+        target, source = args[0], args[1]
+        pinned = target.device.type == "cpu" and source.device.type != "cpu" and target.is_pinned()
+        return source.device.type != "cpu" and target.device.type == "cpu" and not pinned
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+
+
+@cache
+def implemented_in_python(func: Any, key: str) -> bool:
+    """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python.
+
+    Such a kernel calls operators of its own, which pass the dispatcher and can be seen there.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim"):
+        return False
+    name = func._schema.name.replace("::", "/")
+    overload = f".{func._overloadname}" if func._overloadname != "default" else ""
+    return any(f"{name}{overload}/{k}" in torch.library._impls for k in (key, "CompositeExplicitAutograd"))
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors among the leaves of nested arguments."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

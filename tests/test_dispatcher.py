@@ -1,0 +1,145 @@
+"""Dispatch: a pure function of the plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_plan import plan_of, plans
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+MODE_SETS = st.none() | st.sets(st.sampled_from([NONE, PIECEWISE, FULL]))
+
+
+def slow_answer(
+    plan: Plan,
+    tokens: int,
+    uniform: bool,
+    loras: int,
+    valid: set[CUDAGraphMode] | None,
+    invalid: set[CUDAGraphMode] | None,
+) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    """The same question answered from the words of the design: search the keys, best mode first."""
+    sizes = [s for s in plan.capture_sizes if s >= tokens]
+    cases = [c for c in plan.lora_cases if c >= loras]
+    if tokens > 0 and sizes and cases:
+        for wanted in (FULL, PIECEWISE):
+            if (valid is not None and wanted not in valid) or (invalid and wanted in invalid):
+                continue
+            served = [
+                (mode, d)
+                for mode, d in plan.keys
+                if mode is wanted
+                and d.num_tokens == sizes[0]
+                and d.num_active_loras == min(cases)
+                and (uniform or not d.uniform)
+            ]
+            if served:
+                return max(served, key=lambda key: key[1].uniform)
+    return NONE, BatchDescriptor(tokens)
+
+
+@given(
+    plan=plans(),
+    tokens=st.integers(0, 120),
+    uniform=st.booleans(),
+    loras=st.integers(0, 12),
+    valid=MODE_SETS,
+    invalid=MODE_SETS,
+)
+def test_dispatch_answers_from_the_keys(
+    plan: Plan,
+    tokens: int,
+    uniform: bool,
+    loras: int,
+    valid: set[CUDAGraphMode] | None,
+    invalid: set[CUDAGraphMode] | None,
+) -> None:
+    dispatcher = CudagraphDispatcher(plan)
+    mode, descriptor = dispatcher.dispatch(tokens, uniform, loras, valid, invalid)
+    assert (mode, descriptor) == slow_answer(plan, tokens, uniform, loras, valid, invalid)
+    reason = dispatcher.explain(tokens, uniform, loras, valid, invalid)
+    assert (reason is None) == (mode is not NONE)
+    if mode is NONE:
+        assert descriptor == BatchDescriptor(tokens)
+    else:
+        assert (mode, descriptor) in plan.keys
+        assert descriptor.num_tokens >= tokens
+        assert descriptor.num_active_loras >= loras
+
+
+@given(plan=plans(), questions=st.lists(st.tuples(st.integers(0, 120), st.booleans(), st.integers(0, 12), MODE_SETS)))
+def test_dispatch_is_pure(plan: Plan, questions: list[tuple[int, bool, int, set[CUDAGraphMode] | None]]) -> None:
+    """Two ranks that were asked different things before still answer alike."""
+    one, other = CudagraphDispatcher(plan), CudagraphDispatcher(Plan.from_json(plan.model_dump_json()))
+    first = [one.dispatch(t, u, n, valid_modes=v) for t, u, n, v in questions]
+    assert [other.dispatch(t, u, n, valid_modes=v) for t, u, n, v in reversed(questions)] == first[::-1]
+    assert [one.dispatch(t, u, n, valid_modes=v) for t, u, n, v in questions] == first
+
+
+def test_answers_are_shared_not_built() -> None:
+    dispatcher = CudagraphDispatcher(plan_of("FULL_AND_PIECEWISE", [4, 8], seqs=8))
+    for question in [(3, True), (3, False), (7, True), (1000, False)]:
+        assert dispatcher.dispatch(*question) is dispatcher.dispatch(*question)
+    assert dispatcher.dispatch(3) is dispatcher.dispatch(4), "batches that are padded alike share their answer"
+
+
+def test_full_before_piecewise_before_none() -> None:
+    dispatcher = CudagraphDispatcher(plan_of("FULL_AND_PIECEWISE", [4, 16], seqs=8))
+    uniform, mixed = BatchDescriptor(4, 4, True), BatchDescriptor(4)
+    assert dispatcher.dispatch(3, True) == (FULL, uniform)
+    assert dispatcher.dispatch(3, False) == (PIECEWISE, mixed)
+    assert dispatcher.dispatch(3, True, invalid_modes={FULL}) == (PIECEWISE, mixed)
+    assert dispatcher.dispatch(3, True, valid_modes={PIECEWISE}) == (PIECEWISE, mixed)
+    assert dispatcher.dispatch(3, True, valid_modes={NONE}) == (NONE, BatchDescriptor(3))
+    assert dispatcher.dispatch(3, True, valid_modes=[]) == (NONE, BatchDescriptor(3))
+    assert dispatcher.dispatch(3, True, valid_modes=[FULL, PIECEWISE], invalid_modes=[FULL]) == (PIECEWISE, mixed)
+    assert dispatcher.dispatch(9, True) == (PIECEWISE, BatchDescriptor(16)), "uniform decode ends at max_num_seqs"
+
+
+def test_a_full_graph_of_mixed_batches_serves_uniform_ones() -> None:
+    dispatcher = CudagraphDispatcher(plan_of("FULL", [4]))
+    assert dispatcher.dispatch(3, True) == dispatcher.dispatch(3, False) == (FULL, BatchDescriptor(4, 4))
+
+
+def test_adapters_round_up_to_the_next_case() -> None:
+    plan = plan_of("FULL", [4], lora={"max_loras": 5, "specialize_active_lora": True})
+    dispatcher = CudagraphDispatcher(plan)
+    found = [dispatcher.dispatch(4, num_active_loras=n)[1].num_active_loras for n in range(7)]
+    assert found == [0, 1, 2, 4, 4, 6, 6]
+    assert dispatcher.dispatch(4, num_active_loras=7) == (NONE, BatchDescriptor(4))
+    assert dispatcher.explain(4, num_active_loras=7) is MissReason.NO_LORA_CASE
+
+
+def test_one_graph_serves_batches_with_and_without_adapters() -> None:
+    plan = plan_of("FULL", [4], lora={"max_loras": 2}, cudagraph_specialize_lora=False)
+    dispatcher = CudagraphDispatcher(plan)
+    assert dispatcher.dispatch(4) == dispatcher.dispatch(4, num_active_loras=2)
+    assert dispatcher.dispatch(4)[1].num_active_loras == 3
+
+
+@pytest.mark.parametrize("loras", [-1, -2, -100])
+def test_a_negative_number_of_adapters_has_no_graph(loras: int) -> None:
+    """A table that is indexed from its end would answer with the graph of the most adapters."""
+    dispatcher = CudagraphDispatcher(plan_of("FULL", [4], lora={"max_loras": 2}))
+    assert dispatcher.dispatch(4, num_active_loras=loras) == (NONE, BatchDescriptor(4))
+    assert dispatcher.explain(4, num_active_loras=loras) is MissReason.NO_LORA_CASE
+
+
+def test_reasons() -> None:
+    none = CudagraphDispatcher(plan_of("NONE"))
+    assert none.explain(1) is MissReason.NOTHING_CAPTURED
+    full = CudagraphDispatcher(plan_of("FULL", [4]))
+    assert full.explain(4) is None
+    assert full.explain(5) is MissReason.TOO_LARGE
+    assert full.explain(4, invalid_modes={FULL}) is MissReason.MODE_EXCLUDED
+    assert full.explain(4, valid_modes={PIECEWISE}) is MissReason.MODE_EXCLUDED
+    assert full.explain(4, num_active_loras=1) is MissReason.NO_LORA_CASE
+    decode = CudagraphDispatcher(plan_of("FULL_DECODE_ONLY", [4, 16], seqs=8))
+    assert decode.explain(4, True) is None
+    assert decode.explain(4, False) is MissReason.NO_GRAPH_FOR_MIXED
+    assert decode.explain(9, True) is MissReason.TOO_LARGE

@@ -1,0 +1,235 @@
+"""The plan: keys, their order, the padding table, and the JSON form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgplan.config import Config
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import ModeError, PlanError, ReportError
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import Plan, build_plan, config_hash
+
+PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+
+
+def plan_of(
+    mode: str = "FULL",
+    sizes: list[int] | str | None = None,
+    *,
+    seqs: int = 256,
+    tokens: int = 8192,
+    spec: int = 0,
+    lora: dict[str, Any] | None = None,
+    **compilation: Any,
+) -> Plan:
+    return build_plan(
+        Config.model_validate(
+            {
+                "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
+                "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+                "speculative": {"num_speculative_tokens": spec},
+                "lora": lora,
+            }
+        )
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan that a valid configuration gives."""
+    lora = draw(
+        st.none() | st.fixed_dictionaries({"max_loras": st.integers(1, 9), "specialize_active_lora": st.booleans()})
+    )
+    try:
+        return plan_of(
+            draw(st.sampled_from([m.name for m in CUDAGraphMode])),
+            draw(st.none() | st.sampled_from(["sglang", "trtllm"]) | st.lists(st.integers(1, 80), min_size=1)),
+            seqs=draw(st.integers(1, 40)),
+            tokens=draw(st.integers(1, 100)),
+            spec=draw(st.integers(0, 4)),
+            lora=lora,
+            cudagraph_specialize_lora=draw(st.booleans()),
+            attention_support=draw(st.sampled_from(["ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"])),
+        )
+    except (PlanError, ModeError):
+        return plan_of()
+
+
+def numbers(plan: Plan) -> list[tuple[str, int, int | None, bool, int]]:
+    return [(mode.name, d.num_tokens, d.num_reqs, d.uniform, d.num_active_loras) for mode, d in plan.keys]
+
+
+# --- keys -----------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_full() -> None:
+    assert numbers(plan_of("FULL", [1, 4, 16], seqs=8)) == [
+        ("FULL", 16, 8, False, 0),
+        ("FULL", 4, 4, False, 0),
+        ("FULL", 1, 1, False, 0),
+    ]
+
+
+def test_keys_of_piecewise_leave_the_requests_open() -> None:
+    assert numbers(plan_of("PIECEWISE", [1, 4], seqs=2)) == [
+        ("PIECEWISE", 4, None, False, 0),
+        ("PIECEWISE", 1, None, False, 0),
+    ]
+
+
+def test_keys_of_full_and_piecewise() -> None:
+    """PIECEWISE before FULL, largest first; FULL only as far as uniform decode reaches."""
+    assert numbers(plan_of("FULL_AND_PIECEWISE", [1, 4, 16], seqs=4)) == [
+        ("PIECEWISE", 16, None, False, 0),
+        ("PIECEWISE", 4, None, False, 0),
+        ("PIECEWISE", 1, None, False, 0),
+        ("FULL", 4, 4, True, 0),
+        ("FULL", 1, 1, True, 0),
+    ]
+
+
+def test_keys_of_speculative_decode() -> None:
+    plan = plan_of("FULL_DECODE_ONLY", [1, 4, 8, 24], seqs=4, spec=2)
+    assert plan.query_len == 3
+    assert plan.capture_sizes == (3, 6, 9, 24)
+    assert numbers(plan) == [("FULL", 9, 3, True, 0), ("FULL", 6, 2, True, 0), ("FULL", 3, 1, True, 0)]
+
+
+@pytest.mark.parametrize(
+    ("max_loras", "specialize_active", "specialize", "cases"),
+    [
+        (None, False, True, (0,)),
+        (4, False, True, (0, 5)),
+        (4, True, True, (0, 1, 2, 4, 5)),
+        (5, True, True, (0, 1, 2, 4, 6)),
+        (1, True, True, (0, 1, 2)),
+        (4, False, False, (5,)),
+        (4, True, False, (5,)),
+    ],
+)
+def test_lora_cases(max_loras: int | None, specialize_active: bool, specialize: bool, cases: tuple[int, ...]) -> None:
+    lora = None if max_loras is None else {"max_loras": max_loras, "specialize_active_lora": specialize_active}
+    plan = plan_of("FULL", [1, 2], lora=lora, cudagraph_specialize_lora=specialize)
+    assert plan.lora_cases == cases
+    assert [(d.num_tokens, d.num_active_loras) for _, d in plan.keys] == [
+        (size, case) for size in (2, 1) for case in sorted(cases, reverse=True)
+    ]
+    assert all(d.has_lora == (d.num_active_loras > 0) for _, d in plan.keys)
+
+
+@given(plan=plans())
+def test_keys_follow_the_law(plan: Plan) -> None:
+    q, seqs = plan.query_len, plan.max_num_seqs
+    assert len(set(plan.keys)) == len(plan.keys)
+    order = [(mode is FULL, -d.num_tokens) for mode, d in plan.keys]
+    assert order == sorted(order), "PIECEWISE before FULL, each largest first"
+    for mode, d in plan.keys:
+        assert d.num_tokens in plan.capture_sizes
+        assert d.num_active_loras in plan.lora_cases
+        if mode is PIECEWISE:
+            assert d.num_reqs is None
+            assert not d.uniform
+        elif d.uniform:
+            assert d.num_tokens % q == 0
+            assert d.num_reqs == d.num_tokens // q <= seqs
+            assert d.query_len == q
+        else:
+            assert plan.mode is FULL
+            assert d.num_reqs == min(d.num_tokens, seqs)
+    mixed = plan.mode.mixed_mode()
+    expected = 0 if mixed is CUDAGraphMode.NONE else len(plan.capture_sizes) * len(plan.lora_cases)
+    assert sum(not d.uniform for _, d in plan.keys) == expected
+
+
+# --- padding --------------------------------------------------------------------------------------------------
+
+
+def test_padding_table_literally() -> None:
+    assert plan_of("FULL", [1, 4, 6]).padding_table() == (0, 1, 4, 4, 4, 6, 6)
+    assert plan_of("FULL", [3]).padding_table() == (0, 3, 3, 3)
+    assert plan_of("NONE").padding_table() == (0,)
+
+
+@given(plan=plans())
+def test_each_batch_is_padded_to_the_smallest_size_that_holds_it(plan: Plan) -> None:
+    table = plan.padding_table()
+    assert len(table) == plan.max_capture_size + 1
+    for tokens, padded in enumerate(table[1:], start=1):
+        assert padded == min(size for size in plan.capture_sizes if size >= tokens)
+
+
+# --- the JSON form --------------------------------------------------------------------------------------------
+
+
+@given(plan=plans())
+def test_a_saved_plan_reloads_to_an_equal_value(plan: Plan) -> None:
+    again = Plan.from_json(plan.model_dump_json())
+    assert again == plan
+    assert hash(again.keys) == hash(plan.keys)
+    assert all(type(d) is BatchDescriptor and type(m) is CUDAGraphMode for m, d in again.keys)
+    assert again.model_dump_json() == plan.model_dump_json()
+
+
+def test_the_json_form_is_readable() -> None:
+    data = json.loads(plan_of("FULL", [2], attention_support="UNIFORM_BATCH").model_dump_json())
+    assert data["kind"] == "plan"
+    assert data["mode"] == "FULL_AND_PIECEWISE"
+    assert data["keys"][0][0] == "PIECEWISE"
+    assert data["keys"][0][1]["num_tokens"] == 2
+    assert data["changes"][0]["requested"] == "FULL"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "not a plan"),
+        ("[]", "schema version None"),
+        ('"plan"', "schema version None"),
+        ("{}", "schema version None"),
+        ('{"schema_version": 99}', "schema version 99"),
+        ('{"schema_version": 1, "kind": "capture"}', "not a plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ReportError, match=complaint):
+        Plan.from_json(text)
+
+
+def test_a_plan_with_unknown_keys_is_refused() -> None:
+    data = json.loads(plan_of().model_dump_json())
+    with pytest.raises(ReportError):
+        Plan.from_json(json.dumps({**data, "surprise": 1}))
+
+
+def test_plans_are_frozen_and_pure() -> None:
+    plan = plan_of("FULL", [1, 2])
+    with pytest.raises(ValueError, match="frozen"):
+        plan.mode = CUDAGraphMode.NONE
+    assert plan_of("FULL", [2, 1, 2]).keys == plan.keys
+    assert plan_of("FULL", [1, 2]) == plan
+
+
+def test_the_hash_follows_the_configuration() -> None:
+    one, two = Config(), Config.model_validate({"compilation": {"outputs": "clone"}})
+    assert config_hash(one) == config_hash(Config.model_validate({"scheduler": {"max_num_seqs": 256}}))
+    assert config_hash(one) != config_hash(two)
+    assert len(config_hash(one)) == 12
+
+
+def test_warnings_reach_the_plan() -> None:
+    plan = plan_of("FULL", [1, 99], tokens=10)
+    assert len(plan.warnings) == 1
+    assert plan.sizes_source == "compilation.cudagraph_capture_sizes"
+
+
+def test_descriptors_print_what_matters() -> None:
+    assert str(BatchDescriptor(8)) == "num_tokens=8"
+    assert str(BatchDescriptor(8, 4, True, True, 3)) == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
+    assert BatchDescriptor(8, 4, True).query_len == 2
+    assert BatchDescriptor(8, 4).query_len is None
