@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cgplan.config import CompilationConfig, Config, Input, load_config
     from cgplan.descriptors import BatchDescriptor
     from cgplan.errors import (
+        AddressError,
         BackendError,
         CaptureError,
         CaptureMemoryError,
@@ -33,15 +34,21 @@ if TYPE_CHECKING:
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
     from cgplan.runtime.api import capture
     from cgplan.runtime.bench import bench
+    from cgplan.runtime.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
+    from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper
     from cgplan.runtime.context import forward_context, get_forward_context
+    from cgplan.runtime.piecewise import compile_piecewise
     from cgplan.runtime.runner import GraphRunner
     from cgplan.runtime.session import CaptureSession
     from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 
 __all__ = [
+    "AddressError",
     "AttentionSupport",
     "BackendError",
     "BatchDescriptor",
+    "BreakableCUDAGraphCapture",
+    "BreakableCUDAGraphWrapper",
     "CUDAGraphEntry",
     "CUDAGraphMode",
     "CUDAGraphOptions",
@@ -72,6 +79,8 @@ __all__ = [
     "bench",
     "build_plan",
     "capture",
+    "compile_piecewise",
+    "eager_break_during_capture",
     "forward_context",
     "get_forward_context",
     "load_config",
@@ -84,7 +93,10 @@ _HOMES = {
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.runtime.api": ("capture",),
     "cgplan.runtime.bench": ("bench",),
+    "cgplan.runtime.breakable": ("BreakableCUDAGraphCapture", "eager_break_during_capture"),
+    "cgplan.runtime.breakable_models": ("BreakableCUDAGraphWrapper",),
     "cgplan.runtime.context": ("forward_context", "get_forward_context"),
+    "cgplan.runtime.piecewise": ("compile_piecewise",),
     "cgplan.runtime.runner": ("GraphRunner",),
     "cgplan.runtime.session": ("CaptureSession",),
     "cgplan.runtime.wrapper": ("CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"),

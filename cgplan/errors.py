@@ -16,6 +16,7 @@
     │   ├── OutputShapeError      13   ... because an output does not have the batch dimension
     │   └── SealedError           14   ... because the runner is sealed and no session is open
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
+    ├── AddressError              18   a tensor that a graph was captured with has moved
     ├── ReportError               16   a saved file is not a report or plan that this version reads
     └── OutputPathError           17   the output path cannot be written
 
@@ -121,6 +122,12 @@ class DispatchMissError(CgplanError):
     """No captured graph serves the batch, and ``compilation.on_miss`` is ``error``."""
 
     exit_code = 15
+
+
+class AddressError(CgplanError):
+    """Tensors that a graph was captured with have moved, are gone, or others have come; raised instead of a replay."""
+
+    exit_code = 18
 
 
 class ReportError(CgplanError):

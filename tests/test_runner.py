@@ -548,7 +548,7 @@ def test_piecewise_wrappers_inside_a_model(backend: GraphBackend, mode: str) -> 
         lambda x, lengths: model(x) + lengths.sum(),
         inputs,
         sizes=[2, 4, 8],
-        compilation={"cudagraph_mode": mode},
+        compilation={"cudagraph_mode": mode, "piecewise": "wrappers"},
     )
     graphs = {(r.mode, r.descriptor.num_tokens): r.graphs for r in runner.report.records}
     assert graphs[PIECEWISE, 8] == 2
@@ -572,7 +572,11 @@ def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> Non
     before = reserved(backend)
     big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
     runner = open_runner(
-        backend, lambda x: model(x), {"x": big}, sizes=[2], compilation={"cudagraph_mode": "PIECEWISE"}
+        backend,
+        lambda x: model(x),
+        {"x": big},
+        sizes=[2],
+        compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
     )
     assert backend.memory().reserved > before
     runner.close()
@@ -585,7 +589,7 @@ def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> Non
 def test_a_model_with_wrappers_is_captured_anew_by_a_second_session(backend: GraphBackend) -> None:
     """The first session's graphs read the first session's static buffers: they are of no use to the second."""
     model = Pieces(backend)
-    options: dict[str, Any] = {"sizes": [4], "compilation": {"cudagraph_mode": "PIECEWISE"}}
+    options: dict[str, Any] = {"sizes": [4], "compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}}
     first = open_runner(backend, lambda x: model(x), {"x": ROWS}, **options)
     x = rows(1, 2, 3, device=backend.device)
     same(first(x=x), x * 6)
@@ -606,11 +610,17 @@ def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBacken
 
     with pytest.raises(HostSyncError):
         open_runner(
-            backend, fails_for_two, {"x": ROWS}, sizes=[2, 4], compilation={"cudagraph_mode": "FULL_AND_PIECEWISE"}
+            backend,
+            fails_for_two,
+            {"x": ROWS},
+            sizes=[2, 4],
+            compilation={"cudagraph_mode": "FULL_AND_PIECEWISE", "piecewise": "wrappers"},
         )
     assert not model.first.entries
     assert not model.second.entries
-    runner = open_runner(backend, lambda x: model(x), {"x": ROWS}, compilation={"cudagraph_mode": "PIECEWISE"})
+    runner = open_runner(
+        backend, lambda x: model(x), {"x": ROWS}, compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+    )
     x = rows(1, 2, 3, device=backend.device)
     same(runner(x=x), x * 6)
 
@@ -625,7 +635,7 @@ def test_output_rows_of_piecewise_keys_follow_the_metadata(backend: GraphBackend
         sizes=[8],
         output_rows="num_reqs",
         scheduler={"max_num_seqs": 2},
-        compilation={"cudagraph_mode": "PIECEWISE"},
+        compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
     )
     x, last = torch.arange(6.0, device=backend.device), torch.tensor([2, 5], device=backend.device)
     same(runner(x=x, last=last), rows(4, 10, device=backend.device))
@@ -634,7 +644,7 @@ def test_output_rows_of_piecewise_keys_follow_the_metadata(backend: GraphBackend
 
 def test_piecewise_without_wrappers_says_so(backend: GraphBackend) -> None:
     with pytest.raises(CaptureError, match="nothing in the model captured for PIECEWISE num_tokens=8") as caught:
-        open_runner(backend, lambda x: x * 2, compilation={"cudagraph_mode": "PIECEWISE"})
+        open_runner(backend, lambda x: x * 2, compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"})
     assert "CUDAGraphWrapper" in caught.value.remedy
 
 
@@ -664,7 +674,7 @@ def test_a_wrapper_outside_of_any_session(backend: GraphBackend) -> None:
     assert calls == ["run"] * 3, "two warm-ups and the capture"
     entry = wrapper.entries[BatchDescriptor(4)]
     assert entry.descriptor == BatchDescriptor(4)
-    assert entry.input_addresses == (x.data_ptr(),)
+    assert entry.manifest.paths == {"args[0]": x.data_ptr()}
     assert entry.capture_seconds > 0
     with forward_context(FULL, BatchDescriptor(4)):
         moved = wrapper(batch(backend, 4, 9), scale=100.0)  # arguments are not looked at

@@ -204,6 +204,27 @@ class CompilationConfig(Section):
         description="Operators kept out of PIECEWISE segments, as `namespace::name`. Absent: PyTorch's attention "
         "operators and cgplan::attention; empty: nothing to split at.",
     )
+    splitting_modules: tuple[str, ...] = Field(
+        default=(),
+        description="Modules kept out of PIECEWISE segments, by dotted name with `*` for one part, as in "
+        "`layers.*.self_attn`. The capture breaks there; nothing is traced, and splitting_ops is not used.",
+    )
+    piecewise: Literal["auto", "ops", "modules", "wrappers"] = Field(
+        default="auto",
+        description="How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: "
+        "the capture breaks at splitting_modules, and at functions under eager_break_during_capture. wrappers: the "
+        "model holds CUDAGraphWrappers of its own. auto: modules if splitting_modules are given, else ops.",
+    )
+    compiler: Literal["eager", "inductor"] = Field(
+        default="eager",
+        description="How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each "
+        "distinct segment once for all sizes (needs a GPU). inductor traces the model in every mode.",
+    )
+    address_check: Literal["off", "first", "always"] = Field(
+        default="first",
+        description="Whether the model's parameters and buffers, and the tensors that PIECEWISE segments read, are "
+        "checked to lie where they lay at capture: on each graph's first replay, on every one, or never.",
+    )
     attention_support: _enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
         default=AttentionSupport.ALWAYS,
         description="Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH, "

@@ -10,11 +10,13 @@ import torch
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.graphs import GraphBackend
+from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.runtime.context import CaptureScope, forward_context
-from cgplan.runtime.wrapper import CUDAGraphWrapper
+from cgplan.runtime.routes import choose_route
+from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 
 class GraphedModel:
@@ -26,6 +28,7 @@ class GraphedModel:
         wrapper: Holds the FULL graphs; in other modes it passes through.
         buffers: Static buffers for the largest key.
         scope: Pool, and whether capturing is still allowed.
+        route: How PIECEWISE segments come about.
     """
 
     def __init__(self, plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> None:
@@ -33,11 +36,34 @@ class GraphedModel:
         self.config = config
         self.backend = backend
         self.scope = CaptureScope(backend.new_pool())
-        self.wrapper = CUDAGraphWrapper(model, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool)
+        self.route = choose_route(plan, config, model, backend)
+        # Static buffers do not move; what may is looked at in check_addresses.
+        options = CUDAGraphOptions(address_check="off")
+        self.wrapper = CUDAGraphWrapper(
+            self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
+        )
         tokens = plan.max_capture_size
         specs = {**config.inputs, **config.metadata}
         self.buffers = StaticBuffers(specs, tokens, min(tokens, plan.max_num_seqs), backend.device)
         self._model = model
+        self._state: AddressManifest | None = None
+        self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+
+    def seal(self) -> None:
+        """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
+        self.scope.is_open = False
+        if self.config.compilation.address_check != "off" and isinstance(self._model, torch.nn.Module):
+            self._state = AddressManifest.of({"model": self._model}, self.backend.device)
+
+    def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
+        ``compilation.address_check`` says.
+        """
+        key = (mode, descriptor)
+        if self._state is None or (self.config.compilation.address_check == "first" and key in self._checked):
+            return
+        self._state.check({"model": self._model}, what=f"{mode} {descriptor}")
+        self._checked.add(key)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
         """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
@@ -50,8 +76,8 @@ class GraphedModel:
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors."""
-        return self._run(self._model, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors, compiled if it is compiled for capture."""
+        return self._run(self.route.forward, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
@@ -64,6 +90,7 @@ class GraphedModel:
             wrapper.reset(self.scope)
         self.scope.pool, self.scope.is_open, self.scope.entries, self.scope.wrappers = None, False, [], []
         self.buffers.buffers.clear()
+        self.route.remove()
         self.backend.release_cached()
 
     def _run(

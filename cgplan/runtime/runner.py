@@ -116,6 +116,7 @@ class GraphRunner:
         if route.mode is CUDAGraphMode.NONE:
             self._count_miss(route)
             return self._graphed.run_eager(route.unpadded, inputs)
+        self._graphed.check_addresses(route.mode, route.descriptor)
         self._stage(route, inputs)
         entry = self._graphed.wrapper.entries.get(route.descriptor) if route.mode is CUDAGraphMode.FULL else None
         if entry is not None:

@@ -100,7 +100,7 @@ class CaptureSession:
             drop_locals(error)
             graphed.free()
             raise
-        graphed.scope.is_open = False
+        graphed.seal()
         inspecting = time.perf_counter()
         records = tuple(self._record(c) for c in captured)
         end = time.perf_counter()
@@ -139,8 +139,8 @@ class CaptureSession:
         if not entries:
             raise CaptureError(
                 f"nothing in the model captured for {mode} {descriptor}",
-                remedy="Wrap the model's segments in CUDAGraphWrapper(..., CUDAGraphMode.PIECEWISE), or choose FULL or "
-                "FULL_DECODE_ONLY.",
+                remedy="With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
+                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY.",
             )
         done = time.perf_counter()
         after = (backend.memory(), backend.pool_bytes(scope.pool))

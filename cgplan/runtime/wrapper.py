@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
+from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
 
@@ -25,10 +26,16 @@ class CUDAGraphOptions:
         borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later captures reuse it:
             an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
         num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
+        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
+            each replay copies them there. All other arguments must lie where they lay at capture.
+        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
+            Arguments are checked, and of FULL graphs and inside runners the forward context's metadata.
     """
 
     borrow_outputs: bool = True
     num_of_warmups: int = 1
+    copied_arguments: tuple[int, ...] = ()
+    address_check: Literal["off", "first", "always"] = "first"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +46,8 @@ class CUDAGraphEntry:
         descriptor: The batch that it serves.
         graph: What the wrapper replays: the backend's graph, or a breakable capture.
         output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        input_addresses: Addresses of the tensors among the arguments at capture.
+        slots: Memory of the copied arguments, by position.
+        manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
         scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
         segments: The backend's graphs that it consists of, in order.
@@ -49,7 +57,8 @@ class CUDAGraphEntry:
     descriptor: BatchDescriptor
     graph: Any
     output: Any
-    input_addresses: tuple[int, ...]
+    slots: Mapping[int, torch.Tensor]
+    manifest: AddressManifest | None
     capture_seconds: float
     scope: CaptureScope | None = field(repr=False)
     segments: tuple[Any, ...] = ()
@@ -92,6 +101,7 @@ class CUDAGraphWrapper:
         self.backend = backend or select_backend()
         self.options = options
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
+        self._checked: set[Hashable] = set()
         self._pool = pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,10 +112,17 @@ class CUDAGraphWrapper:
         key = self._key(context.descriptor, args, kwargs)
         entry = self.entries.get(key)
         if entry is None or entry.scope is not context.scope:
-            entry = self._capture(key, context, args, kwargs)
+            entry, output = self._capture(key, context, args, kwargs)
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
-            if unread or self._computes_while_capturing:
-                return entry.output  # in a session nobody reads it; between PIECEWISE segments the next piece does
+            if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's output;
+                self._fill(entry, args)  # between PIECEWISE segments the next piece does
+                self._replay(entry.graph)
+            # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
+            return output
+        if entry.manifest is not None and (self.options.address_check == "always" or key not in self._checked):
+            entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
+            self._checked.add(key)
+        self._fill(entry, args)
         self._replay(entry.graph)
         return entry.output
 
@@ -120,16 +137,40 @@ class CUDAGraphWrapper:
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
             self._free(entry.graph)
             del self.entries[key]
+            self._checked.discard(key)
 
     def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
         return descriptor
 
-    def _record(self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """(graph, output) of one call."""
-        graph = self.backend.new_graph(pool)
+    def _record(
+        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+        """(graph, output, slots of the copied arguments) of one call."""
+        graph, given = self.backend.new_graph(pool), list(args)
         with self.backend.capturing(graph):
-            output = self.runnable(*args, **kwargs)
-        return graph, output
+            slots = {i: self.backend.slot(args[i]) for i in self.options.copied_arguments}
+            for i, slot in slots.items():
+                given[i] = slot
+            output = self.runnable(*given, **kwargs)
+        return graph, output, slots
+
+    def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
+        """Copy the arguments that lie anywhere to where the graph reads them."""
+        if entry.slots:
+            with torch.no_grad():
+                for i, slot in entry.slots.items():
+                    slot.copy_(args[i])
+
+    def _roots(
+        self, entry: CUDAGraphEntry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the address check looks at."""
+        if entry.slots:
+            args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
+        roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
+            roots["metadata"] = context.metadata  # elsewhere it is for the eager pieces, and may be new on each call
+        return roots
 
     def _replay(self, graph: Any) -> None:
         self.backend.replay(graph)
@@ -143,7 +184,7 @@ class CUDAGraphWrapper:
 
     def _capture(
         self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CUDAGraphEntry:
+    ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
         if scope is not None and not scope.is_open:
             raise SealedError(
@@ -157,18 +198,22 @@ class CUDAGraphWrapper:
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
             pool = self._choose_pool(scope)
             start = time.perf_counter()
-            graph, output = self._record(pool, args, kwargs)
+            graph, output, slots = self._record(pool, args, kwargs)
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
+        kept = output
         if self.options.borrow_outputs:
-            output = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
-        addresses = tuple(t.data_ptr() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-        entry = CUDAGraphEntry(context.descriptor, graph, output, addresses, seconds, scope, *self._parts(graph))
+            kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
+        slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
+        entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, scope, *self._parts(graph))
+        if self.options.address_check != "off":
+            roots = self._roots(entry, context, args, kwargs)
+            entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device))
         self.entries[key] = entry
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)
-        return entry
+        return entry, output
 
     def _borrowed(self, tensor: torch.Tensor, pool: Any) -> torch.Tensor:
         """An output without its hold on the pool; one that lies elsewhere (a parameter, say) stays as it is."""

@@ -1,0 +1,182 @@
+"""The fast check of an address manifest: one generated function that reads each tensor's address directly.
+
+Note [Cost of a check]
+    ``Tensor.data_ptr`` takes about 40 ns and is nearly all of it. Where torch was built for CUDA it has a function that
+    compares a list of tensors with a list of addresses in one call; an equal one, compiled to be measured, took 75 ns a
+    tensor, because it unpacks all list items in a general way. So each tensor is read by instructions of its own, which
+    the interpreter specialises. ``vars(object)[name]`` is faster than ``object.name`` here, and runs no code of the
+    class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from cgplan.graphs.address_layout import Layout, is_name
+from cgplan.graphs.address_walk import Entry, Leaf, Node, Part
+
+_GROUP = 16  # tensors from which on one call for all is faster than an expression for each
+Check = Callable[[Mapping[str, Any]], bool]
+
+
+def compile_check(top: Node, device: torch.device) -> Check:
+    """A function of the roots: whether all tensors lie where the walk that made ``top`` found them.
+
+    It raises whatever a structure of another shape makes it raise. It holds classes, keys and numbers, no objects.
+    """
+    writer = _Writer(device)
+    writer.write(top)
+    code = _compiled("\n ".join(["def check(roots):", "at = pointer", *writer.lines, "return True"]))
+    function: Check = FunctionType(code.replace(), writer.names)  # a copy: specialised instructions are not shared
+    if not any(isinstance(e.child, Leaf) and e.child.overrides for node in nodes_of(top) for e in node.entries):
+        return function
+
+    def quietly(roots: Mapping[str, Any]) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(roots)
+
+    return quietly
+
+
+def nodes_of(top: Node) -> Iterator[Node]:
+    """All containers, each once, by its first path, those outside before those inside."""
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += [e.child for e in reversed(list(node.entries)) if isinstance(e.child, Node) and not e.is_link]
+
+
+def _is_group(part: Part) -> bool:
+    """Whether a part is many tensors and nothing else."""
+    if part.kind not in ("sequence", "dict", "attributes", "module") or len(part.entries) != part.size:
+        return False
+    return part.size >= _GROUP and all(isinstance(e.child, Leaf) and e.child.address for e in part.entries)
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> CodeType:
+    """The code of ``check``. Kept, because the graphs of a session have the same structure at other addresses."""
+    module = compile(source, "<cgplan address check>", "exec")
+    return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes the lines of a check. Containers become locals, addresses and classes globals of the function."""
+
+    device: torch.device
+    lines: list[str] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=lambda: {"pointer": torch.Tensor.data_ptr})
+    _sources: dict[Node, str] = field(default_factory=dict)
+    _constants: dict[int, str] = field(default_factory=dict)
+
+    def write(self, top: Node) -> None:
+        """Write all lines. Links are compared at the end, when the containers that they lead to are known."""
+        links: list[tuple[str, Node]] = []
+        locals_: dict[Node, str] = {}
+        for number, node in enumerate(nodes_of(top)):
+            local = locals_[node] = f"c{number}" if node.layout else "roots"
+            conditions: list[str] = []
+            if node.layout:
+                self.lines.append(f"{local} = {self._sources[node]}")
+                conditions.append(f"type({local}) is not {self._constant(node.layout.cls)}")
+            for part in node.parts:
+                view = self._view(node.layout, part, local, conditions)
+                if _is_group(part):
+                    conditions.append(self._compare_group(view, part))
+                    continue
+                for entry in part.entries:
+                    reading = self._reading(view, part, entry)
+                    if isinstance(entry.child, Leaf):
+                        conditions.append(self._compare(reading, entry.child))
+                    elif not isinstance(entry.child, Node):
+                        conditions.append(f"{reading} is not None")
+                    elif entry.is_link:
+                        links.append((reading, entry.child))
+                    else:
+                        self._sources[entry.child] = reading
+            self._refuse(conditions)
+        self._refuse([f"{reading} is not {locals_[node]}" for reading, node in links])
+
+    def _view(self, layout: Layout | None, part: Part, local: str, conditions: list[str]) -> str:
+        """What a part's children are read from; adds the conditions under which the part has changed."""
+        made = None if layout is None else self._made(layout, part, local)
+        view = local
+        if made is not None:
+            self._refuse(conditions)  # its class is known before it is read
+            conditions.clear()
+            view = f"{local}_{part.kind}{part.detail if part.kind == 'module' else ''}"
+            self.lines.append(f"{view} = {made}")
+        if part.kind == "values":
+            conditions.append(f"[*map(id, {view})] != {self._constant(part.detail)}")
+            self.lines.append(f"{view}_list = [*{view}.values()]")
+        if part.kind not in ("slots", "wrapper"):
+            conditions.append(f"len({view}) != {part.size}")
+        return view
+
+    def _made(self, layout: Layout, part: Part, local: str) -> str | None:
+        """The expression that makes what a part is read from; None where the container itself can be read."""
+        match part.kind:
+            case "attributes" if layout.simple:
+                return f"{local}.__dict__"
+            case "attributes":
+                return f"{self._constant(layout.attributes, layout.attributes.__get__)}({local})"
+            case "module":
+                return f"{local}_attributes[{part.detail!r}]"
+            case "mapping" | "values" if layout.base is Mapping:
+                return f"dict({local}.items())"
+            case "values" | "dict" if part.kind == "values" or not layout.plain:
+                return f"dict({self._constant(dict.items)}({local}))"
+            case "sequence" if not layout.plain:
+                return f"[*{self._constant(layout.base.__iter__)}({local})]"
+        return None
+
+    def _reading(self, view: str, part: Part, entry: Entry) -> str:
+        """The expression that reads one child."""
+        if part.kind == "wrapper":
+            return f"getattr({view}, {entry.access!r})"
+        if part.kind == "values":
+            return f"{view}_list[{entry.access}]"
+        if part.kind == "slots":
+            name, member, is_direct = entry.access
+            return f"{view}.{name}" if is_direct else f"{self._constant(member, member.__get__)}({view})"
+        key = entry.access
+        if type(key) is int or (type(key) is str and is_name(key) and sys.intern(key) is key):
+            return f"{view}[{key!r}]"
+        return f"{view}[{self._constant(key)}]"  # found by identity, where a literal would be compared by letters
+
+    def _compare(self, reading: str, leaf: Leaf) -> str:
+        name = f"a{len(self.names)}"
+        self.names[name] = leaf.address
+        if leaf.address:
+            return f"at({reading}) != {name}"
+        return f"at({reading}) != {name} or {reading}.device != {self._constant(self.device)}"  # it has no memory
+
+    def _compare_group(self, view: str, part: Part) -> str:
+        """All tensors of a part in one go; the number of children has been compared."""
+        addresses = [e.child.address for e in part.entries if isinstance(e.child, Leaf)]
+        tensors = view
+        if part.kind != "sequence":
+            getter = itemgetter(*(entry.access for entry in part.entries))
+            tensors = f"{self._constant(getter)}({view})"
+        return f"[*map(at, {tensors})] != {self._constant(addresses)}"
+
+    def _refuse(self, conditions: list[str]) -> None:
+        if conditions:
+            self.lines.append(f"if {' or '.join(conditions)}: return False")
+
+    def _constant(self, key: Any, value: Any = None) -> str:
+        """The name of a global that is ``value``, or ``key`` itself; one for each ``key``."""
+        if id(key) not in self._constants:
+            name = self._constants[id(key)] = f"k{len(self.names)}"
+            self.names[name] = key if value is None else value
+        return self._constants[id(key)]

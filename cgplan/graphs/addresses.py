@@ -1,0 +1,207 @@
+"""The address manifest: where each tensor lay when a graph was captured, by name, and whether it lies there now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgplan.errors import AddressError
+from cgplan.graphs.address_check import Check, compile_check
+from cgplan.graphs.address_walk import Entry, Leaf, Node, Walk
+
+_SHOWN = 10
+_MAX_REBINDS = 8
+_REMEDY = (
+    "Write new values into the captured tensors in place (copy_), declare the tensor as an input so that it is copied "
+    "into a static buffer, or capture again."
+)
+Path = tuple["Path", str] | None  # the path of the container, and the last step
+
+
+@dataclass(frozen=True, slots=True)
+class AddressDifference:
+    """How a structure differs from what a graph was captured with; falsy if it does not.
+
+    Attributes:
+        missing: Paths at which there was a tensor and is none.
+        added: Paths at which there is a tensor and was none.
+        changed: Path, address at capture and address now (bytes), of tensors that lie elsewhere.
+    """
+
+    missing: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    changed: tuple[tuple[str, int, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.added or self.changed)
+
+
+class AddressManifest:
+    """The address and the path of every tensor of a device that can be reached from some roots.
+
+    It holds numbers, names and classes: no tensors and no roots. It looks into dicts and other Mappings, lists, tuples,
+    named tuples, deques, dataclasses, ``__slots__``, plain objects and modules (parameters, buffers, submodules and
+    attributes), to any depth and through cycles. It does not look at attributes that start with an underscore, at
+    properties and class attributes, into sets, iterators, functions, classes and threads, nor at attributes of tensors;
+    sparse tensors have no address. A path is as in Note [Address paths]. A tensor or container that is reached by
+    several paths is named by the first one; the others are aliases, and are checked too.
+
+    An address is all that is compared: a tensor at the same address with another shape or type passes.
+    """
+
+    __slots__ = ("_check", "_count", "_device", "_rebinds", "_top")
+
+    def __init__(self, top: Node, count: int, device: torch.device) -> None:
+        self._top = top
+        self._count = count
+        self._device = device
+        self._check: Check | None = None
+        self._rebinds = 0
+
+    @classmethod
+    def of(cls, roots: Mapping[str, Any], device: torch.device) -> AddressManifest:
+        """The manifest of what ``roots`` holds now.
+
+        Args:
+            roots: Values by name, such as ``{"args": args, "kwargs": kwargs, "metadata": metadata}``.
+            device: Tensors on other devices are left alone. ``cuda`` without an index is the current device.
+        """
+        walk = Walk(torch.empty(0, device=device).device)
+        return cls(walk.run(roots), len(walk.tensors), walk.device)
+
+    def __len__(self) -> int:
+        """The number of tensors, each counted once."""
+        return self._count
+
+    @property
+    def paths(self) -> dict[str, int]:
+        """The address (bytes) of each tensor by its first path."""
+        named, seen = {}, set()
+        for path, child in _visit(self._top):
+            if isinstance(child, Leaf) and child.number not in seen:
+                seen.add(child.number)
+                named[_text(path)] = child.address
+        return named
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further paths of tensors and containers, with the first one of each."""
+        first: dict[Any, Path] = {}
+        named = {}
+        for path, child in _visit(self._top):
+            key = child.number if isinstance(child, Leaf) else child
+            if first.setdefault(key, path) is not path:
+                named[_text(path)] = _text(first[key])
+        return named
+
+    def matches(self, roots: Mapping[str, Any]) -> bool:
+        """Whether all tensors lie where they lay. Never raises. Fast, for every replay; the first call compiles it.
+
+        False, too, where a container that holds tensors, or that was empty in one, has another class or length, or
+        where something else took the place of None: `compare` then says whether an address differs.
+
+        It does not see a tensor that came in place of a number, a string or a tensor of another device, in a container
+        without tensors inside (but `args`, `kwargs` and other roots are looked at), or in a slot that was not set.
+        """
+        try:
+            if self._check is None:
+                self._check = compile_check(self._top, self._device)
+            return self._check(roots)
+        except Exception:
+            return False
+
+    def compare(self, roots: Mapping[str, Any]) -> AddressDifference:
+        """How the structure differs now, by a fresh walk; it sees what the fast check does not."""
+        return _difference(self._top, Walk(self._device).run(roots))
+
+    def check(self, roots: Mapping[str, Any], *, what: str) -> None:
+        """Refuse a structure that the graph cannot be replayed with.
+
+        A structure that differs in its containers and not in its addresses is accepted, and the fast check is compiled
+        anew for it, at most 8 times.
+
+        Args:
+            roots: As for `of`, with the values of this replay.
+            what: The graph, for the message.
+
+        Raises:
+            AddressError: tensors are missing, added or changed; names them.
+        """
+        if self.matches(roots):
+            return
+        walk = Walk(self._device)
+        top = walk.run(roots)
+        if difference := _difference(self._top, top):
+            raise AddressError(_message(what, difference, self._count), remedy=_REMEDY)
+        if self._rebinds < _MAX_REBINDS:
+            self._rebinds += 1
+            self._top, self._count, self._check = top, len(walk.tensors), None
+
+
+def _visit(top: Node) -> Iterator[tuple[Path, Leaf | Node]]:
+    """Path and child of all tensors and containers in the order of the walk; links are not followed."""
+    stack: list[tuple[Path, Entry]] = [(None, entry) for entry in reversed(list(top.entries))]
+    while stack:
+        above, entry = stack.pop()
+        path, child = (above, entry.step), entry.child
+        if isinstance(child, Leaf | Node):
+            yield path, child
+        if isinstance(child, Node) and not entry.is_link:
+            stack += [(path, inner) for inner in reversed(list(child.entries))]
+
+
+def _difference(old: Node, new: Node) -> AddressDifference:
+    """Walk two trees side by side, each pair of containers once, so that cycles end and links are compared too."""
+    missing: list[str] = []
+    added: list[str] = []
+    changed: list[tuple[str, int, int]] = []
+    seen: set[tuple[Node | None, Node | None]] = set()
+    stack: list[tuple[Path, Any, Any]] = [(None, old, new)]
+    while stack:
+        path, before, after = stack.pop()
+        if isinstance(before, Leaf) and isinstance(after, Leaf):
+            if before.address != after.address:
+                changed.append((_text(path), before.address, after.address))
+            continue
+        if isinstance(before, Leaf):
+            missing.append(_text(path))
+        if isinstance(after, Leaf):
+            added.append(_text(path))
+        pair = (before if isinstance(before, Node) else None, after if isinstance(after, Node) else None)
+        if pair not in seen and pair != (None, None):
+            seen.add(pair)
+            stack += [((path, step), *sides) for step, sides in reversed(_children(*pair).items())]
+    return AddressDifference(tuple(missing), tuple(added), tuple(changed))
+
+
+def _children(before: Node | None, after: Node | None) -> dict[str, tuple[Any, Any]]:
+    """The children of two containers by their steps."""
+    old = {entry.step: entry.child for entry in before.entries} if before else {}
+    new = {entry.step: entry.child for entry in after.entries} if after else {}
+    return {step: (old.get(step), new.get(step)) for step in (*old, *(step for step in new if step not in old))}
+
+
+def _text(path: Path) -> str:
+    steps = []
+    while path is not None:
+        path, step = path
+        steps.append(step)
+    return "".join(reversed(steps))
+
+
+def _message(what: str, difference: AddressDifference, count: int) -> str:
+    kinds = {
+        "changed": [f"{path}: {old:#x} at capture, {new:#x} now" for path, old, new in difference.changed],
+        "missing": list(difference.missing),
+        "added": list(difference.added),
+    }
+    counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in kinds.items())
+    shown = [f"{what} was captured with {count} tensors that do not lie where they lay: {counts}"]
+    for kind, lines in kinds.items():
+        shown += [f"  {kind:<7}  {line}" for line in lines[:_SHOWN]]
+        if len(lines) > _SHOWN:
+            shown.append(f"  and {len(lines) - _SHOWN} more {kind}")
+    return "\n".join(shown)

@@ -1,0 +1,274 @@
+"""Eager pieces: functions that run between two segments, at capture and again on every replay.
+
+Note [Output slots]
+    A segment reads what an eager piece returned at the address that it saw at capture, and a piece may return a fresh
+    tensor each time. So the model is not given the result but a slot: memory of the graph pool, allocated at the
+    beginning of the segment that follows. The result is copied into its slot before that segment runs. What a piece
+    returns of its own arguments' memory stays at its address by itself and needs no slot.
+
+Note [What a piece keeps]
+    A piece keeps its arguments, so that it can run again. Tensors of the pool are borrowed: later segments reuse their
+    blocks, and each replay writes them anew before the piece reads them. All else is held as it is: static buffers,
+    parameters, a KV cache, and objects whose inside is not looked into. Tuples, lists and dicts are looked into.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
+
+from cgplan.errors import CaptureError
+from cgplan.graphs import GraphBackend
+from cgplan.graphs.host_sync import tensors_in
+from cgplan.runtime.outputs import _hides_tensors
+
+_LEAF = tree_flatten(None)[1]
+
+
+class EagerPiece:
+    """One function between two segments, with what it needs to run again and where its results go.
+
+    It owns no pool memory: its slots and its captured arguments are borrowed.
+
+    Attributes:
+        name: For messages: the function's qualified name, or the module's dotted name.
+        line: Where the model called it.
+    """
+
+    def __init__(self, name: str, line: str, function: Callable[..., Any], backend: GraphBackend, pool: Any) -> None:
+        self.name = name
+        self.line = line
+        self._function = function
+        self._backend = backend
+        self._pool = pool
+        self._state = TorchState.now(backend.device.type)
+
+    def __repr__(self) -> str:
+        return f"EagerPiece({self.name!r}, called at {self.line})"
+
+    def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run on the arguments of the capture and keep them, see Note [What a piece keeps]."""
+        given = {_address(t) for t in tensors_in((args, kwargs))} - {0}
+        self._keep_arguments(args, kwargs)
+        self._flat, spec = tree_flatten(self._function(*args, **kwargs))
+        self._spec = _LEAF if spec == _LEAF else spec
+        self._is_given = [isinstance(leaf, torch.Tensor) and _address(leaf) in given for leaf in self._flat]
+        fresh = []
+        for leaf, is_given in zip(self._flat, self._is_given, strict=True):
+            self._check(leaf)
+            if isinstance(leaf, torch.Tensor) and not is_given and not _repeats(leaf):
+                fresh.append(leaf)
+        counts = Counter(map(_address, fresh))  # results that are views of one memory get one slot, and are its views
+        self._shared = {a: _bytes(t) for t in fresh if (a := _address(t)) and counts[a] > 1}
+
+    def hand_out(self) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What the model gets for the results, and the copies (slot, value) to make before the next segment runs.
+
+        Called once, inside that segment's capture, see Note [Output slots].
+        """
+        blocks = {address: self._new_slot(memory) for address, memory in self._shared.items()}
+        handed, copies, results = [], [], list[_Slot | _Given | _Frozen]()
+        for leaf, is_given in zip(self._flat, self._is_given, strict=True):
+            handed.append(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                results.append(_Frozen(leaf))
+            elif is_given:
+                results.append(_Given(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype))
+            else:
+                block = None if _repeats(leaf) else blocks.get(_address(leaf))
+                handed[-1] = self._new_slot(leaf) if block is None else _view_like(block, leaf)
+                with torch.inference_mode(False):
+                    slot = self._backend.borrow(handed[-1])
+                results.append(_Slot(slot, slot.shape, slot.dtype, slot.device))
+                copies.append((slot, leaf.detach()))
+        self._results = results
+        del self._flat, self._is_given, self._shared
+        return tree_unflatten(handed, self._spec), copies
+
+    def replay(self, now: TorchState) -> None:
+        """Run again and bring the results to their slots; ``now`` is the state of the thread.
+
+        Raises CaptureError if they are not what they were at capture; the function's own errors pass.
+        """
+        if self._state == now:
+            self._deliver(self._call())
+        else:
+            with self._state.restored():
+                self._deliver(self._call())
+
+    def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        backend, pool = self._backend, self._pool
+        inside = {id(t) for t in tensors_in((args, kwargs)) if backend.in_pool(t, pool)}
+
+        def is_leaf(node: Any) -> bool:  # a list without captured tensors stays the same list, whoever edits it
+            looked_into = type(node) in (tuple, list, dict) or is_namedtuple_instance(node)
+            return not looked_into or not any(id(leaf) in inside for leaf in tree_leaves(node))
+
+        def kept(leaf: Any) -> Any:
+            plain = id(leaf) in inside and not leaf.is_conj() and not leaf.is_neg()  # borrowing would lose those bits
+            return backend.borrow(leaf) if plain else leaf
+
+        self._arguments, self._nested = (tuple(map(kept, args)), {k: kept(v) for k, v in kwargs.items()}), None
+        if not all(map(is_leaf, (*args, *kwargs.values()))):
+            flat, self._nested = tree_flatten((args, kwargs), is_leaf=is_leaf)
+            self._arguments = tuple(map(kept, flat)), {}
+
+    def _call(self) -> Any:
+        args, kwargs = self._arguments
+        if self._nested is not None:  # new lists and dicts each time, in case the function edits them
+            args, kwargs = tree_unflatten(args, self._nested)
+        return self._function(*args, **kwargs)
+
+    def _deliver(self, result: Any) -> None:
+        flat: Sequence[Any]
+        if result is None or isinstance(result, torch.Tensor):  # the common cases, without a walk over a tree
+            flat, spec = (result,), _LEAF
+        else:
+            flat, spec = tree_flatten(result)
+        if spec is not self._spec and spec != self._spec:
+            raise self._changed(f"the structure {spec}", f"{self._spec}")
+        for kept, value in zip(self._results, flat, strict=True):
+            if not kept.accept(value):
+                raise self._changed(_describe(value), kept.describe())
+
+    def _check(self, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.device != self._backend.device or leaf.layout is not torch.strided:
+                raise CaptureError(
+                    f"eager piece {self.name} returned {_describe(leaf)}, at {self.line}",
+                    remedy=f"Return dense tensors on {self._backend.device}; a graph would not see others change.",
+                )
+        elif _hides_tensors(leaf):
+            raise CaptureError(
+                f"eager piece {self.name} returned a {type(leaf).__name__}, whose tensors cannot be reached, at "
+                f"{self.line}",
+                remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
+            )
+
+    def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
+            return self._backend.slot(value)
+
+    def _changed(self, found: str, wanted: str) -> CaptureError:
+        return CaptureError(
+            f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
+            remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key; tell batches that "
+            "differ apart with key_fn.",
+        )
+
+
+class _Slot(NamedTuple):
+    """A fresh result: copied."""
+
+    tensor: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def accept(self, value: Any) -> bool:
+        """Copy ``value`` in; False if it does not fit."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.shape or value.dtype is not self.dtype:
+            return False
+        if value.device != self.device:
+            return False
+        self.tensor.copy_(value.detach() if value.requires_grad else value)
+        return True
+
+    def describe(self) -> str:
+        """In words."""
+        return _describe(self.tensor)
+
+
+class _Given(NamedTuple):
+    """A result that is memory of an argument: it is there already."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def accept(self, value: Any) -> bool:
+        """Whether ``value`` is that memory again."""
+        if not isinstance(value, torch.Tensor) or value.data_ptr() != self.address:
+            return False
+        return value.shape == self.shape and value.stride() == self.stride and value.dtype is self.dtype
+
+    def describe(self) -> str:
+        """In words."""
+        return f"its own argument's memory at {self.address:#x}, {self.dtype} of shape {list(self.shape)}"
+
+
+class _Frozen(NamedTuple):
+    """A result that is no tensor: the segments were captured with it."""
+
+    value: Any
+
+    def accept(self, value: Any) -> bool:
+        """Whether ``value`` is equal; NaN equals NaN."""
+        mine = self.value
+        try:
+            return mine is value or (type(mine) is type(value) and bool(mine == value or (mine != mine != value)))
+        except Exception:  # whatever a foreign class raises when it is compared
+            return False
+
+    def describe(self) -> str:
+        """In words."""
+        return _describe(self.value)
+
+
+class TorchState(NamedTuple):
+    """What of torch's thread-local state a model may set around a piece: on replay its ``with`` blocks do not run."""
+
+    device: str
+    grad: bool
+    inference: bool
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> TorchState:
+        """The state of this thread."""
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
+        return cls(device, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, dtype)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in this state."""
+        autocast = torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
+            yield
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 if it has no memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether elements of an expanded tensor share memory, so that it cannot be copied into."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory that the tensor is a view of, as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _view_like(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of bytes with the layout that ``like`` has in its own memory."""
+    whole = memory[: memory.numel() - memory.numel() % like.itemsize].view(like.dtype)
+    return whole.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        layout = "" if value.layout is torch.strided else f" {value.layout}"
+        return f"a{layout} tensor of shape {list(value.shape)}, {value.dtype}, on {value.device}"
+    return f"{value!r:.200}"

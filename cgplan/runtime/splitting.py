@@ -1,0 +1,183 @@
+"""Splitting a traced forward at operators: which nodes stand in graph segments, and which between them."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from cgplan.errors import ConfigError
+from cgplan.planning.resolution import DEFAULT_SPLITTING_OPS
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One part of a split forward.
+
+    Attributes:
+        name: Of the submodule that holds it.
+        eager: Whether it runs between segments (it holds splitting operators) or is captured.
+        operators: Names of its operators, in order.
+    """
+
+    name: str
+    eager: bool
+    operators: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive nodes of one kind."""
+
+    eager: bool
+    nodes: list[fx.Node]
+
+
+def operator_name(node: fx.Node) -> str | None:
+    """``namespace::name`` of what a node calls; None for a node that calls nothing."""
+    target = node.target
+    if node.op == "call_method":
+        return f"aten::{target}"
+    if node.op != "call_function":
+        return None
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order::{target.name()}"
+    name = getattr(target, "__name__", str(target))
+    home = "python" if getattr(target, "__module__", None) == "_operator" else "aten"
+    return f"{home}::{name}"
+
+
+def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
+    """Split a graph at operators.
+
+    Consecutive splitting operators stay in one eager piece; so do nodes between two of them that compute nothing
+    (views, sizes, allocations would leave an empty segment). Nodes keep their order, so mutations do too.
+
+    Args:
+        gm: What Dynamo traced.
+        splitting_ops: ``namespace::name`` or ``namespace::name.overload``; None for PyTorch's attention operators and
+            cgplan::attention, of which any may be missing.
+
+    Returns:
+        A module that calls one submodule a piece, and the pieces in the order of their calls.
+
+    Raises:
+        ConfigError: an operator does not exist, or does not occur in the model.
+    """
+    _check_splitting_ops(splitting_ops, gm.graph.nodes)
+    wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
+    runs = _merge_idle(_runs(gm.graph.nodes, lambda node: bool(_names(node) & wanted)))
+    piece_of = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    split = split_module(gm, None, lambda node: piece_of[node], keep_original_order=True)  # type: ignore[arg-type]
+    calls = [node for node in split.graph.nodes if node.op == "call_module"]
+    eager = {f"submod_{index}": run.eager for index, run in enumerate(runs)}
+    return split, tuple(
+        Piece(str(call.target), eager[str(call.target)], _operators(getattr(split, str(call.target)))) for call in calls
+    )
+
+
+def _names(node: fx.Node) -> set[str]:
+    """The names that a splitting op may be given by."""
+    name = operator_name(node)
+    if name is None:
+        return set()
+    overload = node.target._overloadname if isinstance(node.target, torch._ops.OpOverload) else "default"
+    return {name, f"{name}.{overload}"}
+
+
+def _operators(module: fx.GraphModule) -> tuple[str, ...]:
+    return tuple(name for name in map(operator_name, module.graph.nodes) if name is not None)
+
+
+def _runs(nodes: Iterable[fx.Node], splits: Callable[[fx.Node], bool]) -> list[_Run]:
+    runs: list[_Run] = []
+    run_of: dict[fx.Node, _Run] = {}
+    for node in nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        producer = node.args[0] if node.target is operator.getitem else None
+        if isinstance(producer, fx.Node) and producer in run_of and isinstance(_value(producer), tuple | list):
+            run = run_of[producer]  # a tuple's items stay with it: tuples do not cross pieces
+        else:
+            eager = splits(node)
+            if not runs or runs[-1].eager != eager:
+                runs.append(_Run(eager, []))
+            run = runs[-1]
+        run.nodes.append(node)
+        run_of[node] = run
+    return runs
+
+
+def _merge_idle(runs: list[_Run]) -> list[_Run]:
+    """Runs without work join the eager pieces beside them; a graph with no kernel is no graph."""
+    merged: list[_Run] = []
+    for run in runs:
+        eager = run.eager or (len(runs) > 1 and not any(map(_works, run.nodes)))
+        if merged and merged[-1].eager == eager:
+            merged[-1].nodes.extend(run.nodes)
+        else:
+            merged.append(_Run(eager, list(run.nodes)))
+    return merged
+
+
+def _works(node: fx.Node) -> bool:
+    """Whether a node launches something: not a view, a size or an allocation."""
+    value, name = _value(node), operator_name(node) or ""
+    bare = name.partition("::")[2]
+    if bare.endswith("_") or bare in ("setitem", "copy_") or node.kwargs.get("out") is not None:
+        return True
+    if bare in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
+        return False
+    made = _tensors(value)
+    if not made:
+        return value is None and name.startswith("aten::")  # returns nothing, so it writes somewhere
+    given = {t.untyped_storage()._cdata for arg in node.all_input_nodes for t in _tensors(_value(arg))}
+    return any(t.untyped_storage()._cdata not in given for t in made)
+
+
+def _value(node: fx.Node) -> Any:
+    """The example value that the tracer left: fake tensors, which share storages where the real ones will."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx.Node]) -> None:
+    """Refuse names of operators that do not exist or do not occur."""
+    if splitting_ops is None:
+        return
+    occurring = {name for node in nodes for name in _names(node)}
+    listed = sorted({name for name in occurring if not name.endswith(".default") and not name.startswith("python::")})
+    for wanted in splitting_ops:
+        if wanted in occurring:
+            continue
+        near = difflib.get_close_matches(wanted, listed, n=2)
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        what = "does not occur in the model" if _exists(wanted) else "does not exist"
+        raise ConfigError(
+            f"compilation.splitting_ops: the operator {wanted!r} {what}",
+            remedy=f"{hint}The model's operators are {', '.join(listed)}.",
+        )
+
+
+def _exists(name: str) -> bool:
+    namespace, _, rest = name.partition("::")
+    op, _, overload = rest.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), op)
+        return not overload or hasattr(packet, overload)
+    except (AttributeError, RuntimeError):
+        return False
