@@ -2,7 +2,7 @@
 
 ::
 
-    CgplanError                    1   base of all; never raised itself
+    CgplanError                    1   base of all; itself for misuse from Python
     ├── ConfigError                3   the configuration says something that cannot be
     │   └── ConfigFileError        4   ... or its file cannot be read or parsed
     ├── PlanError                  5   no plan follows from the configuration

@@ -1043,3 +1043,74 @@ def test_an_alias_does_not_take_the_block() -> None:
     assert pool.free_bytes == 256
     alias.fill_(7)  # the memory itself is still there
     assert pool.alias_of(torch.ones(3).untyped_storage()) is None
+
+
+# --- what a hunt for wrong numbers found ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_out_variants_that_grow_their_result_are_not_used(backend: GraphBackend, reduction: str) -> None:
+    x, y = torch.rand(40, 40, device=backend.device), torch.rand(40, 40, device=backend.device)
+    for loss in (F.binary_cross_entropy, F.huber_loss):
+        graph, out = capture(backend, lambda loss=loss: loss(x, y, reduction=reduction))
+        for _ in range(2):
+            x.uniform_()
+            backend.replay(graph)
+            same(out, loss(x, y, reduction=reduction))
+
+
+def test_overloads_are_told_apart_by_what_they_require(backend: GraphBackend) -> None:
+    x, y = torch.rand(6, 3, device=backend.device), torch.rand(6, 3, device=backend.device)
+    graph, out = capture(backend, lambda: (F.pairwise_distance(x, y), x.norm(2.0, 1), x.sum(1, dtype=torch.float64)))
+    x.uniform_()
+    backend.replay(graph)
+    same(out, (F.pairwise_distance(x, y), x.norm(2.0, 1), x.sum(1, dtype=torch.float64)))
+
+
+def test_layouts_that_change_in_place(backend: GraphBackend) -> None:
+    x = torch.rand(4, 4, device=backend.device)
+
+    def forward() -> Tensor:
+        y = (x * 2).view(4, 4, 1).squeeze_(2).unsqueeze_(0).transpose_(1, 2)
+        return y + 1
+
+    graph, out = capture(backend, forward)
+    x.uniform_()
+    backend.replay(graph)
+    same(out, forward())
+
+
+def test_inference_mode_hides_nothing_from_the_tape() -> None:
+    backend, x = TapeBackend(), torch.ones(4)
+    for forward in (
+        lambda: x * 2 if x.sum() > 0 else x,
+        lambda: torch.where(x > 0)[0],
+        lambda: x.nonzero(as_tuple=True)[0],
+    ):
+        with torch.inference_mode(), pytest.raises(HostSyncError, match="needs the host"):
+            capture(backend, forward, warmups=0)
+    with torch.inference_mode():
+        graph, out = capture(backend, lambda: F.layer_norm(x.repeat_interleave(2, 0).view(2, 4), [4]))
+    x.copy_(torch.arange(4.0))
+    backend.replay(graph)
+    same(out, F.layer_norm(x.repeat_interleave(2, 0).view(2, 4), [4]))
+
+
+def test_borrowing_keeps_conjugation_and_sign(backend: GraphBackend) -> None:
+    x = torch.arange(4.0, device=backend.device)
+    graph, _ = capture(backend, lambda: None, warmups=0)
+    backend.reset(graph)
+    pool = backend.new_pool()
+    graph = backend.new_graph(pool)
+    with backend.session(), torch.no_grad(), backend.capturing(graph):
+        made = torch.polar(x, x).conj()
+        parts = made, made.imag
+    backend.replay(graph)
+    same([backend.borrow(part) for part in parts], (torch.polar(x, x).conj(), torch.polar(x, x).conj().imag))
+
+
+def test_printing_inside_a_forward_is_refused_by_the_tape() -> None:
+    x = torch.ones(3)
+    for look in (repr, str, lambda t: f"{t.sum():.2f}"):
+        with pytest.raises(HostSyncError):
+            capture(TapeBackend(), lambda look=look: look(x * 2), warmups=0)

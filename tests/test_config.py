@@ -455,3 +455,18 @@ def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> Non
 )  # fmt: skip
 def test_paddings_that_fit(dtype: str, pad: float) -> None:
     assert validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": dtype, "pad": pad}}}).inputs["x"]
+
+
+def test_models_made_in_python_raise_our_errors() -> None:
+    with pytest.raises(ConfigError, match="Input: cannot read the dimension 'batch'"):
+        Input(shape=("batch", 3), dtype="float32", pad=0)
+    with pytest.raises(ConfigError, match="'pad' is missing"):
+        Input(shape=("num_tokens",), dtype="float32")
+    with pytest.raises(ConfigError, match="did you mean 'cudagraph_capture_sizes'"):
+        Config(compilation={"cudagraph_capture_size": [1]})
+
+
+@pytest.mark.parametrize("name", ["padded", "self", "uniform_decode"])
+def test_words_of_the_call_cannot_name_inputs(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name!r} is a word of the runner's call"):
+        Config(inputs={name: Input(shape=("num_tokens",), dtype="float32", pad=0)})

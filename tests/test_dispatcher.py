@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import plan_of, plans
 
+from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+from cgplan.planning import CudagraphDispatcher, MissReason, Plan, build_plan
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 MODE_SETS = st.none() | st.sets(st.sampled_from([NONE, PIECEWISE, FULL]))
@@ -143,3 +144,10 @@ def test_reasons() -> None:
     assert decode.explain(4, True) is None
     assert decode.explain(4, False) is MissReason.NO_GRAPH_FOR_MIXED
     assert decode.explain(9, True) is MissReason.TOO_LARGE
+
+
+def test_modes_may_be_given_by_name() -> None:
+    dispatcher = CudagraphDispatcher(build_plan(Config(compilation={"cudagraph_capture_sizes": [4]})))
+    assert dispatcher.dispatch(3)[0] is CUDAGraphMode.FULL
+    assert dispatcher.dispatch(3, valid_modes=["FULL"])[0] is CUDAGraphMode.FULL
+    assert dispatcher.dispatch(3, invalid_modes=["full"])[0] is CUDAGraphMode.NONE

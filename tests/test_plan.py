@@ -233,3 +233,15 @@ def test_descriptors_print_what_matters() -> None:
     assert str(BatchDescriptor(8, 4, True, True, 3)) == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
     assert BatchDescriptor(8, 4, True).query_len == 2
     assert BatchDescriptor(8, 4).query_len is None
+
+
+def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
+    sections = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 16]}
+    plan = build_plan(Config(compilation=sections, scheduler={"max_num_seqs": 4}))
+    assert [descriptor.num_tokens for _, descriptor in plan.keys] == [4, 2]
+    (warning,) = plan.warnings
+    assert "capture sizes 16 have no graph" in warning
+    assert "max_num_seqs = 4" in warning
+    assert not build_plan(
+        Config(compilation={**sections, "cudagraph_mode": "FULL"}, scheduler={"max_num_seqs": 4})
+    ).warnings

@@ -27,6 +27,7 @@ from cgplan.errors import (
     InputError,
     ModelError,
     OutputShapeError,
+    PlanError,
     SealedError,
 )
 from cgplan.graphs import GraphBackend
@@ -508,8 +509,14 @@ def test_lora_cases_have_graphs_of_their_own(backend: GraphBackend) -> None:
     x = torch.zeros(3, device=backend.device)
     for active, wanted in ((0, 0), (1, 1100), (2, 1200), (3, 1400), (0, 0)):
         same(runner(x=x, num_active_loras=active), torch.full_like(x, wanted))
-    same(runner(x=x, num_active_loras=9), torch.full_like(x, 1900))
-    assert dict(runner.stats.eager) == {MissReason.NO_LORA_CASE: 1}
+    for wrong in (9, -1):
+        with pytest.raises(InputError, match=f"num_active_loras is {wrong}, lora.max_loras is 3"):
+            runner(x=x, num_active_loras=wrong)
+    assert not runner.stats.eager
+    without = open_runner(backend, model, {"x": ROWS}, sizes=[4])
+    with pytest.raises(InputError, match="num_active_loras is 1") as caught:
+        without(x=x, num_active_loras=1)
+    assert "`lora` section" in caught.value.remedy
 
 
 def test_mode_none_captures_nothing_and_runs(backend: GraphBackend) -> None:
@@ -1022,3 +1029,158 @@ def test_capture_refuses_bad_sections() -> None:
         cgplan.capture(lambda x: x, inputs, compilation={"cudagraph_mod": "FULL"}, device="cpu")
     with pytest.raises(ConfigError, match="'gpu'"):
         cgplan.capture(lambda x: x, inputs, device="gpu")
+
+
+# --- what first-time users tried ------------------------------------------------------------------------------
+
+
+def test_wrappers_without_a_backend_take_the_sessions(backend: GraphBackend) -> None:
+    first, second = (CUDAGraphWrapper(nn.Linear(2, 2).to(backend.device), PIECEWISE) for _ in range(2))
+    runner = open_runner(
+        backend, lambda x: second(first(x)), compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+    )
+    assert first.backend is backend
+    x = batch(backend, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(runner(x=x), second.runnable(first.runnable(x)))
+
+
+def test_positional_arguments_are_refused(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2)
+    with pytest.raises(InputError, match="no positional arguments"):
+        runner(batch(backend, 3))
+
+
+def test_a_second_thread_is_refused_while_a_call_is_under_way(backend: GraphBackend) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def model(x: Tensor) -> Tensor:
+        if x.shape[0] > 8:  # too large for a graph: runs eagerly
+            inside.set()
+            leave.wait(10)
+        return x * 2
+
+    runner = open_runner(backend, model)
+    results: list[Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(runner(x=batch(backend, 9))))
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(CgplanError, match="while another call was under way"):
+        runner(x=batch(backend, 3))
+    leave.set()
+    thread.join()
+    same(results[0], batch(backend, 9) * 2)
+    same(runner(x=batch(backend, 3)), batch(backend, 3) * 2)
+
+
+def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * get_forward_context().metadata["lenghts"].sum()
+
+    with pytest.raises(InputError, match="metadata 'lenghts', which is not declared") as caught:
+        open_runner(backend, model, {"x": ROWS}, metadata={"lengths": LENGTHS})
+    assert "lengths" in caught.value.remedy
+
+
+def test_a_plan_of_another_configuration_is_refused(backend: GraphBackend) -> None:
+    one, other = (
+        validate_config({"compilation": {"cudagraph_capture_sizes": [size]}, "inputs": {"x": ROWS}}) for size in (4, 8)
+    )
+    with pytest.raises(PlanError, match="the plan was made from configuration"):
+        CaptureSession(build_plan(one), lambda x: x, backend, other).run()
+    longer = other.model_copy(update={"report": other.report.model_copy(update={"repeats": 7})})
+    assert build_plan(longer).config_hash == build_plan(other).config_hash, "what bench measures decides no capture"
+
+
+def test_bench_without_copies_writes_into_the_static_buffers(backend: GraphBackend) -> None:
+    runner = open_runner(
+        backend, lambda x: x * 2, sizes=[2, 4], compilation={"cudagraph_copy_inputs": False}, report={"repeats": 2}
+    )
+    report = cgplan.bench(runner)
+    assert [(r.num_tokens, r.graph is not None) for r in report.records] == [(2, True), (4, True)]
+
+
+@pytest.mark.parametrize("made", [lambda t: {t * 2}, lambda t: (part for part in t.unbind(0))], ids=["set", "iterator"])
+def test_outputs_whose_rows_cannot_be_cut_are_refused(backend: GraphBackend, made: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(OutputShapeError, match="whose tensors cannot be reached"):
+        open_runner(backend, lambda x: made(x))
+
+
+def test_rows_written_through_input_views_never_pass_for_padding(backend: GraphBackend) -> None:
+    """The caller may write into the views at any time, whatever becomes of the batch then."""
+    cache = torch.zeros(64, device=backend.device)
+
+    def model(slots: Tensor, x: Tensor) -> Tensor:
+        cache.index_copy_(0, torch.where(slots < 0, torch.full_like(slots, 63), slots), x)
+        return x * 1
+
+    runner = open_runner(
+        backend,
+        model,
+        {"slots": Input(shape=("num_tokens",), dtype="int64", pad=-1), "x": ROWS},
+        sizes=[4, 8],
+        compilation={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    views = runner.input_views(8)
+    views["slots"].copy_(torch.arange(8))
+    views["x"].fill_(1)
+    runner(**views, uniform_decode=False)  # eager, on the views themselves
+    cache.fill_(100)
+    slots = torch.tensor([10, 11, 12], device=backend.device)
+    runner(slots=slots, x=torch.ones(3, device=backend.device), uniform_decode=True)
+    assert cache[:10].tolist() == [100.0] * 10
+
+
+def test_a_write_that_leaves_padding_as_it_is_is_seen_too(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        x.sub_(x.mean(0, keepdim=True))
+        return x.clone()
+
+    for warmups in (0, 1):
+        runner = open_runner(
+            backend, model, sizes=[4], compilation={"outputs": "clone", "cudagraph_num_of_warmups": warmups}
+        )
+        x = batch(backend, 3)
+        first = runner(x=x)
+        for _ in range(3):
+            same(runner(x=x), first)
+
+
+def test_an_error_that_is_its_own_cause_ends_the_session(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        try:
+            raise ValueError("boom")
+        except ValueError as error:
+            raise error from error
+
+    with pytest.raises(ModelError, match="ValueError: boom"):
+        open_runner(backend, model)
+
+
+def test_a_runner_captured_in_inference_mode_works_outside_of_it(backend: GraphBackend) -> None:
+    with torch.inference_mode():
+        runner = open_runner(backend, lambda x: x * 2, sizes=[2, 4])
+    x = batch(backend, 3)
+    same(runner(x=x), x * 2)
+    same(runner.run_eagerly(x=x), x * 2)
+    with torch.inference_mode():
+        same(runner(x=x[:1]), x[:1] * 2)
+
+
+def test_outputs_that_count_requests_from_python(backend: GraphBackend) -> None:
+    runner = cgplan.capture(
+        lambda x: x[:: len(x) // len(get_forward_context().metadata["lengths"])] * 2,
+        {"x": ROWS},
+        metadata={"lengths": LENGTHS},
+        compilation={"cudagraph_capture_sizes": [4]},
+        output_rows="num_reqs",
+        device=backend.device.type,
+    )
+    x, lengths = torch.arange(3.0, device=backend.device), torch.ones(3, dtype=torch.int64, device=backend.device)
+    same(runner(x=x, lengths=lengths), x * 2)
+
+
+def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: None)
+    assert any("returned no tensor" in warning for warning in runner.report.warnings)
+    assert not any("returned no tensor" in w for w in open_runner(backend, lambda x: x * 2).report.warnings)

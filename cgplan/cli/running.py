@@ -59,7 +59,7 @@ def _capture(loaded: LoadedConfig, model: ModelConfig, plan: Plan) -> GraphRunne
     from cgplan.runtime.session import CaptureSession
 
     backend = select_backend(loaded.config.device)
-    built = load_model(model.target, model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     with progress("capture") as step:
         return CaptureSession(
             plan,
@@ -71,9 +71,9 @@ def _capture(loaded: LoadedConfig, model: ModelConfig, plan: Plan) -> GraphRunne
 
 
 def _model_of(config: Config, path: Path) -> ModelConfig:
-    if config.model is None:
+    if config.model is None or config.model.target is None:
         raise ConfigError(
-            f"{path}: there is no `model`, so there is nothing to capture",
+            f"{path}: there is no `model` with a target, so nothing can be captured",
             remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a starting configuration.",
         )
     return config.model

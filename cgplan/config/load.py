@@ -81,7 +81,12 @@ def validate_config(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_joined("configuration: ", _messages(error, data, {}, {})), remedy=_remedy(error)) from None
+        raise explain(error, data, "configuration") from None
+
+
+def explain(error: ValidationError, data: Mapping[str, Any], what: str) -> ConfigError:
+    """cgplan's error for what pydantic found wrong with a mapping."""
+    return ConfigError(_joined(f"{what}: ", _messages(error, data, {}, {})), remedy=_remedy(error))
 
 
 def _joined(head: str, messages: Sequence[str]) -> str:
@@ -120,6 +125,8 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
             f"{path}{where}: not valid YAML: {error.problem or error.context}",
             remedy="Check the indentation and the quotes at that line and column.",
         ) from None
+    except RecursionError:
+        raise ConfigFileError(f"{path}: nested too deeply", remedy="Flatten the file.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with month 13, say
         raise ConfigFileError(f"{path}: not valid YAML: {error}", remedy="Give a UTF-8 YAML file.") from None
     if not isinstance(data, dict):

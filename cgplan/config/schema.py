@@ -2,109 +2,54 @@
 
 from __future__ import annotations
 
-import math
-import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic._internal._model_construction import ModelMetaclass
 
 from cgplan.config.shapes import Dim
-from cgplan.errors import ConfigError
+from cgplan.config.values import (
+    DEVICE,
+    DIMENSION,
+    CaptureSize,
+    Count,
+    CountOrZero,
+    DType,
+    Flag,
+    LadderName,
+    Symbol,
+    check_device,
+    check_example,
+    check_pad,
+    check_sizes,
+    dtype_name,
+    enum_by_name,
+    is_value_of,
+)
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 
-DType = Literal[
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "int64", "int32", "int16", "int8", "uint8", "bool",
-]  # fmt: skip
-LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
-Symbol = Literal["num_tokens", "num_reqs"]
 
+class _TypedErrors(ModelMetaclass):
+    """Makes ``Input(...)`` and the like raise ConfigError, as the file does; validation inside pydantic is as ever."""
 
-def _enum_by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> Any:
-    """Annotation for an enum that YAML writes by name, in any case."""
-
-    def parse(value: object) -> object:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
         try:
-            return enum.parse(value)
-        except ConfigError as error:  # pydantic collects ValueErrors and adds the key's path
-            raise ValueError(f"{error.message}. {error.remedy}") from None
+            return super().__call__(*args, **kwargs)
+        except ValidationError as error:
+            from cgplan.config.load import explain
 
-    names = [member.name for member in enum]
-    return Annotated[
-        enum,
-        BeforeValidator(parse),
-        PlainSerializer(lambda member: member.name, return_type=str),
-        WithJsonSchema({"enum": names, "type": "string"}),
-    ]
+            raise explain(error, kwargs, cls.__name__) from None
 
 
-def _dtype_name(value: object) -> object:
-    """``torch.float16`` and ``float16`` alike; torch itself is not needed to plan."""
-    return str(value).removeprefix("torch.") if value is not None else value
-
-
-def _strict_size(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"a capture size must be a whole number, found {value!r}")
-    if value < 1:
-        raise ValueError(f"a capture size must be at least 1, found {value}")
-    return value
-
-
-_DEVICE = r"auto|cpu|cuda(:\d+)?"
-_DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(_strict_size)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-Flag = Annotated[bool, Field(strict=True)]
-
-
-def _check_pad(value: object) -> object:
-    if value != "last" and not isinstance(value, int | float):
-        raise ValueError(f"found {value!r}, expected a number, true, false, or `last`")
-    return value
-
-
-def _check_example(value: object) -> object:
-    pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
-    if value not in (None, "normal", "arange", "spread") and not isinstance(value, int | float) and not pair:
-        raise ValueError(f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]")
-    if pair and value[0] >= value[1]:  # type: ignore[index]
-        raise ValueError(f"found {value!r}: low must be below high")
-    return value
-
-
-def _check_device(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
-        raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
-    return value
-
-
-def _check_sizes(value: object) -> object:
-    if isinstance(value, str):
-        names = get_args(LadderName)
-        if value not in names:
-            raise ValueError(f"unknown ladder {value!r}; choose one of {', '.join(names)}, or give a list of sizes")
-    elif isinstance(value, list | tuple) and not value:
-        raise ValueError("the list of capture sizes is empty; leave the key out for the vllm ladder")
-    return value
-
-
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.4e38, "float32": 3.4e38, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-
-
-def _is_value_of(dtype: str, value: float) -> bool:
-    """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
-    if dtype.startswith(("float", "bfloat")):
-        return not math.isfinite(value) or abs(value) <= _LARGEST.get(dtype, math.inf)
-    if dtype == "bool":
-        return value in (0, 1)
-    bits, signed = int(dtype.removeprefix("u").removeprefix("int")), not dtype.startswith("u")
-    low, high = (-(1 << bits - 1), 1 << bits - 1) if signed else (0, 1 << bits)
-    return math.isfinite(value) and value == int(value) and low <= value < high
-
-
-class Section(BaseModel):
+class Section(BaseModel, metaclass=_TypedErrors):
     """A part of the configuration: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -116,19 +61,19 @@ class Input(Section):
     shape: Annotated[
         tuple[Annotated[int, Field(strict=True)] | str, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, int | str) else value),
-        WithJsonSchema({"anyOf": [_DIMENSION, {"type": "array", "items": _DIMENSION}]}),
+        WithJsonSchema({"anyOf": [DIMENSION, {"type": "array", "items": DIMENSION}]}),
     ] = Field(
         description="Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, "
         "or such as `num_reqs + 1` and `2 * num_tokens`; the others are numbers."
     )
-    dtype: Annotated[DType, BeforeValidator(_dtype_name)] = Field(description="Element type, by torch's name.")
-    pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(_check_pad)] = Field(
+    dtype: Annotated[DType, BeforeValidator(dtype_name)] = Field(description="Element type, by torch's name.")
+    pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)] = Field(
         description="What the padding rows hold: a number, or `last` to repeat the batch's last row "
         "(for cumulative offsets). There is no default, because 0 is wrong as often as right."
     )
     example: Annotated[
         float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
-        BeforeValidator(_check_example),
+        BeforeValidator(check_example),
     ] = Field(
         default=None,
         description="Values that bench runs on: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all "
@@ -143,7 +88,7 @@ class Input(Section):
             raise ValueError(f"only one dimension may count rows of the batch, found shape {list(self.shape)}")
         if self.pad == "last" and not symbolic:
             raise ValueError("pad: last needs a dimension that counts rows of the batch")
-        if self.pad != "last" and not _is_value_of(self.dtype, self.pad):
+        if self.pad != "last" and not is_value_of(self.dtype, self.pad):
             raise ValueError(f"pad {self.pad} is not a value of dtype {self.dtype}")
         return self
 
@@ -161,9 +106,11 @@ class Input(Section):
 class ModelConfig(Section):
     """The model that is captured."""
 
-    target: str = Field(
+    target: str | None = Field(
+        default=None,
         description="`package.module:callable` or `path/to/file.py:callable`, called with kwargs; it returns an "
-        "nn.Module or another callable. The word `transformers` builds a Hugging Face causal LM."
+        "nn.Module or another callable. The word `transformers` builds a Hugging Face causal LM. "
+        "Absent where the model is given from Python.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the target.")
     output_rows: Symbol = Field(
@@ -174,14 +121,14 @@ class ModelConfig(Section):
 class CompilationConfig(Section):
     """Which graphs are captured, and how a batch that none serves is run."""
 
-    cudagraph_mode: _enum_by_name(CUDAGraphMode) = Field(  # type: ignore[valid-type]
+    cudagraph_mode: enum_by_name(CUDAGraphMode) = Field(  # type: ignore[valid-type]
         default=CUDAGraphMode.FULL,
         description="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or "
         "FULL_AND_PIECEWISE (FULL for uniform decode, PIECEWISE for mixed batches).",
     )
     cudagraph_capture_sizes: Annotated[
         tuple[CaptureSize, ...] | LadderName | None,
-        BeforeValidator(_check_sizes),
+        BeforeValidator(check_sizes),
     ] = Field(default=None, description="Sizes in tokens, or a ladder's name. Absent: the vllm ladder.")
     max_cudagraph_capture_size: Count | None = Field(
         default=None,
@@ -225,7 +172,7 @@ class CompilationConfig(Section):
         description="Whether the model's parameters and buffers, and the tensors that PIECEWISE segments read, are "
         "checked to lie where they lay at capture: on each graph's first replay, on every one, or never.",
     )
-    attention_support: _enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
+    attention_support: enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
         default=AttentionSupport.ALWAYS,
         description="Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH, "
         "UNIFORM_SINGLE_TOKEN_DECODE or NEVER.",
@@ -289,7 +236,7 @@ class Config(Section):
     """Everything that one YAML file says. `model` and `inputs` may be absent where nothing is captured."""
 
     model: ModelConfig | None = Field(default=None, description="The model that is captured.")
-    device: Annotated[str, BeforeValidator(_check_device), WithJsonSchema({"type": "string", "pattern": _DEVICE})] = (
+    device: Annotated[str, BeforeValidator(check_device), WithJsonSchema({"type": "string", "pattern": DEVICE})] = (
         Field(
             default="auto", description="`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."
         )
@@ -309,7 +256,9 @@ class Config(Section):
         twice = sorted(set(self.inputs) & set(self.metadata))
         if twice:
             raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
-        reserved = sorted({"uniform_decode", "num_active_loras"} & (set(self.inputs) | set(self.metadata)))
+        reserved = sorted(
+            {"uniform_decode", "num_active_loras", "padded", "self"} & (set(self.inputs) | set(self.metadata))
+        )
         if reserved:
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")
         return self

@@ -25,7 +25,9 @@ class StaticBuffer:
         tensor: The memory; its address never changes.
         rows: How its rows follow from the batch, None for a fixed shape.
         filled: Rows from here on hold the padding value.
+        exposed: Rows up to here may have been written by the caller at any time, through ``expose``.
         written: Whether the model itself writes into it, so that padding does not last from one replay to the next.
+        version: torch's count of writes to the memory when it was allocated.
     """
 
     spec: Input
@@ -33,7 +35,9 @@ class StaticBuffer:
     row_dim: int | None
     rows: Dim | None
     filled: int = 0
+    exposed: int = 0
     written: bool = False
+    version: int = 0
     _views: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -41,9 +45,11 @@ class StaticBuffer:
         """Memory for a batch of that size, all padding."""
         shape = [dim.size(num_tokens, num_reqs) for dim in spec.dims]
         start = 0 if spec.pad == "last" else spec.pad
-        tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start)
+        with torch.inference_mode(False):  # a tensor made in inference mode could be written to only there
+            tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start)
         row_dim = spec.row_dim
-        return cls(spec, tensor, row_dim, None if row_dim is None else spec.dims[row_dim])
+        rows = None if row_dim is None else spec.dims[row_dim]
+        return cls(spec, tensor, row_dim, rows, version=tensor._version)
 
     def view(self, rows: int) -> torch.Tensor:
         """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept."""
@@ -62,15 +68,16 @@ class StaticBuffer:
             if padded_rows > rows > 0:
                 tail = self.tensor.narrow(self.row_dim, rows, padded_rows - rows)
                 tail.copy_(self.tensor.narrow(self.row_dim, rows - 1, 1))
-        elif (end := padded_rows if self.written else self.filled) > rows:
-            self.tensor.narrow(self.row_dim, rows, max(end, self.filled) - rows).fill_(self.spec.pad)
+        elif (end := max(self.filled, self.exposed, padded_rows if self.written else 0)) > rows:
+            self.tensor.narrow(self.row_dim, rows, end - rows).fill_(self.spec.pad)
         self.filled = rows
 
     def restore(self) -> None:
         """Make every row padding again, after warm-ups. A model that wrote into them will do so on every replay."""
+        counted = self.tensor._version != self.version  # torch's operators count writes, kernels of others do not
         before = self.tensor.clone()
         self.tensor.fill_(0 if self.spec.pad == "last" else self.spec.pad)
-        self.written = not torch.equal(_bits(before), _bits(self.tensor))
+        self.written = counted or not torch.equal(_bits(before), _bits(self.tensor))
         self.filled = 0
 
 
@@ -104,6 +111,13 @@ class StaticBuffers:
         """Make every row padding again, after warm-ups."""
         for buffer in self.buffers.values():
             buffer.restore()
+
+    def expose(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
+        """Views for the caller to write into; from now on their rows are never taken for padding."""
+        for buffer in self.buffers.values():
+            if buffer.rows is not None:
+                buffer.exposed = max(buffer.exposed, buffer.rows.size(num_tokens, num_reqs))
+        return self.views(num_tokens, num_reqs)
 
     def stage(self, values: Mapping[str, torch.Tensor], num_tokens: int, num_reqs: int, *, copy: bool) -> None:
         """Bring a batch in, and padding behind it.

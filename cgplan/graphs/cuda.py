@@ -273,7 +273,9 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(unowned, tensor.storage_offset(), tensor.size(), tensor.stride())
+    same = empty.set_(unowned, tensor.storage_offset(), tensor.size(), tensor.stride())
+    same = same.conj() if tensor.is_conj() else same
+    return torch._neg_view(same) if tensor.is_neg() else same
 
 
 @cache

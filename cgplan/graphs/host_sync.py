@@ -24,6 +24,8 @@ _HOST_METHODS = {
     torch.Tensor.numpy: "numpy",
     torch.Tensor.tolist: "tolist",
     torch.Tensor.__array__: "__array__",
+    torch.Tensor.__repr__: "__repr__",
+    torch.Tensor.__reduce_ex__: "__reduce_ex__",
 }
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
@@ -58,6 +60,9 @@ class _Probe(TorchDispatchMode):
                 return func.redispatch(
                     torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._key)), *args, **kwargs
                 )
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         refuse_host(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -90,7 +95,8 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             masks = [] if args[2].numel() == 1 and not accumulate else masks
         needs, detail = bool(masks), " with a boolean mask"
     elif schema == "aten::repeat_interleave":
-        needs = kwargs.get("output_size") is None
+        by_tensor = len(args) < 2 or isinstance(args[1], torch.Tensor)
+        needs = by_tensor and kwargs.get("output_size") is None
     elif schema in ("aten::_to_copy", "aten::copy_"):
         needs, detail = _crosses_to_host(schema, args, kwargs), " from the device to the host"
     else:
@@ -122,6 +128,14 @@ def implemented_in_python(func: Any, key: str) -> bool:
     name = func._schema.name.replace("::", "/")
     overload = f".{func._overloadname}" if func._overloadname != "default" else ""
     return any(f"{name}{overload}/{k}" in torch.library._impls for k in (key, "CompositeExplicitAutograd"))
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether the operator is made of others alone; outside of inference mode such ones never reach a mode."""
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

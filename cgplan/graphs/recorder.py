@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cgplan.errors import CaptureError
-from cgplan.graphs.host_sync import implemented_in_python, refuse_host, tensors_in
+from cgplan.graphs.host_sync import implemented_in_python, is_composite, refuse_host, tensors_in
 from cgplan.graphs.source import current_line
 from cgplan.graphs.tape_pool import TapePool
 
@@ -65,6 +66,9 @@ class Recorder(TorchDispatchMode):
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
             with self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
+            with self:
+                return func.decompose(*args, **kwargs)
         refuse_host(func, args, kwargs)
         given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
@@ -73,30 +77,36 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             func = torch.ops.aten.clone.default
         old = {t.untyped_storage()._cdata for t in given}
+        fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
         flat, spec = tree_flatten(func(*args, **kwargs))
         for tensor, inside in zip(growing, self._place(dict(enumerate(growing))).values(), strict=True):
             tensor.set_(inside.untyped_storage(), inside.storage_offset(), inside.size(), inside.stride())
             old.add(tensor.untyped_storage()._cdata)
         fresh = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old]
         placed = self._place({i: flat[i] for i in fresh})
-        is_view = not fresh and not func._schema.is_mutable and any(isinstance(t, torch.Tensor) for t in flat)
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        is_view = not fresh and not writes and any(isinstance(t, torch.Tensor) for t in flat)
+        if growing:
+            fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
         if not is_view and func._schema.name.removeprefix("aten::") not in _ALLOCATIONS:
-            self._add_step(func, args, kwargs, placed, len(flat))
+            args_kept, kwargs_kept = fixed
+            self._add_step(func, args_kept, kwargs_kept, placed, len(flat))
         for i, tensor in placed.items():
             flat[i] = tensor
         return tree_unflatten(flat, spec)
 
     def _add_step(self, func: Any, args: Any, kwargs: Any, placed: dict[int, torch.Tensor], results: int) -> None:
-        args, kwargs = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
         out = _out_variant(func) if slots and len(slots) == results else None
-        if out is None:
-            self.steps.append(Step(func, args, kwargs, tuple(slots.items())))
-        else:  # write into the slot at once, without a copy
+        if out is not None:  # write into the slot at once, without a copy
             overload, names = out
             known = {a.name for a in overload._schema.arguments}
             kept = {name: value for name, value in kwargs.items() if name in known}  # the slot has dtype and device
-            self.steps.append(Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ()))
+            step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
+            if _gives_the_same(step, names):
+                self.steps.append(step)
+                return
+        self.steps.append(Step(func, args, kwargs, tuple(slots.items())))
 
     def _place(self, made: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Fresh results moved into the pool; results that share a storage share a block."""
@@ -165,6 +175,33 @@ def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
 
 
+def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
+    """Whether an out variant, tried on scratch memory, leaves it as it is laid out and writes what the slots hold.
+
+    Some grow their result on the way, which memory of the pool cannot, or round in another order.
+    """
+    slots = [step.kwargs[name] for name in names]
+    scratch = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in slots]
+    for tensor in scratch:
+        nbytes = tensor.untyped_storage().nbytes()
+        _bytes(tensor.untyped_storage(), nbytes).fill_(0xA5)
+    places = [(t.data_ptr(), t.size(), t.stride()) for t in scratch]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of results that grow
+            step.call(*step.args, **{**step.kwargs, **dict(zip(names, scratch, strict=True))})
+    except (RuntimeError, TypeError):
+        return False
+    if places != [(t.data_ptr(), t.size(), t.stride()) for t in scratch]:
+        return False
+    return all(torch.equal(_raw(a), _raw(b)) for a, b in zip(scratch, slots, strict=True))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as bytes: NaN equals NaN."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
     for tensor in given:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
@@ -178,15 +215,20 @@ def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The overload of ``func`` that writes into given results, and their names; None if there is none."""
 
-    def inputs(schema: Any) -> list[tuple[str, str]]:
-        made = ("dtype", "layout", "device", "pin_memory")  # an out variant may leave these to its result
-        return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out and a.name not in made]
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # could not be tried
+        return None
+    made = ("dtype", "layout", "device", "pin_memory")  # an out variant may leave these to its result
+
+    def inputs(schema: Any, left_out: set[str]) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out and a.name not in left_out]
 
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
         outs = tuple(a.name for a in overload._schema.arguments if a.is_out)
         if any(str(a.type) != "Tensor" for a in overload._schema.arguments if a.is_out):  # a list of results
             continue
-        if outs and len(outs) == len(func._schema.returns) and inputs(overload._schema) == inputs(func._schema):
+        left_out = set(made) - {a.name for a in overload._schema.arguments}
+        same = inputs(overload._schema, set()) == inputs(func._schema, left_out)
+        if outs and len(outs) == len(func._schema.returns) and same:
             return overload, outs
     return None

@@ -123,7 +123,9 @@ class RowDecoder(nn.Module):
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
                 remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
             )
-        slots = torch.where(positions < 0, self.max_cache_len, positions)
+        # The place after the last one takes what padding rows write. A position that is too large must not land there:
+        # one further on, the index is out of range and the device raises.
+        slots = torch.where(positions < 0, self.max_cache_len, positions + (positions >= self.max_cache_len))
         for layer in self._layers:
             layer.slots = slots
         # A padding row sees place 0: a row that sees nothing would give NaN in some kernels.
@@ -155,7 +157,8 @@ def _windows(config: Any) -> dict[str, int | None]:
     """Kinds of attention layers, each with its window in tokens. Raises ModelError on any other kind of layer."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-    other = sorted(set(kinds) - set(_ATTENTION_TYPES))
+    own = {str(kind) for kind in getattr(config, "attention_layers", None) or ()}  # GPT-Neo's way of saying it
+    other = sorted((set(kinds) - set(_ATTENTION_TYPES)) | (own - {"global"}))
     if other or getattr(config, "attention_chunk_size", None) is not None:
         raise ModelError(
             f"{config.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",

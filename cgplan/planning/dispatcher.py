@@ -76,8 +76,10 @@ class CudagraphDispatcher:
                 return self._eager[num_tokens]
         if num_active_loras not in self._cases:
             return self._eager[num_tokens]
+        valid = None if valid_modes is None else [CUDAGraphMode.parse(mode) for mode in valid_modes]
+        invalid = [CUDAGraphMode.parse(mode) for mode in invalid_modes or ()]
         full, piecewise = (
-            (valid_modes is None or mode in valid_modes) and not (invalid_modes and mode in invalid_modes)
+            (valid is None or mode in valid) and mode not in invalid
             for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
         )
         case = (bool(uniform_decode), num_active_loras, full, piecewise)

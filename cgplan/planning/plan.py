@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
 from cgplan.config import Config
+from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
@@ -18,7 +19,7 @@ from cgplan.planning.sizes import resolve_sizes
 
 PLAN_SCHEMA_VERSION = 1
 
-Mode = Annotated[CUDAGraphMode, BeforeValidator(CUDAGraphMode.parse), PlainSerializer(str, return_type=str)]
+Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
 Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
 Key = tuple[Mode, Descriptor]
 
@@ -105,27 +106,42 @@ def build_plan(config: Config) -> Plan:
     mode, changes = resolve_mode(config)
     sizes = resolve_sizes(config, mode)
     cases = _lora_cases(config)
+    keys = _keys(config, mode, sizes.sizes, cases)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
         mode=mode,
         changes=tuple(_change(c) for c in changes),
         capture_sizes=sizes.sizes,
         sizes_source=sizes.source,
-        keys=_keys(config, mode, sizes.sizes, cases),
+        keys=keys,
         lora_cases=cases,
         query_len=config.query_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
-        warnings=sizes.warnings,
+        warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys)),
         config_hash=config_hash(config),
     )
 
 
 def config_hash(config: Config) -> str:
-    """Digest of a configuration: the first 12 hexadecimal digits of the SHA-256 of its sorted JSON."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    """Digest of what decides a capture: the first 12 hexadecimal digits of the SHA-256 of the sorted JSON.
+
+    The `report` section is left out, so that a bench and a capture of the same graphs have the same digest.
+    """
+    text = json.dumps(config.model_dump(mode="json", exclude={"report"}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _unused_sizes(config: Config, sizes: Sequence[int], keys: Sequence[Key]) -> tuple[str, ...]:
+    """A warning about sizes that the user listed and no graph is captured for."""
+    unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
+    if not unused or not isinstance(config.compilation.cudagraph_capture_sizes, tuple):
+        return ()
+    return (
+        f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
+        f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens",
+    )
 
 
 def _change(change: ModeChange) -> _Change:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
+from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
@@ -16,7 +17,7 @@ from cgplan.planning.plan import PLAN_SCHEMA_VERSION
 
 REPORT_SCHEMA_VERSION = 1
 
-Mode = Annotated[CUDAGraphMode, BeforeValidator(CUDAGraphMode.parse), PlainSerializer(str, return_type=str)]
+Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
 Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
 
 
@@ -196,10 +197,12 @@ def load_report(path: str | Path) -> Report:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"cannot read {path}: {error}", remedy=remedy) from None
+    except RecursionError:
+        raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
     except json.JSONDecodeError as error:
         raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
     kind = data.get("kind") if isinstance(data, dict) else None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=remedy)
     model, version = _KINDS[kind]
     if data.get("schema_version") != version:

@@ -272,7 +272,10 @@ def _ways(plan: Plan) -> str:
 
 def _padding(plan: Plan) -> Table:
     """What batches are padded to; sizes of equal distance that follow each other share a row."""
-    pairs = tuple(pairwise((0, *plan.capture_sizes)))
+    captured = sorted(
+        {descriptor.num_tokens for _, descriptor in plan.keys}
+    )  # decode graphs may end before the sizes do
+    pairs = tuple(pairwise((0, *captured)))
     groups = _neighbours(pairs, lambda below, size: size - below)
     if len(groups) > MOST_PADDING_ROWS:  # an irregular ladder: sizes between two powers of two in one row
         groups = _neighbours(pairs, lambda _, size: size.bit_length())
@@ -283,7 +286,7 @@ def _padding(plan: Plan) -> Table:
         span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
         to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
         rows.append({"batch of (tokens)": span, "is padded to": to, "padding rows at most": most})
-    rows.append({"batch of (tokens)": f"above {plan.max_capture_size}", "is padded to": "no graph"})
+    rows.append({"batch of (tokens)": f"above {captured[-1]}", "is padded to": "no graph"})
     return _filled(rows, left=("batch of (tokens)", "is padded to"))
 
 

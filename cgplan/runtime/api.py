@@ -27,6 +27,7 @@ def capture(
     speculative: Section | None = None,
     report: Section | None = None,
     device: str = "auto",
+    output_rows: str = "num_tokens",
     progress: Callable[[CaptureProgress], None] | None = None,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
@@ -37,6 +38,7 @@ def capture(
         metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
         compilation, scheduler, lora, speculative, report: Sections of the configuration, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``.
+        output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
         progress: Called before each key.
 
     Raises:
@@ -52,6 +54,7 @@ def capture(
         "report": report,
     }
     given = {name: value for name, value in sections.items() if value is not None}
-    config: Config = validate_config({"inputs": dict(inputs), "device": device, **given})
+    model_section = {"output_rows": output_rows}
+    config: Config = validate_config({"model": model_section, "inputs": dict(inputs), "device": device, **given})
     plan = build_plan(config)
     return CaptureSession(plan, model, select_backend(device), config, progress=progress).run()

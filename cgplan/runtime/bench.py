@@ -48,6 +48,11 @@ def _measure(runner: GraphRunner, size: int) -> BenchRecord:
     uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
     reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
     batch = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
+    if not config.compilation.cudagraph_copy_inputs and size <= plan.max_capture_size:
+        views = runner.input_views(size, reqs)
+        for name, value in batch.items():
+            views[name].copy_(value)
+        batch = views
     loras = config.lora.max_loras if config.lora else 0
 
     call: dict[str, Any] = {**batch, "uniform_decode": uniform, "num_active_loras": loras}

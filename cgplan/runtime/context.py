@@ -19,12 +19,14 @@ class CaptureScope:
 
     Attributes:
         pool: The graph pool that all captures of the session share.
+        backend: The session's backend; wrappers that were given none take it.
         is_open: Whether wrappers may capture; a sealed runner's is closed.
         entries: The entries that were captured since the session last took them.
         wrappers: The wrappers that captured; those inside the model outlive the scope, their graphs must not.
     """
 
     pool: Any
+    backend: Any = None
     is_open: bool = True
     entries: list[Any] = field(default_factory=list)
     wrappers: list[Any] = field(default_factory=list)

@@ -19,10 +19,15 @@ _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error du
 
 def drop_locals(error: BaseException) -> None:
     """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so memory."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    passed: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is None or any(found is other for other in passed):  # an error can be its own cause
+            continue
+        passed.append(found)
+        traceback.clear_frames(found.__traceback__)
+        waiting += [found.__cause__, found.__context__]
 
 
 def explain_failure(

@@ -9,6 +9,7 @@ import torch
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import CaptureMemoryError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
@@ -17,6 +18,16 @@ from cgplan.planning import Plan
 from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.routes import choose_route
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+
+
+class _Metadata(dict[str, Any]):
+    """The forward context's metadata; a name that is not declared is answered with those that are."""
+
+    def __missing__(self, name: str) -> Any:
+        raise InputError(
+            f"the model reads metadata {name!r}, which is not declared",
+            remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
+        )
 
 
 class GraphedModel:
@@ -29,13 +40,14 @@ class GraphedModel:
         buffers: Static buffers for the largest key.
         scope: Pool, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
+        returns_nothing: Whether the model's output held no tensor.
     """
 
     def __init__(self, plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> None:
         self.plan = plan
         self.config = config
         self.backend = backend
-        self.scope = CaptureScope(backend.new_pool())
+        self.scope = CaptureScope(backend.new_pool(), backend)
         self.route = choose_route(plan, config, model, backend)
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
@@ -44,7 +56,14 @@ class GraphedModel:
         )
         tokens = plan.max_capture_size
         specs = {**config.inputs, **config.metadata}
-        self.buffers = StaticBuffers(specs, tokens, min(tokens, plan.max_num_seqs), backend.device)
+        try:
+            self.buffers = StaticBuffers(specs, tokens, min(tokens, plan.max_num_seqs), backend.device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise CaptureMemoryError(
+                f"no memory for static buffers of {tokens} tokens: {str(error).splitlines()[0]}",
+                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
+            ) from error
+        self.returns_nothing = False
         self._model = model
         self._state: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
@@ -100,6 +119,6 @@ class GraphedModel:
         descriptor: BatchDescriptor,
         tensors: Mapping[str, torch.Tensor],
     ) -> Any:
-        metadata = {name: tensors[name] for name in self.config.metadata}
+        metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
             return call(**{name: tensors[name] for name in self.config.inputs})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -47,7 +47,8 @@ class OutputRows:
                 raise OutputShapeError(
                     f"output {index} of the model has shape {list(leaf.shape)}; dimension 0 should have {rows} rows "
                     f"({self.symbol}) for {descriptor}",
-                    remedy="Return tensors with the batch first, or set model.output_rows to num_tokens or num_reqs.",
+                    remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
+                    "what dimension 0 counts: num_tokens or num_reqs.",
                 )
             if _hides_tensors(leaf):
                 raise OutputShapeError(
@@ -67,6 +68,10 @@ def _hides_tensors(leaf: Any) -> bool:
     """Whether something that pytree takes for a leaf holds tensors: their padding would be handed out."""
     if isinstance(leaf, torch.Tensor | type):
         return False
+    if isinstance(leaf, set | frozenset):
+        return any(isinstance(value, torch.Tensor) for value in leaf)
+    if isinstance(leaf, Iterator):
+        return True
     if isinstance(leaf, Mapping):
         return any(isinstance(value, torch.Tensor) for value in leaf.values())
     names = [f.name for f in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", ())

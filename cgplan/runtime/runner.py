@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ from cgplan.reports.records import CaptureReport
 from cgplan.runtime.batch import Batch, BatchReader
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
+
+_MISS_REMEDY = {
+    MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
+}
 
 
 @dataclass(slots=True)
@@ -78,6 +83,7 @@ class GraphRunner:
         self._graphed = graphed
         self._outputs = outputs
         self._closed = False
+        self._in_call = threading.Lock()
         self._dispatcher = CudagraphDispatcher(graphed.plan)
         self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
 
@@ -96,7 +102,9 @@ class GraphRunner:
         """The device."""
         return self._graphed.backend
 
-    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor) -> Any:
+    def __call__(
+        self, *args: Any, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor
+    ) -> Any:
         """Run one batch.
 
         Args:
@@ -112,7 +120,18 @@ class GraphRunner:
             InputError: a tensor does not match its declaration; nothing was launched.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
         """
-        route = self.route(inputs, uniform_decode, num_active_loras)
+        if args:
+            raise InputError("the runner takes no positional arguments", remedy="Pass every input by its name.")
+        if not self._in_call.acquire(blocking=False):
+            raise CgplanError(
+                "the runner was called while another call was under way", remedy="Call it from one thread at a time."
+            )
+        try:
+            return self._call(self.route(inputs, uniform_decode, num_active_loras), inputs)
+        finally:
+            self._in_call.release()
+
+    def _call(self, route: Route, inputs: Mapping[str, torch.Tensor]) -> Any:
         if route.mode is CUDAGraphMode.NONE:
             self._count_miss(route)
             return self._graphed.run_eager(route.unpadded, inputs)
@@ -171,6 +190,8 @@ class GraphRunner:
                 f"{self.plan.max_num_seqs} allow {min(tokens, self.plan.max_num_seqs)}",
                 remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
             )
+        if num_active_loras:
+            self._check_loras(num_active_loras)
         mode, descriptor = self._dispatcher.dispatch(tokens, uniform_decode, num_active_loras)
         return Route(batch, uniform_decode, num_active_loras, mode, descriptor)
 
@@ -179,10 +200,18 @@ class GraphRunner:
 
         Needed with ``cudagraph_copy_inputs: false``; otherwise it saves the copies. The runner owns the memory.
         """
+        if self._closed:
+            raise CgplanError("the runner is closed", remedy="Capture again.")
         most = self.plan.max_capture_size
+        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else num_reqs
         if not 0 < num_tokens <= most:
             raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
-        return self._graphed.buffers.views(num_tokens, num_tokens if num_reqs is None else num_reqs)
+        if not 0 < reqs <= min(num_tokens, self.plan.max_num_seqs):
+            raise InputError(
+                f"{num_tokens} tokens are 1 to {min(num_tokens, self.plan.max_num_seqs)} requests, asked for {reqs}",
+                remedy="Ask for fewer, or raise scheduler.max_num_seqs.",
+            )
+        return self._graphed.buffers.expose(num_tokens, reqs)
 
     def graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """The backend's graph of a FULL key, to replay bare. None if the key has none."""
@@ -202,12 +231,20 @@ class GraphRunner:
         copy = self.config.compilation.cudagraph_copy_inputs
         self._graphed.buffers.stage(inputs, descriptor.num_tokens, padded_reqs, copy=copy)
 
+    def _check_loras(self, num_active_loras: int) -> None:
+        most = self.plan.max_loras or 0
+        if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
+            raise InputError(
+                f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",
+                remedy="Raise lora.max_loras." if most else "Add a `lora` section to the configuration.",
+            )
+
     def _count_miss(self, route: Route) -> None:
         reason = self._dispatcher.explain(route.batch.num_tokens, route.uniform, route.num_active_loras)
         reason = reason or MissReason.NOTHING_CAPTURED
         if self.config.compilation.on_miss == "error":
             raise DispatchMissError(
                 f"no graph serves a batch of {route.batch.num_tokens} tokens: {reason}",
-                remedy="Add the size to cudagraph_capture_sizes, or set on_miss: eager.",
+                remedy=f"{_MISS_REMEDY.get(reason, 'Choose another cudagraph_mode')}, or set on_miss: eager.",
             )
         self.stats.eager[reason] += 1

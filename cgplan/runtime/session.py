@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureError
+from cgplan.errors import CaptureError, PlanError
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.graphs.host_sync import find_host_sync
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning import Plan
+from cgplan.planning import Plan, config_hash
 from cgplan.reports.records import CaptureReport, GraphRecord
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import drop_locals, explain_failure
@@ -83,6 +84,11 @@ class CaptureSession:
             ModelError: the model failed before its capture began.
         """
         backend, config = self._backend, self._config
+        if self._plan.config_hash != config_hash(config):
+            raise PlanError(
+                f"the plan was made from configuration {self._plan.config_hash}, not from {config_hash(config)}",
+                remedy="Pass build_plan(config) of the same configuration.",
+            )
         backend.release_cached()
         before, start = backend.memory(), time.perf_counter()
         graphed = GraphedModel(self._plan, config, self._model, backend)
@@ -98,6 +104,7 @@ class CaptureSession:
                 backend.synchronize()
         except BaseException as error:
             drop_locals(error)
+            captured.clear()  # the traceback holds this frame
             graphed.free()
             raise
         graphed.seal()
@@ -134,6 +141,7 @@ class CaptureSession:
                 find_host_sync=lambda: find_host_sync(lambda: graphed.run_eager(descriptor, views), backend.device),
             )
             raise failure from (error if failure is not error else error.__cause__)
+        graphed.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
         outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
         entries, scope.entries = scope.entries, []
         if not entries:
@@ -179,6 +187,8 @@ class CaptureSession:
         warnings = list(self._plan.warnings)
         if empty:
             warnings.append(f"graphs without any kernel: {', '.join(empty)}; does the model run on this device?")
+        if graphed.returns_nothing:
+            warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(self._model, torch.nn.Module) and self._model.training:
             warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
         if not borrowed:

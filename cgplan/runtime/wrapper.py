@@ -72,10 +72,13 @@ class CUDAGraphWrapper:
     session it is, and once a runner is sealed it is an error. Later calls replay: arguments are not looked at, so
     they must lie where they lay at capture. Wrappers can be nested: FULL outside, PIECEWISE inside.
 
+    A wrapper is no nn.Module: a module that is held by its wrapper alone is not seen by ``parameters()``, ``eval()`` or
+    ``to()``. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
+
     Args:
         runnable: What is captured.
         runtime_mode: FULL or PIECEWISE.
-        backend: Device; chosen as for ``auto`` if absent.
+        backend: Device; the session's if absent, and outside of any session chosen as for ``auto``.
         pool: Graph pool; the session's if absent, and the wrapper's own outside of any session. The wrapper owns its
             graphs, not the pool.
         options: How it captures.
@@ -98,7 +101,7 @@ class CUDAGraphWrapper:
             )
         self.runnable = runnable
         self.runtime_mode = runtime_mode
-        self.backend = backend or select_backend()
+        self._backend = backend
         self.options = options
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
         self._checked: set[Hashable] = set()
@@ -125,6 +128,13 @@ class CUDAGraphWrapper:
         self._fill(entry, args)
         self._replay(entry.graph)
         return entry.output
+
+    @property
+    def backend(self) -> GraphBackend:
+        """The device that it captures on."""
+        if self._backend is None:
+            self._backend = select_backend()
+        return self._backend
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped callable, so that a wrapped module still looks like one."""
@@ -186,11 +196,18 @@ class CUDAGraphWrapper:
         self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
+        if scope is not None and not scope.is_open and key in self.entries:
+            raise SealedError(
+                f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a later session",
+                remedy="Graphs of wrappers inside a model belong to the session that captured last; use its runner.",
+            )
         if scope is not None and not scope.is_open:
             raise SealedError(
                 f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is sealed",
                 remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
             )
+        if self._backend is None and scope is not None:
+            self._backend = scope.backend
         with self.backend.session():
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
