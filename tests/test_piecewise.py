@@ -321,3 +321,52 @@ def test_a_wrapper_refuses_an_argument_that_moved(backend: GraphBackend) -> None
             wrapper(x, {"z": z.clone()})
         z.fill_(5)
         assert wrapper(x, {"z": z}).tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_state_that_moved_is_named_until_it_is_captured_again(backend: GraphBackend, mode: str) -> None:
+    model = Attends(2).to(backend.device)
+    runner = open_runner(backend, model, cudagraph_mode=mode)
+    x = torch.randn(3, 8, device=backend.device)
+    before = runner(x=x)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight = nn.Parameter(layer.weight * 2)
+    runner.invalidate("weights")
+    with pytest.raises(AddressError, match=f"{mode} .* was captured before 'weights' moved") as caught:
+        runner(x=x)
+    assert "recapture" in caught.value.remedy
+    torch._dynamo.reset()
+    runner.recapture()
+    found = runner(x=x)
+    torch.testing.assert_close(found, model(x).detach())
+    assert not torch.equal(found, before)
+    assert {r.mode.name for r in runner.report.records} == {mode}
+    runner.close()
+
+
+def test_two_runners_of_one_traced_model(backend: GraphBackend) -> None:
+    model = Attends(2).to(backend.device)
+    one, other = open_runner(backend, model), open_runner(backend, model)
+    for rows in (3, 8, 1, 2):
+        x = torch.randn(rows, 8, device=backend.device)
+        assert torch.equal(one(x=x), other(x=x))
+        torch.testing.assert_close(one(x=x), model(x).detach())
+
+
+def test_the_report_says_what_is_captured_and_what_is_not(backend: GraphBackend) -> None:
+    runner = open_runner(backend, Attends(3).to(backend.device))
+    split = runner.report.split
+    assert split is not None
+    assert (split.route, split.segments, split.eager_pieces) == ("ops", 4, 3)
+    assert split.eager == {"aten::scaled_dot_product_attention": 3}
+    assert split.captured["aten::linear"] == 3
+    assert split.captured["aten::sigmoid"] == 1
+    assert type(runner.report).model_validate_json(runner.report.model_dump_json()) == runner.report
+    text = str(runner.report)
+    assert "4 segments, 3 eager pieces" in text
+    assert "aten::scaled_dot_product_attention x3" in text
+    by_modules = open_runner(backend, Attends(2).to(backend.device), splitting_modules=["layers.*"])
+    assert by_modules.report.split is not None
+    assert set(by_modules.report.split.eager) == {"layers.0", "layers.1"}
+    assert open_runner(backend, lambda x: x * 2, cudagraph_mode="FULL").report.split is None

@@ -24,7 +24,7 @@ from cgplan.reports import (
     render,
     render_text,
 )
-from cgplan.reports.tables import describe_sizes
+from cgplan.reports.layout import describe_sizes
 
 WIDTH = 100
 

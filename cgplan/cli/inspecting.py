@@ -17,7 +17,7 @@ from cgplan.config import LoadedConfig, read_config
 from cgplan.errors import ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render
-from cgplan.reports.tables import cells, columns, describe_sizes
+from cgplan.reports.layout import cells, columns, describe_sizes
 
 
 class Row(NamedTuple):

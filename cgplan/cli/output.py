@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from cgplan.errors import OutputPathError
 from cgplan.reports import Report, render
-from cgplan.reports.tables import plain_text
+from cgplan.reports.layout import plain_text
 
 
 def note(text: str) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
+from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import ConfigError, ConfigFileError
 
-Path_ = tuple[str | int, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -69,10 +67,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(
-            _joined(f"{path}: ", _messages(error, data, lines, origins)),
-            remedy=_remedy(error),
-        ) from None
+        raise explain(error, data, str(path), Config, lines, origins) from None
     return LoadedConfig(config, {k: v for k, v in origins.items() if _is_leaf(k, origins)}, path.resolve().parent)
 
 
@@ -81,16 +76,7 @@ def validate_config(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise explain(error, data, "configuration") from None
-
-
-def explain(error: ValidationError, data: Mapping[str, Any], what: str) -> ConfigError:
-    """cgplan's error for what pydantic found wrong with a mapping."""
-    return ConfigError(_joined(f"{what}: ", _messages(error, data, {}, {})), remedy=_remedy(error))
-
-
-def _joined(head: str, messages: Sequence[str]) -> str:
-    return head + (messages[0] if len(messages) == 1 else "".join(f"\n  - {m}" for m in messages))
+        raise explain(error, data, "configuration", Config) from None
 
 
 def _is_leaf(key: str, origins: Mapping[str, str]) -> bool:
@@ -198,90 +184,3 @@ def _override(data: dict[str, Any], text: str) -> str:
         at = below
     at[last] = parsed
     return dotted
-
-
-def _messages(error: ValidationError, data: Any, lines: Mapping[Path_, int], origins: Mapping[str, str]) -> list[str]:
-    """One message a key; the several complaints of a union about one value are joined."""
-    by_path: dict[Path_, list[ErrorDetails]] = {}
-    for detail in error.errors():
-        by_path.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)
-    deepest = [p for p in by_path if not any(other[: len(p)] == p and other != p for other in by_path)]
-    return [
-        _message(path, details, lines, origins)
-        for path, details in by_path.items()
-        if path in deepest or any(d["type"] == "value_error" for d in details)
-    ]
-
-
-def _real_path(loc: Path_, data: Any, kind: str) -> Path_:
-    """pydantic's location without the names of union members that it mixes in."""
-    real: list[str | int] = []
-    for part in loc:
-        if (isinstance(data, dict) and part in data) or (
-            isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
-        ):
-            real.append(part)
-            data = data[part]  # type: ignore[index]
-        elif isinstance(data, dict) and kind == "missing":
-            real.append(part)
-            break
-    return tuple(real)
-
-
-def _message(
-    path: Path_, details: Sequence[ErrorDetails], lines: Mapping[Path_, int], origins: Mapping[str, str]
-) -> str:
-    dotted = ".".join(map(str, path))
-    at = path
-    while at and at not in lines:
-        at = at[:-1]
-    above = (".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1))
-    overridden = any(origins.get(name) == "--set" for name in above)
-    where = "--set " if overridden else f"line {lines[at]}: " if at in lines else ""
-    detail = next((d for d in details if d["type"] == "value_error"), details[0])
-    if detail["type"] == "extra_forbidden":
-        return f"{where}unknown key {dotted!r}{_nearest(path)}"
-    if detail["type"] == "missing":
-        return f"{where}{dotted!r} is missing"
-    if detail["type"] == "value_error":
-        return f"{where}{dotted + ': ' if dotted else ''}{detail['msg'].removeprefix('Value error, ')}"
-    texts = dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details)
-    return f"{where}{dotted}: found {detail['input']!r}, expected {' or '.join(texts)}"
-
-
-def _nearest(path: Path_) -> str:
-    *parents, name = path
-    fields = _fields(parents)
-    near = difflib.get_close_matches(str(name), fields, n=1)
-    if near:
-        return f" (did you mean {near[0]!r}?)"
-    for section, info in Config.model_fields.items():  # a right key in the wrong place
-        model = _model_in(info.annotation)
-        if model and "dict" not in str(info.annotation) and name in model.model_fields:
-            return f" (it belongs under {section!r})"
-    return f" (allowed here: {', '.join(fields)})" if fields else ""
-
-
-def _fields(parents: Sequence[str | int]) -> list[str]:
-    model: type[BaseModel] | None = Config
-    annotation: Any = None
-    for parent in parents:
-        if model is not None and parent in model.model_fields:
-            annotation = model.model_fields[str(parent)].annotation
-            model = None if typing.get_origin(annotation) is dict else _model_in(annotation)
-        else:
-            model = _model_in(annotation)
-    return list(model.model_fields) if model else []
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model that an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None`` mentions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
-
-
-def _remedy(error: ValidationError) -> str:
-    if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
-        return "Correct or remove the key; docs/config-reference.md lists all, `cgplan schema` gives editor completion."
-    return "Correct the value; docs/config-reference.md says what each key holds."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic._internal._model_construction import ModelMetaclass
 
+from cgplan.config.messages import explain
 from cgplan.config.shapes import Dim
 from cgplan.config.values import (
     DEVICE,
@@ -44,9 +45,7 @@ class _TypedErrors(ModelMetaclass):
         try:
             return super().__call__(*args, **kwargs)
         except ValidationError as error:
-            from cgplan.config.load import explain
-
-            raise explain(error, kwargs, cls.__name__) from None
+            raise explain(error, kwargs, cls.__name__, cast(type[BaseModel], cls)) from None
 
 
 class Section(BaseModel, metaclass=_TypedErrors):

@@ -75,6 +75,23 @@ class GraphRecord(_Record):
     eager_pieces: int = 0
 
 
+class SplitRecord(_Record):
+    """Which parts of a PIECEWISE forward are captured and which run eagerly.
+
+    Attributes:
+        route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
+        segments, eager_pieces: Parts of each kind in one forward, of a traced model.
+        captured, eager: Operators of a traced model on each side, with the number of their calls; by route
+            ``modules``, ``eager`` names the modules that the capture breaks at.
+    """
+
+    route: str
+    segments: int | None
+    eager_pieces: int | None
+    captured: dict[str, int]
+    eager: dict[str, int]
+
+
 class CaptureReport(_Record):
     """What capturing a plan cost.
 
@@ -86,6 +103,7 @@ class CaptureReport(_Record):
         free_before, free_after: Free device memory around the session, caches given back; None where not known.
         session_seconds: The whole session: warm-ups, captures, reading memory and counting nodes.
         inspection_seconds: The part of it that only this report needed: reading memory and counting nodes.
+        split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
         warnings: What the user should know about.
     """
@@ -102,6 +120,7 @@ class CaptureReport(_Record):
     free_after: int | None
     session_seconds: float
     inspection_seconds: float
+    split: SplitRecord | None = None
     borrowed_outputs: bool
     warnings: tuple[str, ...] = ()
 

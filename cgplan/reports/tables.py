@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from io import StringIO
 from itertools import groupby, pairwise
 
-from rich.box import Box
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.reports.records import BenchRecord, BenchReport, CaptureReport, Environment, GraphRecord, Report, Timing
+from cgplan.reports.layout import TEXT_WIDTH, describe_sizes, facts, filled, plain_text
+from cgplan.reports.records import (
+    BenchRecord,
+    BenchReport,
+    CaptureReport,
+    Environment,
+    GraphRecord,
+    Report,
+    SplitRecord,
+    Timing,
+)
 from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
 
-TEXT_WIDTH = 100
 TAPE = "cpu (tape)"
 MOST_PADDING_ROWS = 12
-
-# One rule under the header, in ASCII: a table can be piped, logged and pasted anywhere.
-_RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def render(report: Report) -> RenderableType:
@@ -42,57 +46,6 @@ def render_text(report: Report, width: int = TEXT_WIDTH) -> str:
         width: Columns; longer notes are wrapped there.
     """
     return plain_text(render(report), width)
-
-
-def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
-    """What rich would show on a terminal of ``width`` columns, as plain text."""
-    file = StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def describe_sizes(sizes: Sequence[int]) -> str:
-    """``(1, 2, 4, 8, 16, 24, 32)`` -> ``1, 2, 4, 8 to 32 by 8``; ``none`` if there are none."""
-    parts: list[str] = []
-    rest = list(sizes)
-    while rest:
-        step = rest[1] - rest[0] if len(rest) > 1 else 0
-        length = 1 + next((i for i, (a, b) in enumerate(pairwise(rest)) if b - a != step), len(rest) - 1)
-        if length < 4:  # a shorter run reads better as it is
-            parts.append(str(rest[0]))
-            length = 1
-        else:
-            parts.append(f"{rest[0]} to {rest[length - 1]}" + (f" by {step}" if step > 1 else ""))
-        del rest[:length]
-    return ", ".join(parts) or "none"
-
-
-def columns(*names: str, left: Sequence[str] = (), gap: int = 2) -> Table:
-    """An empty table with a ruled header. Columns hold numbers and stand right, except for those in ``left``.
-
-    Where the width is too small, the first column stays whole.
-    """
-    table = Table(box=_RULED, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
-    for name in names:
-        justify: JustifyMethod = "left" if name in left else "right"
-        table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=name == names[0])
-    return table
-
-
-def cells(*values: object) -> list[Text]:
-    """A row as plain texts, None as a dash. What users write, such as ``[num_tokens, 64]``, is no rich markup."""
-    return [Text("-" if value is None else str(value)) for value in values]
-
-
-def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
-    """A title over labelled lines; a line that is too long goes on under its own beginning."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, value in rows:
-        style = "yellow" if label == "warning" else ""
-        grid.add_row(Text(f"  {label}", style=style or "bold"), Text(value, style=style))
-    return Group(Text(title, style="bold"), grid)
 
 
 def _environment(environment: Environment) -> list[tuple[str, str]]:
@@ -130,7 +83,24 @@ def _capture(report: CaptureReport) -> RenderableType:
     head = facts("Capture", [*rows, *_warnings(report.warnings)])
     if not report.records:
         return Group(head, Text(), facts("Graphs: none", _totals(report)))
-    return Group(head, Text(), _graphs(report.records, report.environment), Text(), facts("Totals", _totals(report)))
+    parts: list[RenderableType] = [head, Text(), _graphs(report.records, report.environment), Text()]
+    if report.split is not None:
+        parts += [facts("Split", _split(report.split)), Text()]
+    return Group(*parts, facts("Totals", _totals(report)))
+
+
+def _split(split: SplitRecord) -> list[tuple[str, str]]:
+    """Which operators are captured and which run eagerly."""
+
+    def listed(counts: dict[str, int]) -> str:
+        return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items()) or "-"
+
+    rows = [("by", {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers"))]
+    if split.segments is not None:
+        rows += [("pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces")]
+    if split.captured:
+        rows += [("captured", listed(split.captured))]
+    return [*rows, ("eager", listed(split.eager))] if split.eager else rows
 
 
 def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:
@@ -156,7 +126,7 @@ def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:
         }
         for r in records
     ]
-    return _filled([{name: v for name, v in row.items() if shown.get(name, True)} for row in rows], left=("mode",))
+    return filled([{name: v for name, v in row.items() if shown.get(name, True)} for row in rows], left=("mode",))
 
 
 def _totals(report: CaptureReport) -> list[tuple[str, str]]:
@@ -198,12 +168,12 @@ def _bench(report: BenchReport) -> RenderableType:
     head = facts("Bench", [*rows, *_warnings(capture.warnings)])
     if not report.records:
         return Group(head, Text(), Text("No size was measured: nothing is captured and report.sizes is absent."))
-    latency = _filled([_bench_row(r) for r in report.records], left=("runs as",), gap=1)
+    latency = filled([_bench_row(r) for r in report.records], left=("runs as",), gap=1)
     queued = [] if report.environment.backend == TAPE else [_queued_row(r) for r in report.records if r.graph_queued]
     if not queued:  # on the tape no call ever waits for another one
         return Group(head, Text(), latency)
     title = Text("Calls that follow one another without waiting, time of each", style="bold")
-    return Group(head, Text(), latency, Text(), title, _filled(queued, left=()))
+    return Group(head, Text(), latency, Text(), title, filled(queued, left=()))
 
 
 def _bench_row(record: BenchRecord) -> dict[str, object]:
@@ -287,7 +257,7 @@ def _padding(plan: Plan) -> Table:
         to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
         rows.append({"batch of (tokens)": span, "is padded to": to, "padding rows at most": most})
     rows.append({"batch of (tokens)": f"above {captured[-1]}", "is padded to": "no graph"})
-    return _filled(rows, left=("batch of (tokens)", "is padded to"))
+    return filled(rows, left=("batch of (tokens)", "is padded to"))
 
 
 def _neighbours(pairs: Iterable[tuple[int, int]], alike: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
@@ -297,11 +267,3 @@ def _neighbours(pairs: Iterable[tuple[int, int]], alike: Callable[[int, int], in
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
-
-
-def _filled(rows: Sequence[dict[str, object]], left: Sequence[str], gap: int = 2) -> Table:
-    """A table of rows by column name; the first row has all columns."""
-    table = columns(*rows[0], left=left, gap=gap)
-    for row in rows:
-        table.add_row(*cells(*(row.get(name) for name in rows[0])))
-    return table

@@ -9,7 +9,7 @@ import torch
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureMemoryError, InputError
+from cgplan.errors import AddressError, CaptureMemoryError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
@@ -67,6 +67,7 @@ class GraphedModel:
         self._model = model
         self._state: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+        self._moved: str | None = None
 
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
@@ -74,11 +75,25 @@ class GraphedModel:
         if self.config.compilation.address_check != "off" and isinstance(self._model, torch.nn.Module):
             self._state = AddressManifest.of({"model": self._model}, self.backend.device)
 
+    @property
+    def model(self) -> Callable[..., Any]:
+        """What was captured."""
+        return self._model
+
+    def invalidate(self, name: str) -> None:
+        """Refuse replays from now on, because ``name`` has moved."""
+        self._moved = name
+
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
         ``compilation.address_check`` says.
         """
         key = (mode, descriptor)
+        if self._moved is not None:
+            raise AddressError(
+                f"{mode} {descriptor} was captured before {self._moved!r} moved: a replay would use the old memory",
+                remedy="Call runner.recapture().",
+            )
         if self._state is None or (self.config.compilation.address_check == "first" and key in self._checked):
             return
         self._state.check({"model": self._model}, what=f"{mode} {descriptor}")

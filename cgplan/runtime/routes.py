@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from cgplan.errors import ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
+from cgplan.reports.records import SplitRecord
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
 from cgplan.runtime.piecewise import PiecewiseBackend, compile_piecewise
 from cgplan.runtime.splitting import Piece
@@ -39,6 +41,24 @@ class Route:
     def pieces(self) -> Sequence[Piece]:
         """The parts of a traced model, once it is traced; empty otherwise."""
         return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
+
+    def describe(self) -> SplitRecord | None:
+        """What ends up where; None where nothing is split."""
+        if self.name == "full":
+            return None
+        sides = {eager: Counter[str]() for eager in (False, True)}
+        for piece in self.pieces:
+            sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
+        if self.breaks is not None:
+            sides[True].update(self.breaks.names)
+        kinds = [piece.eager for piece in self.pieces]
+        return SplitRecord(
+            route=self.name,
+            segments=kinds.count(False) if kinds else None,
+            eager_pieces=kinds.count(True) if kinds else None,
+            captured=dict(sides[False].most_common()),
+            eager=dict(sides[True].most_common()),
+        )
 
     def remove(self) -> None:
         """Give the model back as it was."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,11 +77,18 @@ class GraphRunner:
         stats: What calls were answered with so far.
     """
 
-    def __init__(self, graphed: GraphedModel, outputs: OutputRows, report: CaptureReport) -> None:
+    def __init__(
+        self,
+        graphed: GraphedModel,
+        outputs: OutputRows,
+        report: CaptureReport,
+        capture_again: Callable[[], GraphRunner],
+    ) -> None:
         self.report = report
         self.stats = RunnerStats()
         self._graphed = graphed
         self._outputs = outputs
+        self._capture_again = capture_again
         self._closed = False
         self._in_call = threading.Lock()
         self._dispatcher = CudagraphDispatcher(graphed.plan)
@@ -217,6 +224,24 @@ class GraphRunner:
         """The backend's graph of a FULL key, to replay bare. None if the key has none."""
         entry = self._graphed.wrapper.entries.get(descriptor) if mode is CUDAGraphMode.FULL else None
         return None if entry is None else entry.graph
+
+    def invalidate(self, name: str) -> None:
+        """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
+
+        Calls that a graph would serve raise AddressError with that name until ``recapture``.
+        """
+        self._graphed.invalidate(name)
+
+    def recapture(self) -> None:
+        """Capture the same plan again, with the model's memory as it is now.
+
+        The old graphs, pool and static buffers are freed first: outputs and ``input_views`` that were handed out are
+        no longer valid. Raises as CaptureSession.run does; the runner is then closed.
+        """
+        self.close()
+        fresh = self._capture_again()
+        self.report, self._graphed, self._outputs = fresh.report, fresh._graphed, fresh._outputs
+        self._closed = False
 
     def close(self) -> None:
         """Free graphs, pool and static buffers. Outputs that were handed out are no longer valid."""

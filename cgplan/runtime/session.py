@@ -114,7 +114,7 @@ class CaptureSession:
         backend.release_cached()
         inspection = end - inspecting + sum(c.reading_seconds for c in captured)
         report = self._report(graphed, records, before, (end - start, inspection))
-        return GraphRunner(graphed, outputs, report)
+        return GraphRunner(graphed, outputs, report, self.run)
 
     def _capture(
         self, graphed: GraphedModel, outputs: OutputRows, mode: CUDAGraphMode, descriptor: BatchDescriptor
@@ -204,6 +204,7 @@ class CaptureSession:
             free_after=after.free,
             session_seconds=seconds[0],
             inspection_seconds=seconds[1],
+            split=graphed.route.describe(),
             borrowed_outputs=borrowed,
             warnings=tuple(warnings),
         )
