@@ -17,6 +17,7 @@
     │   └── SealedError           14   ... because the runner is sealed and no session is open
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
     ├── AddressError              18   a tensor that a graph was captured with has moved
+    ├── NumbersError              19   in debug mode, a replay differs from the model's own code
     ├── ReportError               16   a saved file is not a report or plan that this version reads
     └── OutputPathError           17   the output path cannot be written
 
@@ -128,6 +129,12 @@ class AddressError(CgplanError):
     """Tensors that a graph was captured with have moved, are gone, or others have come; raised instead of a replay."""
 
     exit_code = 18
+
+
+class NumbersError(CgplanError):
+    """In debug mode, a replay gave other numbers than the model's own code, or padding reached real rows."""
+
+    exit_code = 19
 
 
 class ReportError(CgplanError):

@@ -36,6 +36,7 @@ Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also save the report as JSON in this file.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it was raised.")]
 Device = Annotated[
     str | None,
@@ -63,6 +64,10 @@ def root(
         typer.echo(context.get_help())
 
 
+def _with_debug(overrides: list[str] | None, debug: bool) -> list[str]:
+    return [*(overrides or ()), *(["compilation.debug=true"] if debug else [])]
+
+
 @app.command(
     epilog="\b\nExample:\n  cgplan capture --config configs/decoder_cpu.yaml --output run.json\n"
     "  cgplan capture --config my.yaml --set compilation.cudagraph_mode=FULL --json"
@@ -73,13 +78,14 @@ def capture(
     device: Device = None,
     output: Output = None,
     as_json: AsJson = False,
+    debug: Debug = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Capture graphs, and report their memory and time."""
     with failures_reported(show_traceback):
         from cgplan.cli.running import run_capture
 
-        run_capture(config, overrides or (), device=device, output=output, as_json=as_json)
+        run_capture(config, _with_debug(overrides, debug), device=device, output=output, as_json=as_json)
 
 
 @app.command(
@@ -92,13 +98,14 @@ def bench(
     device: Device = None,
     output: Output = None,
     as_json: AsJson = False,
+    debug: Debug = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Capture, and time each batch size with and without graphs."""
     with failures_reported(show_traceback):
         from cgplan.cli.running import run_bench
 
-        run_bench(config, overrides or (), device=device, output=output, as_json=as_json)
+        run_bench(config, _with_debug(overrides, debug), device=device, output=output, as_json=as_json)
 
 
 @app.command(

@@ -171,6 +171,11 @@ class CompilationConfig(Section):
         description="Whether the model's parameters and buffers, and the tensors that PIECEWISE segments read, are "
         "checked to lie where they lay at capture: on each graph's first replay, on every one, or never.",
     )
+    debug: Flag = Field(
+        default=False,
+        description="Check everything, slowly: addresses on every replay; each graph's first replay against the "
+        "model's own code, and with NaN in the padding rows; outputs are copies that the next call fills with NaN.",
+    )
     attention_support: enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
         default=AttentionSupport.ALWAYS,
         description="Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH, "
@@ -184,6 +189,11 @@ class CompilationConfig(Section):
     on_miss: Literal["eager", "error"] = Field(
         default="eager", description="What happens to a batch that no graph serves: run it eagerly, or raise."
     )
+
+    @property
+    def address_policy(self) -> Literal["off", "first", "always"]:
+        """How often addresses are checked: address_check, and always in debug mode."""
+        return "always" if self.debug else self.address_check
 
     @model_validator(mode="after")
     def _maximum_agrees(self) -> CompilationConfig:

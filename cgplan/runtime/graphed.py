@@ -72,7 +72,7 @@ class GraphedModel:
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
-        if self.config.compilation.address_check != "off" and isinstance(self._model, torch.nn.Module):
+        if self.config.compilation.address_policy != "off" and isinstance(self._model, torch.nn.Module):
             self._state = AddressManifest.of({"model": self._model}, self.backend.device)
 
     @property
@@ -94,7 +94,7 @@ class GraphedModel:
                 f"{mode} {descriptor} was captured before {self._moved!r} moved: a replay would use the old memory",
                 remedy="Call runner.recapture().",
             )
-        if self._state is None or (self.config.compilation.address_check == "first" and key in self._checked):
+        if self._state is None or (self.config.compilation.address_policy == "first" and key in self._checked):
             return
         self._state.check({"model": self._model}, what=f"{mode} {descriptor}")
         self._checked.add(key)

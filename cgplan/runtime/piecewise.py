@@ -124,7 +124,7 @@ class PiecewiseModel:
     def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend) -> None:
         compilation: CompilationConfig = config.compilation
         self.backend = PiecewiseBackend(
-            compilation.splitting_ops, compilation.compiler, backend, compilation.address_check
+            compilation.splitting_ops, compilation.compiler, backend, compilation.address_policy
         )
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._compiled = torch.compile(model, backend=self.backend, fullgraph=True)

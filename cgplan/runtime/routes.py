@@ -91,5 +91,5 @@ def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend:
                 remedy="Put eager_break_during_capture on functions.",
             )
         breaks = break_at_modules(model, compilation.splitting_modules)
-    options = CUDAGraphOptions(address_check=compilation.address_check)
+    options = CUDAGraphOptions(address_check=compilation.address_policy)
     return Route("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)

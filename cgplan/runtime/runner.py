@@ -18,6 +18,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 from cgplan.reports.records import CaptureReport
 from cgplan.runtime.batch import Batch, BatchReader
+from cgplan.runtime.debug import DebugChecks
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
 
@@ -91,6 +92,7 @@ class GraphRunner:
         self._capture_again = capture_again
         self._closed = False
         self._in_call = threading.Lock()
+        self._debug = DebugChecks(graphed) if graphed.config.compilation.debug else None
         self._dispatcher = CudagraphDispatcher(graphed.plan)
         self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
 
@@ -144,15 +146,26 @@ class GraphRunner:
             return self._graphed.run_eager(route.unpadded, inputs)
         self._graphed.check_addresses(route.mode, route.descriptor)
         self._stage(route, inputs)
+        self.stats.replays[route.mode, route.descriptor] += 1
+        self.stats.padded_rows += route.descriptor.num_tokens - route.batch.num_tokens
+        if self._debug is not None:
+            return self._debug.replay(
+                route.mode, route.descriptor, lambda: self._replay(route), lambda output: self._cut(route, output)
+            )
+        return self._cut(route, self._replay(route))
+
+    def _replay(self, route: Route) -> Any:
+        """The padded output of a staged batch."""
         entry = self._graphed.wrapper.entries.get(route.descriptor) if route.mode is CUDAGraphMode.FULL else None
         if entry is not None:
             self.backend.replay(entry.graph)
-            output = entry.output
-        else:  # PIECEWISE: the model's own code runs, with graphs inside
-            output = self._graphed.run_graphed(route.mode, route.descriptor, self._graphed.views(route.descriptor))
-            self._outputs.check(output, route.descriptor, self._graphed.padded_reqs(route.descriptor))
-        self.stats.replays[route.mode, route.descriptor] += 1
-        self.stats.padded_rows += route.descriptor.num_tokens - route.batch.num_tokens
+            return entry.output
+        # PIECEWISE: the model's own code runs, with graphs inside
+        output = self._graphed.run_graphed(route.mode, route.descriptor, self._graphed.views(route.descriptor))
+        self._outputs.check(output, route.descriptor, self._graphed.padded_reqs(route.descriptor))
+        return output
+
+    def _cut(self, route: Route, output: Any) -> Any:
         return self._outputs.cut(output, route.batch.num_tokens, route.batch.num_reqs)
 
     def run_eagerly(
@@ -241,6 +254,7 @@ class GraphRunner:
         self.close()
         fresh = self._capture_again()
         self.report, self._graphed, self._outputs = fresh.report, fresh._graphed, fresh._outputs
+        self._debug = fresh._debug
         self._closed = False
 
     def close(self) -> None:

@@ -1,0 +1,117 @@
+"""Debug mode: every graph compared with eager, padding poisoned, and outputs that expire visibly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import NumbersError
+from cgplan.graphs.buffers import StaticBuffer
+from cgplan.modes import CUDAGraphMode
+from cgplan.runtime.graphed import GraphedModel
+
+
+class DebugChecks:
+    """What a runner does besides while ``compilation.debug`` is set. A call then costs several times as much.
+
+    On the first call that a graph serves, its results are compared with the model's own code on the same padded batch,
+    and with a replay whose padding rows are NaN: real rows must be the same to the last bit. The graph's own replay
+    runs last, so state that a forward writes is what it would be without the checks, as long as writing it again
+    changes nothing. On every call, what the call before returned is filled with NaN.
+    """
+
+    def __init__(self, graphed: GraphedModel) -> None:
+        self._graphed = graphed
+        self._seen: set[tuple[CUDAGraphMode, BatchDescriptor, bool]] = set()
+        self._handed: list[torch.Tensor] = []
+
+    def replay(
+        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, replay: Callable[[], Any], cut: Callable[[Any], Any]
+    ) -> Any:
+        """Replay a staged batch with all checks.
+
+        Args:
+            mode, descriptor: The key.
+            replay: Runs its graph on the static buffers.
+            cut: Takes the batch's rows out of an output.
+
+        Returns:
+            The batch's rows, copied; filled with NaN by the next call.
+
+        Raises:
+            NumbersError: a result differs; names the output and the largest deviation.
+        """
+        for tensor in self._handed:
+            tensor.fill_(math.nan)
+        buffers = self._graphed.buffers.buffers
+        padding = self._padding(descriptor)
+        checked = (mode, descriptor, any(padding.values()))
+        references = []
+        if checked not in self._seen:
+            staged = {name: buffer.tensor.clone() for name, buffer in buffers.items()}
+            eager = self._graphed.run_eager(descriptor, self._graphed.views(descriptor))
+            references.append(("the model's own code", _copied(cut(eager))))
+            _put_back(buffers, staged)  # the model may write into its inputs
+            if any(padding.values()):
+                for name, count in padding.items():
+                    buffer = buffers[name]
+                    buffer.tensor.narrow(buffer.row_dim or 0, buffer.filled, count).fill_(math.nan)
+                references.append(("the same batch with NaN in its padding rows", _copied(cut(replay()))))
+                _put_back(buffers, staged)
+        found = _copied(cut(replay()))
+        for what, reference in references:
+            _compare(found, reference, f"the replay of {mode} {descriptor} differs from {what}")
+        self._seen.add(checked)
+        self._handed = [leaf for leaf in tree_leaves(found) if _is_floating(leaf)]
+        return found
+
+    def _padding(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """Padding rows of each floating-point input in the staged batch."""
+        reqs = self._graphed.padded_reqs(descriptor)
+        return {
+            name: buffer.rows.size(descriptor.num_tokens, reqs) - buffer.filled
+            for name, buffer in self._graphed.buffers.buffers.items()
+            if buffer.rows is not None and buffer.tensor.is_floating_point()
+        }
+
+
+def _put_back(buffers: Mapping[str, StaticBuffer], staged: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in staged.items():
+        buffers[name].tensor.copy_(tensor)
+
+
+def _copied(output: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, output)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _compare(found: Any, wanted: Any, message: str) -> None:
+    """Raise NumbersError if two outputs are not equal to the last bit, NaN equal to NaN."""
+    leaves, spec = tree_flatten(found)
+    others, other_spec = tree_flatten(wanted)
+    if spec != other_spec:
+        raise NumbersError(f"{message}: the outputs have different structures", remedy=_REMEDY)
+    for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
+        if not isinstance(one, torch.Tensor) or torch.equal(one, other):
+            continue
+        if one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+            continue
+        worst = "their shapes differ"
+        if one.shape == other.shape:
+            deviation = (one.double() - other.double()).abs()
+            worst = f"the largest deviation is {deviation.nan_to_num(math.inf).max().item():.3g}"
+        raise NumbersError(f"{message}: output {index}, {worst}", remedy=_REMEDY)
+
+
+_REMEDY = (
+    "Look for numbers and branches that Python computed at capture, tensors that moved, padding that reaches real "
+    "rows, and random operators, which differ from run to run."
+)
