@@ -1184,3 +1184,44 @@ def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> Non
     runner = open_runner(backend, lambda x: None)
     assert any("returned no tensor" in warning for warning in runner.report.warnings)
     assert not any("returned no tensor" in w for w in open_runner(backend, lambda x: x * 2).report.warnings)
+
+
+def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBackend) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.run_inner = CUDAGraphWrapper(self.inner, PIECEWISE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run_inner(x)
+
+    model = Holder().to(backend.device)
+    options: dict[str, Any] = {"compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}}
+    first = open_runner(backend, model, **options)
+    x = batch(backend, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(first(x=x), model.inner(x))
+        second = open_runner(backend, model, **options)
+        torch.testing.assert_close(second(x=x), model.inner(x))
+    with pytest.raises(SealedError, match="captured again by a later session"):
+        first(x=x)
+
+
+def test_the_call_that_captures_has_no_gradient_either(backend: GraphBackend) -> None:
+    weight = torch.ones(2, 2, device=backend.device, requires_grad=True)
+    wrapper = CUDAGraphWrapper(lambda x: x @ weight, FULL, backend=backend)
+    x = torch.ones(4, 2, device=backend.device)
+    with torch.enable_grad(), forward_context(FULL, BatchDescriptor(4)):
+        assert [wrapper(x).requires_grad for _ in range(3)] == [False] * 3
+
+
+def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) -> None:
+    wrapper = CUDAGraphWrapper(
+        lambda x: x * 2, PIECEWISE, backend=backend, options=CUDAGraphOptions(copied_arguments=(0,))
+    )
+    x = torch.ones(4, device=backend.device)
+    with torch.inference_mode(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        same(wrapper(x.clone()), x * 2)
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        same(wrapper(x * 3), x * 6)

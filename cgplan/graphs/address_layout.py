@@ -31,6 +31,7 @@ Reading = tuple[PartKind, int, Children, Any]  # how, number of children, childr
 
 SCALARS = frozenset({int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size})
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, Thread, Enum, weakref.ref)
+GRAPH_MEMORY = "__graph_memory__"  # a true class attribute of this name: what is inside belongs to graphs
 _CLOSED_MODULES = frozenset({"threading", "_thread"})
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -78,7 +79,7 @@ class Layout:
                 members = [(n, m) for n, m in owner.__dict__.items() if isinstance(m, types.MemberDescriptorType)]
                 slots = {**dict(m for m in members if not m[0].startswith("_")), **slots}
         closed = issubclass(kind, _CLOSED) or kind.__module__ in _CLOSED_MODULES
-        closed = closed or (base is None and attributes is None and not slots)
+        closed = closed or (base is None and attributes is None and not slots) or bool(_static(kind, GRAPH_MEMORY))
         direct = simple and _static(kind, "__getattr__") is None
         reads = tuple((n, m, direct and is_name(n) and _static(kind, n) is m) for n, m in slots.items())
         return cls(kind, base, plain, fields, attributes, reads, simple, closed)

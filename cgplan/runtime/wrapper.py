@@ -84,6 +84,7 @@ class CUDAGraphWrapper:
         options: How it captures.
     """
 
+    __graph_memory__ = True  # an address manifest of the model does not look inside
     _computes_while_capturing: ClassVar[bool] = False
 
     def __init__(
@@ -158,7 +159,8 @@ class CUDAGraphWrapper:
         """(graph, output, slots of the copied arguments) of one call."""
         graph, given = self.backend.new_graph(pool), list(args)
         with self.backend.capturing(graph):
-            slots = {i: self.backend.slot(args[i]) for i in self.options.copied_arguments}
+            with torch.inference_mode(False):  # else they could be filled only there
+                slots = {i: self.backend.slot(args[i]) for i in self.options.copied_arguments}
             for i, slot in slots.items():
                 given[i] = slot
             output = self.runnable(*given, **kwargs)
@@ -208,7 +210,7 @@ class CUDAGraphWrapper:
             )
         if self._backend is None and scope is not None:
             self._backend = scope.backend
-        with self.backend.session():
+        with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
                 self.runnable(*args, **kwargs)
