@@ -72,7 +72,19 @@ def test_json_schema_allows_its_own_defaults() -> None:
 
 
 def test_json_schema_uses_only_known_words() -> None:
-    words = {"minimum", "type", "items", "anyOf", "enum", "const", "default", "description", "title", "properties"}
+    words = {
+        "maximum",
+        "minimum",
+        "type",
+        "items",
+        "anyOf",
+        "enum",
+        "const",
+        "default",
+        "description",
+        "title",
+        "properties",
+    }
     words |= {"additionalProperties", "$ref", "$defs", "$schema", "required", "pattern", "prefixItems"}
     words |= {"minItems", "maxItems"}
     for node in _nodes(json.loads(json_schema())):

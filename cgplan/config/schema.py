@@ -20,6 +20,7 @@ from cgplan.config.shapes import Dim
 from cgplan.config.values import (
     DEVICE,
     DIMENSION,
+    BatchBound,
     CaptureSize,
     Count,
     CountOrZero,
@@ -129,7 +130,7 @@ class CompilationConfig(Section):
         tuple[CaptureSize, ...] | LadderName | None,
         BeforeValidator(check_sizes),
     ] = Field(default=None, description="Sizes in tokens, or a ladder's name. Absent: the vllm ladder.")
-    max_cudagraph_capture_size: Count | None = Field(
+    max_cudagraph_capture_size: BatchBound | None = Field(
         default=None,
         description="Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most "
         "max_num_batched_tokens.",
@@ -209,8 +210,8 @@ class CompilationConfig(Section):
 class SchedulerConfig(Section):
     """Bounds of the batches that the scheduler makes."""
 
-    max_num_seqs: Count = Field(default=256, description="Requests in one batch at most.")
-    max_num_batched_tokens: Count = Field(default=8192, description="Tokens in one batch at most.")
+    max_num_seqs: BatchBound = Field(default=256, description="Requests in one batch at most.")
+    max_num_batched_tokens: BatchBound = Field(default=8192, description="Tokens in one batch at most.")
 
 
 class LoRAConfig(Section):

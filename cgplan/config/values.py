@@ -63,6 +63,7 @@ DEVICE = r"auto|cpu|cuda(:\d+)?"
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(strict_size)]
 Count = Annotated[int, Field(strict=True, ge=1)]
+BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # a ladder lists every size up to it
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 Flag = Annotated[bool, Field(strict=True)]
 

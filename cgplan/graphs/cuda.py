@@ -173,9 +173,11 @@ class CudaBackend(GraphBackend):
             return
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            with collector_quiet(), torch.cuda.stream(self._stream):
-                yield
-            torch.cuda.current_stream().wait_stream(self._stream)
+            try:
+                with collector_quiet(), torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                torch.cuda.current_stream().wait_stream(self._stream)
 
     def supports(self, feature: Feature) -> bool:
         """Nodes are counted where cuda-bindings is installed, memory is borrowed where the probe passed."""
