@@ -1225,3 +1225,20 @@ def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) 
         same(wrapper(x.clone()), x * 2)
     with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
         same(wrapper(x * 3), x * 6)
+
+
+@pytest.mark.parametrize("captured_under", [False, True])
+def test_autocast_has_to_be_as_it_was_at_capture(backend: GraphBackend, captured_under: bool) -> None:
+    linear = nn.Linear(2, 2).to(backend.device)
+    kind, x, large = backend.device.type, batch(backend, 3), batch(backend, 9)
+    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
+        runner = open_runner(backend, lambda x: linear(x))
+        kept = {runner(x=x).dtype, runner(x=large).dtype}
+    assert kept == {torch.bfloat16 if captured_under else torch.float32}, "a replay, and an eager run beside it"
+    with (
+        torch.autocast(kind, torch.bfloat16, enabled=not captured_under),
+        pytest.raises(CaptureError, match="was captured with autocast"),
+    ):
+        runner(x=x)
+    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
+        assert runner(x=x).dtype in kept

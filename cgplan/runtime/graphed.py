@@ -9,7 +9,7 @@ import torch
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import AddressError, CaptureMemoryError, InputError
+from cgplan.errors import AddressError, CaptureError, CaptureMemoryError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
@@ -18,6 +18,10 @@ from cgplan.planning import Plan
 from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.routes import choose_route
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+
+
+def _spoken(autocast: tuple[bool, torch.dtype]) -> str:
+    return f"in {autocast[1]}" if autocast[0] else "off"
 
 
 class _Metadata(dict[str, Any]):
@@ -68,10 +72,12 @@ class GraphedModel:
         self._state: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
+        self._autocast = self._autocast_now()
 
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
+        self._autocast = self._autocast_now()
         if self.config.compilation.address_policy != "off" and isinstance(self._model, torch.nn.Module):
             self._state = AddressManifest.of({"model": self._model}, self.backend.device)
 
@@ -83,6 +89,20 @@ class GraphedModel:
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""
         self._moved = name
+
+    def check_autocast(self) -> None:
+        """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
+        if self.route.name != "ops" and self._autocast_now() != self._autocast:  # a traced model compares more itself
+            raise CaptureError(
+                f"the model was captured with autocast {_spoken(self._autocast)} and is called with autocast "
+                f"{_spoken(self._autocast_now())}",
+                remedy="Call the runner under the autocast state of its capture, or capture again under this one.",
+            )
+
+    def _autocast_now(self) -> tuple[bool, torch.dtype]:
+        kind = self.backend.device.type
+        enabled = torch.is_autocast_enabled(kind)
+        return enabled, torch.get_autocast_dtype(kind) if enabled else torch.float32
 
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as

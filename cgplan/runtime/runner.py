@@ -127,6 +127,8 @@ class GraphRunner:
 
         Raises:
             InputError: a tensor does not match its declaration; nothing was launched.
+            CaptureError: autocast is not as it was at capture.
+            AddressError: memory that the graph uses has moved, see ``compilation.address_check``.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
         """
         if args:
@@ -141,6 +143,7 @@ class GraphRunner:
             self._in_call.release()
 
     def _call(self, route: Route, inputs: Mapping[str, torch.Tensor]) -> Any:
+        self._graphed.check_autocast()
         if route.mode is CUDAGraphMode.NONE:
             self._count_miss(route)
             return self._graphed.run_eager(route.unpadded, inputs)
