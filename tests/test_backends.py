@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import MIB, back_at, capture, reserved, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,40 +26,6 @@ from cgplan.graphs.tape import TapeBackend
 from cgplan.graphs.tape_pool import ALIGNMENT, TapePool
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
-
-MIB = 1 << 20
-
-
-def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None, warmups: int = 1) -> tuple[Any, Any]:
-    """(graph, output) of a forward, warmed up on the capture stream as a session does."""
-    graph = backend.new_graph(backend.new_pool() if pool is None else pool)
-    with backend.session(), torch.no_grad():
-        for _ in range(warmups):
-            forward()
-        with backend.capturing(graph):
-            output = forward()
-    return graph, output
-
-
-def same(found: Any, wanted: Any) -> None:
-    """Bit for bit, NaN equal to NaN, structures and dtypes alike."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-def reserved(backend: GraphBackend) -> int:
-    """Bytes that the allocator holds once nothing is cached and no garbage is left."""
-    gc.collect()
-    backend.release_cached()
-    return backend.memory().reserved
-
-
-def back_at(backend: GraphBackend, before: int) -> bool:
-    """Whether memory is back at a baseline: exactly on the tape, on CUDA but for one of its smallest segments, which
-    the few bytes of a random generator's state may hold.
-    """
-    backend.release_cached()
-    slack = 2 * MIB if backend.device.type == "cuda" else 0
-    return backend.memory().reserved <= before + slack
 
 
 def ramp(*shape: int, device: Any, start: float = 0.0) -> Tensor:

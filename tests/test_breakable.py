@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checks import same
 from torch import Tensor, nn
 
 from cgplan.config import Input, validate_config
@@ -38,11 +39,6 @@ pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 MIB = 1 << 20
-
-
-def same(found: Any, wanted: Any) -> None:
-    """Bit for bit, NaN equal to NaN, structures and dtypes alike."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import capture as bare
 from torch import Tensor, nn
 
 from cgplan import (
@@ -135,23 +136,12 @@ def open_runner(
     return CaptureSession(build_plan(config), model, backend, config).run()
 
 
-def bare(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None, warmups: int = 1) -> tuple[Any, Any]:
-    """(graph, output) by the backend alone."""
-    graph = backend.new_graph(backend.new_pool() if pool is None else pool)
-    with backend.session(), torch.no_grad():
-        for _ in range(warmups):
-            forward()
-        with backend.capturing(graph):
-            output = forward()
-    return graph, output
+def same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
 def full(backend: GraphBackend, value: float, *shape: int) -> Tensor:
     return torch.full(shape or (4, 2), float(value), device=backend.device)
-
-
-def same(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
 def double(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import MIB, back_at, reserved, same
 from torch import Tensor, nn
 
 import cgplan
@@ -42,7 +43,6 @@ from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-MIB = 1 << 20
 X = Input(shape=("num_tokens", 2), dtype="float32", pad=0)
 ROWS = Input(shape=("num_tokens",), dtype="float32", pad=0)
 LENGTHS = Input(shape=("num_reqs",), dtype="int64", pad=0)
@@ -69,26 +69,6 @@ def open_runner(
         }
     )
     return CaptureSession(build_plan(config), model, backend, config, progress=progress).run()
-
-
-def reserved(backend: GraphBackend) -> int:
-    """Bytes that the allocator holds once nothing is cached and no garbage is left."""
-    gc.collect()
-    backend.release_cached()
-    return backend.memory().reserved
-
-
-def back_at(backend: GraphBackend, before: int) -> bool:
-    """Whether memory is back at a baseline: exactly on the tape, on CUDA but for one of its smallest segments, which
-    the few bytes of a random generator's state may hold.
-    """
-    backend.release_cached()
-    slack = 2 * MIB if backend.device.type == "cuda" else 0
-    return backend.memory().reserved <= before + slack
-
-
-def same(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def rows(*values: float, device: Any) -> Tensor:
@@ -1242,3 +1222,12 @@ def test_autocast_has_to_be_as_it_was_at_capture(backend: GraphBackend, captured
         runner(x=x)
     with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
         assert runner(x=x).dtype in kept
+
+
+def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(backend: GraphBackend) -> None:
+    model = nn.Sequential(nn.Linear(2, 2)).to(backend.device)
+    huge = Input(shape=("num_tokens", 1 << 48), dtype="float32", pad=0)
+    modules = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["0"]}
+    with pytest.raises(CaptureMemoryError, match="no memory for static buffers of 8 tokens"):
+        open_runner(backend, model, {"x": huge}, compilation=modules)
+    assert "forward" not in vars(model[0]), "no break is left in the module"

@@ -52,21 +52,13 @@ class GraphedModel:
         self.config = config
         self.backend = backend
         self.scope = CaptureScope(backend.new_pool(), backend)
+        self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self.route = choose_route(plan, config, model, backend)
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
         self.wrapper = CUDAGraphWrapper(
             self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
         )
-        tokens = plan.max_capture_size
-        specs = {**config.inputs, **config.metadata}
-        try:
-            self.buffers = StaticBuffers(specs, tokens, min(tokens, plan.max_num_seqs), backend.device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise CaptureMemoryError(
-                f"no memory for static buffers of {tokens} tokens: {str(error).splitlines()[0]}",
-                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
-            ) from error
         self.returns_nothing = False
         self._model = model
         self._state: AddressManifest | None = None
@@ -74,17 +66,24 @@ class GraphedModel:
         self._moved: str | None = None
         self._autocast = self._autocast_now()
 
+    def _allocate_buffers(self) -> StaticBuffers:
+        tokens = self.plan.max_capture_size
+        specs = {**self.config.inputs, **self.config.metadata}
+        try:
+            return StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one from the CPU's allocator
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            raise CaptureMemoryError(
+                f"no memory for static buffers of {tokens} tokens: {str(error).splitlines()[0]}",
+                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
+            ) from error
+
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
-        self._autocast = self._autocast_now()
         if self.config.compilation.address_policy != "off" and isinstance(self._model, torch.nn.Module):
             self._state = AddressManifest.of({"model": self._model}, self.backend.device)
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """What was captured."""
-        return self._model
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""

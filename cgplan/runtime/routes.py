@@ -22,7 +22,7 @@ from cgplan.runtime.wrapper import CUDAGraphOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class SplitRoute:
     """A model made ready for capture.
 
     Attributes:
@@ -66,7 +66,7 @@ class Route:
             self.breaks.remove()
 
 
-def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> Route:
+def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> SplitRoute:
     """The way that the configuration asks for. Raises ConfigError where it does not fit the model."""
     compilation = config.compilation
     piecewise = plan.mode.has_mode(CUDAGraphMode.PIECEWISE)
@@ -80,9 +80,9 @@ def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend:
         )
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
         compiled = compile_piecewise(model, config, backend=backend)
-        return Route("ops" if piecewise else "full", compiled, splitter=compiled.backend)
+        return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
     if not piecewise or name == "wrappers":
-        return Route("wrappers" if piecewise else "full", model)
+        return SplitRoute("wrappers" if piecewise else "full", model)
     breaks = None
     if compilation.splitting_modules:
         if not isinstance(model, torch.nn.Module):
@@ -92,4 +92,4 @@ def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend:
             )
         breaks = break_at_modules(model, compilation.splitting_modules)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
-    return Route("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
+    return SplitRoute("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
