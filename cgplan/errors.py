@@ -6,7 +6,11 @@
     ├── ConfigError                3   the configuration says something that cannot be
     │   └── ConfigFileError        4   ... or its file cannot be read or parsed
     ├── PlanError                  5   no plan follows from the configuration
-    │   └── ModeError              6   ... because the model's attention does not support the mode
+    │   ├── ModeError              6   ... because the model's attention does not support the mode
+    │   ├── BudgetError           20   ... because the budget does not pay for a single graph
+    │   └── PlanMismatchError     21   a saved plan was made for another configuration, model or machine
+    ├── TrafficError              22   a file of traffic cannot be read, or holds no batch
+    ├── StepTimeError             23   step times are missing, not positive, or of no use
     ├── ModelError                 7   the model's target does not import, is not callable, or failed
     ├── InputError                 8   a call with a wrong name, shape, dtype, device or number of rows
     ├── BackendError               9   the device that was asked for is not there, or lacks a feature
@@ -69,6 +73,30 @@ class ModeError(PlanError):
     """The model's attention does not support the cudagraph mode that was asked for."""
 
     exit_code = 6
+
+
+class BudgetError(PlanError):
+    """The budget does not pay for a single graph. The message says which budget would."""
+
+    exit_code = 20
+
+
+class PlanMismatchError(PlanError):
+    """A saved plan was made for another configuration, model, driver or version; the message names what differs."""
+
+    exit_code = 21
+
+
+class TrafficError(CgplanError):
+    """Traffic cannot be read, is empty, or makes no sense; the message names the row."""
+
+    exit_code = 22
+
+
+class StepTimeError(CgplanError):
+    """Step times are missing for a size, not positive, or cannot be read."""
+
+    exit_code = 23
 
 
 class ModelError(CgplanError):

@@ -1,0 +1,100 @@
+"""What graphs cost: device memory and start-up time of a list of keys, before anything is captured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.modes import CUDAGraphMode
+
+Key = tuple[CUDAGraphMode, BatchDescriptor]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCost:
+    """What one key adds when it is captured after those before it.
+
+    Attributes:
+        pool_bytes: Growth of the graph pool.
+        driver_bytes: Device memory that the driver takes for its nodes (0 on the tape).
+        seconds: Warm-ups and capture.
+    """
+
+    pool_bytes: int
+    driver_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCost:
+    """What a list of keys costs.
+
+    Attributes:
+        keys: Of each key, in capture order.
+        static_bytes: Static buffers for the largest key, which all keys share.
+        workspace_bytes: Library workspaces and what else the first graph brings with it, once.
+    """
+
+    keys: tuple[KeyCost, ...]
+    static_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory of all of it."""
+        return self.static_bytes + self.workspace_bytes + sum(k.pool_bytes + k.driver_bytes for k in self.keys)
+
+    @property
+    def seconds(self) -> float:
+        """Start-up time of all of it."""
+        return sum(k.seconds for k in self.keys)
+
+
+class GraphCosts(ABC):
+    """Predicts what keys cost. The pool is shared, so that a key costs what it adds to those captured before it.
+
+    The planner uses the parts: memory of a set of keys = once(largest key of each mode) + sum of ``each``.
+
+    Attributes:
+        source: Where the figures come from, in words; reports show it.
+        estimated: Whether nothing of it was measured on the device.
+    """
+
+    source: str
+    estimated: bool
+
+    @abstractmethod
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        """Bytes of a pool into which graphs of that mode up to that size have been captured, largest first.
+
+        Nondecreasing in the size. The graphs of several modes share one pool, so it has the largest of their bytes.
+        """
+
+    @abstractmethod
+    def static_bytes(self, num_tokens: int) -> int:
+        """Bytes of the static buffers, where ``num_tokens`` is the largest capture size; exact."""
+
+    @abstractmethod
+    def driver_bytes(self, key: Key) -> int:
+        """Device memory that the driver takes for one key, on top of the pool."""
+
+    @abstractmethod
+    def seconds(self, key: Key) -> float:
+        """Warm-ups and capture of one key."""
+
+    @property
+    @abstractmethod
+    def workspace_bytes(self) -> int:
+        """What the first capture brings with it, once: library workspaces and the like."""
+
+    def of(self, keys: Sequence[Key]) -> PlanCost:
+        """Cost of capturing these keys, in this order, into one pool."""
+        held, costs = 0, []
+        for mode, descriptor in keys:
+            pool = max(held, self.pool_bytes(mode, descriptor.num_tokens))
+            costs.append(KeyCost(pool - held, self.driver_bytes((mode, descriptor)), self.seconds((mode, descriptor))))
+            held = pool
+        static = self.static_bytes(max(descriptor.num_tokens for _, descriptor in keys)) if keys else 0
+        return PlanCost(tuple(costs), static, self.workspace_bytes if keys else 0)

@@ -1,0 +1,84 @@
+"""Traffic: how often which batch is run. What the planner plans for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from cgplan.errors import TrafficError
+
+
+class Batch(NamedTuple):
+    """What the planner knows of one step: its size in tokens and requests, and the kind of graph that could run it."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform: bool = False
+    num_active_loras: int = 0
+
+
+class Traffic(BaseModel):
+    """A weighted histogram of batches.
+
+    Attributes:
+        histogram: (batch, weight), ascending, each batch once, weights above 0. A weight is a number of steps, or any
+            figure in proportion to it.
+        source: Where it came from, in words.
+        notes: What was assumed or left out on the way.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["traffic"] = "traffic"
+    histogram: tuple[tuple[Batch, float], ...]
+    source: str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, counts: Mapping[Batch, float] | Iterable[tuple[Batch, float]], source: str, notes: Iterable[str] = ()
+    ) -> Traffic:
+        """Traffic from counts; those of equal batches are added up, zeros are left out.
+
+        Raises:
+            TrafficError: nothing is left, a count is negative or not finite, or a batch cannot be (no token, or fewer
+                tokens than requests).
+        """
+        total: dict[Batch, float] = {}
+        for batch, count in counts.items() if isinstance(counts, Mapping) else counts:
+            _check(batch, count)
+            if count > 0:
+                total[batch] = total.get(batch, 0.0) + count
+        if not total:
+            raise TrafficError(f"{source}: no batch with a count above 0", remedy="Give traffic with a batch in it.")
+        return cls(histogram=tuple(sorted(total.items())), source=source, notes=tuple(notes))
+
+    @property
+    def total(self) -> float:
+        """Sum of all weights: the number of steps, where weights are counts."""
+        return sum(weight for _, weight in self.histogram)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest batch."""
+        return max(batch.num_tokens for batch, _ in self.histogram)
+
+    def by_tokens(self, **fields: Any) -> dict[int, float]:
+        """Weight by number of tokens, ascending, of the batches whose fields have these values."""
+        found: dict[int, float] = {}
+        for batch, weight in self.histogram:
+            if all(getattr(batch, name) == value for name, value in fields.items()):
+                found[batch.num_tokens] = found.get(batch.num_tokens, 0.0) + weight
+        return found
+
+
+def _check(batch: Batch, count: float) -> None:
+    if not 0 <= count < float("inf"):
+        raise TrafficError(f"{batch} has count {count}", remedy="A count is a number from 0 up.")
+    if batch.num_reqs < 1 or batch.num_tokens < batch.num_reqs or batch.num_active_loras < 0:
+        raise TrafficError(
+            f"{batch} cannot be a batch",
+            remedy="A batch has at least 1 request, and at least 1 token for each request.",
+        )
