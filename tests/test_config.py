@@ -258,6 +258,124 @@ def test_no_value_escapes_as_anything_but_a_config_error(junk: object, section: 
         assert section.split(".")[0] in error.message  # noqa: PT017
 
 
+# --- budgets and traffic --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5 KiB", 1536),
+        ("2GB", 2 * 10**9),
+        ("3 MB", 3 * 10**6),
+        ("7kB", 7000),
+        ("10 B", 10),
+        ("10", 10),
+        ("' 2gib '", 2 << 30),
+        ("1048576", 1 << 20),
+        ("1_000", 1000),
+        ("4.0", 4),
+        ("0.1GiB", 107374182),
+    ],
+)
+def test_bytes_have_units(write: Any, text: str, size: int) -> None:
+    for key in ("memory", "reserve"):
+        config = load_config(write(f"budget: {{{key}: {text}}}\n"))
+        assert getattr(config.budget, key) == size
+        assert validate_config(config.model_dump(mode="json")) == config, "its own dump reads back equal"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("2min", 120), ("500 ms", 0.5), ("0.1s", 0.1), ("45", 45), ("1.5", 1.5), ("2 MIN", 120)],
+)
+def test_times_have_units(write: Any, text: str, seconds: float) -> None:
+    config = load_config(write(f"budget: {{capture_time: {text}}}\n"))
+    assert config.budget.capture_time == seconds
+    assert validate_config(config.model_dump(mode="json")) == config
+
+
+def test_no_budget_and_no_reserve_are_the_default(write: Any) -> None:
+    budget = load_config(write("budget: {reserve: 0}\n")).budget
+    assert (budget.memory, budget.capture_time, budget.max_graphs, budget.reserve) == (None, None, None, 0)
+    assert Config().budget.reserve is None
+    assert Config().traffic is None
+
+
+ALLOWED_BYTES = "expected a number of bytes, or one with a unit (B, kB, MB, GB, KiB, MiB, GiB), such as 2GiB or 512MiB"
+ALLOWED_SECONDS = "expected a number of seconds, or one with a unit (ms, s, min), such as 30s or 2min"
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("memory: 2 gigs", f"line 1: budget.memory: found '2 gigs', {ALLOWED_BYTES}"),
+        ("memory: 2GIBS", f"found '2GIBS', {ALLOWED_BYTES}; did you mean GiB?"),
+        ("memory: lots", f"found 'lots', {ALLOWED_BYTES}"),
+        ("memory: 1e9", f"found '1e9', {ALLOWED_BYTES}"),
+        ("memory: -1GiB", f"found '-1GiB', {ALLOWED_BYTES}"),
+        ("memory: ''", f"found '', {ALLOWED_BYTES}"),
+        ("memory: [2]", f"found [2], {ALLOWED_BYTES}"),
+        ("memory: true", f"found True, {ALLOWED_BYTES}"),
+        ("memory: 1.5", "found 1.5, a part of a byte; add a unit, as in 1.5GiB"),
+        ("memory: -5", f"found -5, which is not between 0 and 1.1259e+15 bytes; {ALLOWED_BYTES}"),
+        ("memory: .nan", "found nan, which is not between 0 and"),
+        ("memory: 9999999GiB", "found '9999999GiB', which is not between 0 and"),
+        ("memory: 0", "budget: memory is 0, which pays for no graph; leave the key out for no bound"),
+        ("memory: 0.1B", "budget: memory is 0, which pays for no graph"),
+        ("reserve: 5 bytes", f"line 1: budget.reserve: found '5 bytes', {ALLOWED_BYTES}"),
+        ("capture_time: 2mins", f"found '2mins', {ALLOWED_SECONDS}; did you mean min?"),
+        ("capture_time: 30sec", f"line 1: budget.capture_time: found '30sec', {ALLOWED_SECONDS}"),
+        ("capture_time: 2m", f"found '2m', {ALLOWED_SECONDS}"),
+        ("capture_time: -1", "found -1, which is not between 0 and 1e+06 seconds"),
+        ("capture_time: .inf", "found inf, which is not between 0 and 1e+06 seconds"),
+        ("capture_time: 0s", "budget: capture_time is 0, which pays for no graph"),
+        ("max_graphs: 0", "line 1: budget.max_graphs: found 0, expected greater than or equal to 1"),
+        ("max_graphs: 2.5", "budget.max_graphs: found 2.5"),
+        ("memroy: 2GiB", "unknown key 'budget.memroy' (did you mean 'memory'?)"),
+    ],
+)
+def test_bad_budgets(write: Any, budget: str, expected: str) -> None:
+    assert expected in failure(write(f"budget: {{{budget}}}\n"))
+
+
+TRAFFIC = "request_rate: 5, prompt_median: 9, prompt_p95: 99, output_median: 8, output_p95: 88"
+
+
+def test_synthetic_traffic(write: Any) -> None:
+    config = load_config(write(f"traffic: {{{TRAFFIC}}}\n"))
+    assert config.traffic is not None
+    assert (config.traffic.num_requests, config.traffic.seed, config.traffic.lora_share) == (10_000, 0, 0.0)
+    assert validate_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("traffic: {}", "'traffic.request_rate' is missing"),
+        (f"traffic: {{{TRAFFIC}, request_rate: 0}}".replace("request_rate: 5, ", ""), "traffic.request_rate: found 0"),
+        (f"traffic: {{{TRAFFIC}, num_requests: 0}}", "traffic.num_requests: found 0"),
+        (f"traffic: {{{TRAFFIC}, num_requests: 9999999}}", "found 9999999, expected less than or equal to 1048576"),
+        (f"traffic: {{{TRAFFIC}, lora_share: 0.5}}", "traffic.lora_share is 0.5, but there is no `lora` section; add"),
+        (f"traffic: {{{TRAFFIC}, lora_share: 1.5}}", "traffic.lora_share: found 1.5"),
+        (f"traffic: {{{TRAFFIC}, seed: -1}}", "traffic.seed: found -1"),
+        (f"traffic: {{{TRAFFIC}}}".replace("99", "3"), "traffic: prompt_p95 is 3, which is below prompt_median = 9"),
+        (f"traffic: {{{TRAFFIC}}}".replace("88", "3"), "traffic: output_p95 is 3, which is below output_median = 8"),
+        (f"traffic: {{{TRAFFIC}}}".replace("99", "many"), "traffic.prompt_p95: found 'many', expected a valid integer"),
+        ("prompt_median: 4", "unknown key 'prompt_median' (it belongs under 'traffic')"),
+        (
+            "speculative: {accepted_tokens: 1.5}",
+            "speculative: accepted_tokens is 1.5, but with 0 draft tokens a request",
+        ),
+        ("speculative: {num_speculative_tokens: 3, accepted_tokens: 0.5}", "speculative.accepted_tokens: found 0.5"),
+        ("speculative: {num_speculative_tokens: 3, accepted_tokens: .inf}", "advances by 4 at most"),
+    ],
+)
+def test_bad_traffic(write: Any, text: str, expected: str) -> None:
+    assert expected in failure(write(f"{text}\n"))
+
+
 # --- --set ----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,9 @@ from pydantic import BaseModel
 
 from cgplan.config import CompilationConfig, Config, Input, LoRAConfig, ModelConfig, ReportConfig
 from cgplan.config.reference import json_schema, markdown
-from cgplan.config.schema import SchedulerConfig, Section, SpeculativeConfig
+from cgplan.config.schema import SchedulerConfig, SpeculativeConfig
+from cgplan.config.section import Section
+from cgplan.config.workload import BudgetConfig, TrafficConfig
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "config-reference.md"
 SECTIONS = [
@@ -22,6 +24,8 @@ SECTIONS = [
     LoRAConfig,
     SpeculativeConfig,
     ReportConfig,
+    TrafficConfig,
+    BudgetConfig,
 ]
 
 

@@ -12,8 +12,10 @@ from cgplan.config.schema import (
     SpeculativeConfig,
 )
 from cgplan.config.shapes import Dim
+from cgplan.config.workload import BudgetConfig, TrafficConfig
 
 __all__ = [
+    "BudgetConfig",
     "CompilationConfig",
     "Config",
     "Dim",
@@ -24,6 +26,7 @@ __all__ = [
     "ReportConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "TrafficConfig",
     "load_config",
     "read_config",
     "validate_config",

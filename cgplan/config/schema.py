@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic._internal._model_construction import ModelMetaclass
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from cgplan.config.messages import explain
+from cgplan.config.section import Section
 from cgplan.config.shapes import Dim
 from cgplan.config.values import (
     DEVICE,
@@ -36,23 +27,8 @@ from cgplan.config.values import (
     enum_by_name,
     is_value_of,
 )
+from cgplan.config.workload import BudgetConfig, TrafficConfig
 from cgplan.modes import AttentionSupport, CUDAGraphMode
-
-
-class _TypedErrors(ModelMetaclass):
-    """Makes ``Input(...)`` and the like raise ConfigError, as the file does; validation inside pydantic is as ever."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
-        try:
-            return super().__call__(*args, **kwargs)
-        except ValidationError as error:
-            raise explain(error, kwargs, cls.__name__, cast(type[BaseModel], cls)) from None
-
-
-class Section(BaseModel, metaclass=_TypedErrors):
-    """A part of the configuration: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Input(Section):
@@ -167,10 +143,16 @@ class CompilationConfig(Section):
         description="How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each "
         "distinct segment once for all sizes (needs a GPU). inductor traces the model in every mode.",
     )
+    use_inductor_graph_partition: Flag = Field(
+        default=False,
+        description="With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops "
+        "and at operators tagged cudagraph_unsafe. false: the traced forward is split first.",
+    )
     address_check: Literal["off", "first", "always"] = Field(
         default="first",
-        description="Whether the model's parameters and buffers, and the tensors that PIECEWISE segments read, are "
-        "checked to lie where they lay at capture: on each graph's first replay, on every one, or never.",
+        description="Whether the model's parameters, buffers and other tensors in its attributes, and those that "
+        "PIECEWISE segments read, are checked to lie where they lay at capture: on each graph's first replay, on "
+        "every one, or never.",
     )
     debug: Flag = Field(
         default=False,
@@ -195,6 +177,12 @@ class CompilationConfig(Section):
     def address_policy(self) -> Literal["off", "first", "always"]:
         """How often addresses are checked: address_check, and always in debug mode."""
         return "always" if self.debug else self.address_check
+
+    @model_validator(mode="after")
+    def _partition_needs_inductor(self) -> CompilationConfig:
+        if self.use_inductor_graph_partition and self.compiler != "inductor":
+            raise ValueError("use_inductor_graph_partition needs compiler: inductor")
+        return self
 
     @model_validator(mode="after")
     def _maximum_agrees(self) -> CompilationConfig:
@@ -230,6 +218,21 @@ class SpeculativeConfig(Section):
     num_speculative_tokens: CountOrZero = Field(
         default=0, description="Draft tokens for each request; the query length of uniform decode is 1 more."
     )
+    accepted_tokens: Annotated[float, Field(strict=True, ge=1)] | None = Field(
+        default=None,
+        description="Tokens that a request advances in a decode step on average, from 1 to "
+        "1 + num_speculative_tokens; simulated traffic counts with it, a capture does not. Absent: all drafts are "
+        "accepted.",
+    )
+
+    @model_validator(mode="after")
+    def _not_more_than_drafted(self) -> SpeculativeConfig:
+        if self.accepted_tokens is not None and not self.accepted_tokens <= 1 + self.num_speculative_tokens:
+            raise ValueError(
+                f"accepted_tokens is {self.accepted_tokens:g}, but with {self.num_speculative_tokens} draft tokens a "
+                f"request advances by {1 + self.num_speculative_tokens} at most"
+            )
+        return self
 
 
 class ReportConfig(Section):
@@ -260,6 +263,10 @@ class Config(Section):
     lora: LoRAConfig | None = Field(default=None, description="LoRA adapters; absent: none.")
     speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig, description="Speculative decoding.")
     report: ReportConfig = Field(default_factory=ReportConfig, description="What bench measures.")
+    traffic: TrafficConfig | None = Field(
+        default=None, description="Synthetic traffic to plan for; absent: none, traffic comes from a file."
+    )
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What graphs may cost.")
 
     @model_validator(mode="after")
     def _names(self) -> Config:
@@ -271,6 +278,15 @@ class Config(Section):
         )
         if reserved:
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters(self) -> Config:
+        if self.traffic is not None and self.traffic.lora_share > 0 and self.lora is None:
+            raise ValueError(
+                f"traffic.lora_share is {self.traffic.lora_share:g}, but there is no `lora` section; add one, such as "
+                "`lora: {max_loras: 4}`"
+            )
         return self
 
     @property

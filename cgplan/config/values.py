@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -122,3 +124,61 @@ def is_value_of(dtype: str, value: float) -> bool:
     bits, signed = int(dtype.removeprefix("u").removeprefix("int")), not dtype.startswith("u")
     low, high = (-(1 << bits - 1), 1 << bits - 1) if signed else (0, 1 << bits)
     return (isinstance(value, int) or math.isfinite(value)) and value == int(value) and low <= value < high
+
+
+BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def quantity(units: Mapping[str, float], unit: str, example: str, *, most: float) -> Callable[[object], float]:
+    """Parser of amounts such as ``2GiB``: a number of the base unit, or text that ends in a unit, in any case.
+
+    Args:
+        units: Name -> how many of the base unit it is.
+        unit: The base unit in words, which a plain number counts.
+        example: For the message.
+        most: Largest amount that is allowed.
+    """
+    factors = {name.lower(): factor for name, factor in units.items()}
+    allowed = f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
+
+    def parse(value: object) -> float:
+        text = value if isinstance(value, str) else ""
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
+        if match and (match[2].lower() in factors or not match[2]):
+            amount = float(match[1]) * factors.get(match[2].lower(), 1)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            amount = value
+        else:
+            near = difflib.get_close_matches(match[2].lower(), factors, n=1, cutoff=0.7) if match else []
+            hint = next((f"; did you mean {name}?" for name in units if name.lower() in near), "")
+            raise ValueError(f"found {value!r}, {allowed}{hint}")
+        if not 0 <= amount <= most:
+            raise ValueError(f"found {value!r}, which is not between 0 and {most:g} {unit}; {allowed}")
+        return amount
+
+    return parse
+
+
+def _whole_bytes(value: object) -> int:
+    amount = _parse_bytes(value)
+    if isinstance(value, float) and not value.is_integer():  # 1.5 is not meant as bytes
+        raise ValueError(f"found {value!r}, a part of a byte; add a unit, as in 1.5GiB")
+    return round(amount)
+
+
+_parse_bytes = quantity(BYTES, "bytes", "2GiB or 512MiB", most=1 << 50)
+_parse_seconds = quantity(SECONDS, "seconds", "30s or 2min", most=10**6)
+
+# They are dumped as plain numbers of the base unit, which read back equal.
+Bytes = Annotated[
+    int,
+    BeforeValidator(_whole_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_parse_seconds),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}),
+]
+Length = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # of a prompt or an output, in tokens

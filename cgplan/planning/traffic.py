@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cgplan.errors import TrafficError
 
@@ -54,6 +54,20 @@ class Traffic(BaseModel):
         if not total:
             raise TrafficError(f"{source}: no batch with a count above 0", remedy="Give traffic with a batch in it.")
         return cls(histogram=tuple(sorted(total.items())), source=source, notes=tuple(notes))
+
+    @classmethod
+    def from_json(cls, text: str) -> Traffic:
+        """Traffic from its JSON form (``model_dump_json``). Raises TrafficError for anything else."""
+        try:
+            read = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise TrafficError(
+                f"not saved traffic: {where + ': ' if where else ''}{first['msg']}",
+                remedy="Give a file that cgplan saved, as it was saved.",
+            ) from None
+        return cls.of(read.histogram, read.source, read.notes)
 
     @property
     def total(self) -> float:
