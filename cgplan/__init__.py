@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cgplan.errors import (
         AddressError,
         BackendError,
+        BudgetError,
         CaptureError,
         CaptureMemoryError,
         CgplanError,
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
         OutputPathError,
         OutputShapeError,
         PlanError,
+        PlanMismatchError,
         ReportError,
         SealedError,
+        StepTimeError,
+        TrafficError,
     )
     from cgplan.modes import AttentionSupport, CUDAGraphMode
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
@@ -50,6 +54,7 @@ __all__ = [
     "BatchDescriptor",
     "BreakableCUDAGraphCapture",
     "BreakableCUDAGraphWrapper",
+    "BudgetError",
     "CUDAGraphEntry",
     "CUDAGraphMode",
     "CUDAGraphOptions",
@@ -75,8 +80,11 @@ __all__ = [
     "OutputShapeError",
     "Plan",
     "PlanError",
+    "PlanMismatchError",
     "ReportError",
     "SealedError",
+    "StepTimeError",
+    "TrafficError",
     "__version__",
     "bench",
     "build_plan",

@@ -23,7 +23,7 @@ from cgplan import (
     forward_context,
 )
 from cgplan.config import Input, validate_config
-from cgplan.graphs import GraphBackend
+from cgplan.graphs import GraphBackend, select_backend
 from cgplan.models import decoder
 from cgplan.runtime.piecewise import PiecewiseBackend, cgplan_backend
 from cgplan.runtime.session import CaptureSession
@@ -202,11 +202,8 @@ def test_segments_do_not_take_the_memory_that_they_read(backend: GraphBackend) -
         assert torch.equal(runner(x=x), (z - 1).abs() * z)
 
 
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "NONE"])
-@pytest.mark.parametrize("splitting", [{}, {"splitting_modules": ["layers.*.self_attn"]}], ids=["ops", "modules"])
-def test_the_decoder_gives_eagers_logits_in_all_modes(
-    backend: GraphBackend, mode: str, splitting: dict[str, Any]
-) -> None:
+def replay_random_batches(backend: GraphBackend, mode: str, batches: int = 20, **compilation: Any) -> GraphRunner:
+    """Capture the decoder and compare replays with its own code on the same padded batch, bit for bit."""
     model = decoder.build(num_layers=2).to(backend.device)
     rows, reqs = "num_tokens", "num_reqs"
     config = validate_config(
@@ -218,14 +215,14 @@ def test_the_decoder_gives_eagers_logits_in_all_modes(
                 "seq_lens": Input(shape=(reqs,), dtype="int32", pad=0),
                 "query_start_loc": Input(shape=("num_reqs + 1",), dtype="int32", pad="last"),
             },
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8, 16], **splitting},
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8, 16], **compilation},
             "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 32},
         }
     )
     runner = CaptureSession(build_plan(config), model, backend, config).run()
     caches = [cache for layer in model.layers for cache in (layer.self_attn.key_cache, layer.self_attn.value_cache)]
     choose = random.Random(mode)
-    for seed in range(20):
+    for seed in range(batches):
         decode = choose.random() < 0.5
         queries = [1 if decode else choose.randint(1, 5) for _ in range(choose.randint(1, 6))]
         batch = decoder.example_batch(model, [choose.randint(0, 40) for _ in queries], queries, max_blocks=4, seed=seed)
@@ -239,6 +236,15 @@ def test_the_decoder_gives_eagers_logits_in_all_modes(
         # The last block takes what padding rows write; real blocks must be the same to the last bit.
         assert all(torch.equal(cache[:-1], new[:-1]) for cache, new in zip(caches, after, strict=True))
     assert bool(runner.stats.replays) == (mode != "NONE")
+    return runner
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "NONE"])
+@pytest.mark.parametrize("splitting", [{}, {"splitting_modules": ["layers.*.self_attn"]}], ids=["ops", "modules"])
+def test_the_decoder_gives_eagers_logits_in_all_modes(
+    backend: GraphBackend, mode: str, splitting: dict[str, Any]
+) -> None:
+    replay_random_batches(backend, mode, **splitting)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
@@ -250,6 +256,20 @@ def test_a_branch_on_the_number_of_rows_is_refused(backend: GraphBackend) -> Non
 
     with pytest.raises(CaptureError, match="depends on the number of rows"):
         open_runner(backend, model)
+
+
+def test_a_check_of_a_maximum_is_no_branch(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        if x.shape[0] > 16:
+            raise ValueError("more than 16 rows")
+        return x * 2
+
+    runner = open_runner(backend, model)
+    for rows in (3, 8, 16):
+        x = torch.randn(rows, 8).to(backend.device)
+        assert torch.equal(runner(x=x), x * 2)
+    with pytest.raises(ValueError, match="more than 16 rows"):
+        runner(x=torch.randn(17, 8).to(backend.device))
 
 
 def test_a_graph_break_names_the_line(backend: GraphBackend) -> None:
@@ -370,3 +390,67 @@ def test_the_report_says_what_is_captured_and_what_is_not(backend: GraphBackend)
     assert by_modules.report.split is not None
     assert set(by_modules.report.split.eager) == {"layers.0", "layers.1"}
     assert open_runner(backend, lambda x: x * 2, cudagraph_mode="FULL").report.split is None
+
+
+class Cached(nn.Module):
+    """As many rows as the largest batch has: a trace at that size could take the one for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.cache[: x.shape[0]]
+        rows.copy_(x * 2)
+        return F.scaled_dot_product_attention(rows[:, None], x[:, None], x[:, None])[:, 0] + rows
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_a_dimension_that_is_as_long_as_the_largest_batch(backend: GraphBackend, compiler: str) -> None:
+    if compiler == "inductor" and backend.device.type == "cpu":
+        pytest.skip("inductor needs a GPU")
+    model = Cached().to(backend.device)
+    runner = open_runner(backend, model, compiler=compiler)
+    for rows in (1, 3, 8, 2):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
+
+
+# --- inductor ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition: bool) -> None:
+    backend = select_backend("cuda")
+    model = Attends(layers=4).to(backend.device)
+    runner = open_runner(
+        backend, model, cudagraph_mode=mode, compiler="inductor", use_inductor_graph_partition=partition
+    )
+    splitter = runner._graphed.route.splitter
+    assert splitter is not None
+    # the first segment, those between two attentions, the last one; or the forward as a whole
+    assert splitter.compilations == (1 if partition else 3)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (1, 8, 3, 2, 5, 8, 1, 4, 7, 6):
+        x = torch.randn(rows, 8, generator=generator).to(backend.device)
+        found = runner(x=x)
+        assert torch.equal(found, runner.run_eagerly(x=x))
+        torch.testing.assert_close(found, model(x), atol=1e-5, rtol=1e-4)
+    assert not runner.stats.eager
+    if mode == "PIECEWISE" and not partition:  # inductor decomposes attention over heads of this size
+        assert {r.graphs for r in runner.report.records} == {5}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
+    """Attention writes into a buffer that inductor allocates, and into the cache."""
+    replay_random_batches(select_backend("cuda"), mode, compiler="inductor", use_inductor_graph_partition=partition)
+
+
+def test_a_partition_without_inductor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_inductor_graph_partition needs compiler: inductor"):
+        validate_config({"compilation": {"use_inductor_graph_partition": True}})

@@ -19,6 +19,7 @@ import cgplan
 from cgplan.config import Input, validate_config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import (
+    AddressError,
     CaptureError,
     CaptureMemoryError,
     CgplanError,
@@ -1231,3 +1232,50 @@ def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(backe
     with pytest.raises(CaptureMemoryError, match="no memory for static buffers of 8 tokens"):
         open_runner(backend, model, {"x": huge}, compilation=modules)
     assert "forward" not in vars(model[0]), "no break is left in the module"
+
+
+class Remembers(nn.Module):
+    """Keeps its last result in an attribute, as adapters around other models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * self.weight
+        return self.last + 1
+
+
+def test_what_a_forward_keeps_is_no_state_that_could_move(backend: GraphBackend) -> None:
+    model = Remembers().to(backend.device)
+    runner = open_runner(backend, model, compilation={"address_check": "always"})
+    for rows in (1, 3, 9, 2):  # 9 rows run eagerly and leave another tensor in the attribute
+        x = batch(backend, rows)
+        same(runner(x=x), x + 1)
+    model.extra = batch(backend, 1)  # no graph can depend on what was not there
+    same(runner(x=batch(backend, 2)), batch(backend, 2) + 1)
+    model.weight.data = torch.full((2,), 5.0, device=backend.device)
+    with pytest.raises(AddressError, match=r"model\.weight"):
+        runner(x=batch(backend, 1))
+
+
+class Plain:
+    """A model that is no module."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((2,), 3.0, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_tensors_of_a_plain_object_are_checked_too(backend: GraphBackend, bound: bool) -> None:
+    model = Plain(backend.device)
+    runner = open_runner(backend, model.__call__ if bound else model, compilation={"address_check": "always"})
+    x = batch(backend, 2)
+    same(runner(x=x), x * 3)
+    model.scale = model.scale * 2
+    with pytest.raises(AddressError, match=r"model\.scale"):
+        runner(x=batch(backend, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ class AddressDifference:
     def __bool__(self) -> bool:
         return bool(self.missing or self.added or self.changed)
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """All paths at which something differs."""
+        return frozenset((*self.missing, *self.added, *(path for path, _, _ in self.changed)))
+
+    def without(self, ignored: frozenset[str]) -> AddressDifference:
+        """What differs at other paths."""
+        return AddressDifference(
+            tuple(path for path in self.missing if path not in ignored),
+            tuple(path for path in self.added if path not in ignored),
+            tuple(found for found in self.changed if found[0] not in ignored),
+        )
+
 
 class AddressManifest:
     """The address and the path of every tensor of a device that can be reached from some roots.
@@ -52,25 +65,34 @@ class AddressManifest:
     An address is all that is compared: a tensor at the same address with another shape or type passes.
     """
 
-    __slots__ = ("_check", "_count", "_device", "_rebinds", "_top")
+    __slots__ = ("_check", "_count", "_device", "_ignored", "_rebinds", "_top")
 
-    def __init__(self, top: Node, count: int, device: torch.device) -> None:
+    def __init__(self, top: Node, count: int, device: torch.device, ignored: frozenset[str] = frozenset()) -> None:
         self._top = top
         self._count = count
         self._device = device
+        self._ignored = ignored
         self._check: Check | None = None
         self._rebinds = 0
 
     @classmethod
-    def of(cls, roots: Mapping[str, Any], device: torch.device) -> AddressManifest:
+    def of(
+        cls, roots: Mapping[str, Any], device: torch.device, *, before: AddressManifest | None = None
+    ) -> AddressManifest:
         """The manifest of what ``roots`` holds now.
 
         Args:
             roots: Values by name, such as ``{"args": args, "kwargs": kwargs, "metadata": metadata}``.
             device: Tensors on other devices are left alone. ``cuda`` without an index is the current device.
+            before: An earlier manifest of the same roots. What has moved, come or gone since then is not state that a
+                graph relies on, and is left alone: a forward that keeps its last result in an attribute, say.
         """
         walk = Walk(torch.empty(0, device=device).device)
-        return cls(walk.run(roots), len(walk.tensors), walk.device)
+        top, count, ignored = walk.run(roots), len(walk.tensors), frozenset[str]()
+        if before is not None:
+            ignored = _difference(before._top, top).paths
+            count -= _drop(top, ignored)
+        return cls(top, count, walk.device, ignored)
 
     def __len__(self) -> int:
         """The number of tensors, each counted once."""
@@ -115,9 +137,9 @@ class AddressManifest:
 
     def compare(self, roots: Mapping[str, Any]) -> AddressDifference:
         """How the structure differs now, by a fresh walk; it sees what the fast check does not."""
-        return _difference(self._top, Walk(self._device).run(roots))
+        return self._difference(Walk(self._device).run(roots))
 
-    def check(self, roots: Mapping[str, Any], *, what: str) -> None:
+    def check(self, roots: Mapping[str, Any], *, what: str, may_grow: bool = False) -> None:
         """Refuse a structure that the graph cannot be replayed with.
 
         A structure that differs in its containers and not in its addresses is accepted, and the fast check is compiled
@@ -126,6 +148,7 @@ class AddressManifest:
         Args:
             roots: As for `of`, with the values of this replay.
             what: The graph, for the message.
+            may_grow: Accept tensors that were not there at capture: no graph can depend on them.
 
         Raises:
             AddressError: tensors are missing, added or changed; names them.
@@ -134,11 +157,19 @@ class AddressManifest:
             return
         walk = Walk(self._device)
         top = walk.run(roots)
-        if difference := _difference(self._top, top):
+        difference = self._difference(top)
+        if may_grow:
+            difference = replace(difference, added=())
+        if difference:
             raise AddressError(_message(what, difference, self._count), remedy=_REMEDY)
         if self._rebinds < _MAX_REBINDS:
             self._rebinds += 1
-            self._top, self._count, self._check = top, len(walk.tensors), None
+            self._count = len(walk.tensors) - _drop(top, self._ignored)
+            self._top, self._check = top, None
+
+    def _difference(self, top: Node) -> AddressDifference:
+        found = _difference(self._top, top)
+        return found.without(self._ignored) if self._ignored else found
 
 
 def _visit(top: Node) -> Iterator[tuple[Path, Leaf | Node]]:
@@ -151,6 +182,28 @@ def _visit(top: Node) -> Iterator[tuple[Path, Leaf | Node]]:
             yield path, child
         if isinstance(child, Node) and not entry.is_link:
             stack += [(path, inner) for inner in reversed(list(child.entries))]
+
+
+def _drop(top: Node, ignored: frozenset[str]) -> int:
+    """Take the tensors at these paths out of a tree; the number of those that it held."""
+    if not ignored:
+        return 0
+    dropped = 0
+    stack: list[tuple[Path, Node]] = [(None, top)]
+    while stack:
+        path, node = stack.pop()
+        for part in node.parts:
+            kept = []
+            for entry in part.entries:
+                here = (path, entry.step)
+                if isinstance(entry.child, Node) and not entry.is_link:
+                    stack.append((here, entry.child))
+                if isinstance(entry.child, Node) or _text(here) not in ignored:
+                    kept.append(entry)
+                elif isinstance(entry.child, Leaf):
+                    dropped += 1
+            part.entries = kept
+    return dropped
 
 
 def _difference(old: Node, new: Node) -> AddressDifference:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isqrt
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -60,11 +62,13 @@ class GraphedModel:
             self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
         )
         self.returns_nothing = False
-        self._model = model
+        self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self._state: AddressManifest | None = None
+        self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
         self._autocast = self._autocast_now()
+        self._is_traced = self.route.splitter is None
 
     def _allocate_buffers(self) -> StaticBuffers:
         tokens = self.plan.max_capture_size
@@ -82,8 +86,7 @@ class GraphedModel:
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
-        if self.config.compilation.address_policy != "off" and isinstance(self._model, torch.nn.Module):
-            self._state = AddressManifest.of({"model": self._model}, self.backend.device)
+        self._state, self._before = self._state_now(before=self._before), None
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""
@@ -97,6 +100,12 @@ class GraphedModel:
                 f"{_spoken(self._autocast_now())}",
                 remedy="Call the runner under the autocast state of its capture, or capture again under this one.",
             )
+
+    def _state_now(self, before: AddressManifest | None = None) -> AddressManifest | None:
+        """Where the model's tensors lie; None where that is not checked."""
+        if self.config.compilation.address_policy == "off" or self._holder is None:
+            return None
+        return AddressManifest.of({"model": self._holder}, self.backend.device, before=before)
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self.backend.device.type
@@ -115,7 +124,7 @@ class GraphedModel:
             )
         if self._state is None or (self.config.compilation.address_policy == "first" and key in self._checked):
             return
-        self._state.check({"model": self._model}, what=f"{mode} {descriptor}")
+        self._state.check({"model": self._holder}, what=f"{mode} {descriptor}", may_grow=True)
         self._checked.add(key)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
@@ -134,6 +143,8 @@ class GraphedModel:
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
+        if self.scope.is_open and self._before is None:  # after the first warm-up: what captures move is no state
+            self._before = self._state_now()
         return self._run(self.wrapper, mode, descriptor, tensors)
 
     def free(self) -> None:
@@ -153,6 +164,28 @@ class GraphedModel:
         descriptor: BatchDescriptor,
         tensors: Mapping[str, torch.Tensor],
     ) -> Any:
+        if not self._is_traced:
+            self._is_traced = True
+            self._trace(descriptor)
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
             return call(**{name: tensors[name] for name in self.config.inputs})
+
+    def _trace(self, descriptor: BatchDescriptor) -> None:
+        """Let the route's compiler see the model, on padding.
+
+        The number of rows is a prime: one that is equal to another dimension (the rows of a cache, say) could be taken
+        for it, and the code would hold for that size alone.
+        """
+        rows = _prime_below(self.plan.max_capture_size)
+        reqs = min(rows, self.plan.max_num_seqs)
+        self.run_eager(
+            descriptor._replace(num_tokens=rows, num_reqs=reqs, uniform=False), self.buffers.views(rows, reqs)
+        )
+
+
+def _prime_below(most: int) -> int:
+    """The largest prime below ``most``; ``most`` itself if it is 3 or less."""
+    if most <= 3:
+        return most
+    return next(n for n in range(most - 1, 1, -1) if all(n % d for d in range(2, isqrt(n) + 1)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from cgplan.config import CompilationConfig, Config
 from cgplan.errors import BackendError, CaptureError, CgplanError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning import build_plan
+from cgplan.runtime.partition import PartitionedForward, compile_for_all_sizes
 from cgplan.runtime.splitting import Piece, split_graph
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
@@ -30,8 +32,11 @@ class PiecewiseBackend:
             once, for all sizes.
         backend: Device of the graphs; chosen as for ``auto`` if absent.
         address_check: See ``compilation.address_check``.
+        partition: See ``compilation.use_inductor_graph_partition``.
+        max_rows: Largest number of rows that the trace will be run with; any if absent.
 
     Attributes:
+        is_bounded: Whether the trace does not hold beyond ``max_rows``.
         pieces: Of each graph that was traced, in order.
         compilations: How many distinct segments inductor compiled.
     """
@@ -42,9 +47,14 @@ class PiecewiseBackend:
         compiler: Compiler = "eager",
         backend: GraphBackend | None = None,
         address_check: Literal["off", "first", "always"] = "first",
+        partition: bool = False,
+        max_rows: int | None = None,
     ) -> None:
         self.splitting_ops = splitting_ops
         self.compiler = compiler
+        self.partition = partition
+        self.max_rows = max_rows
+        self.is_bounded = False
         self.address_check = address_check
         self.backend = backend or select_backend()
         self.pieces: list[tuple[Piece, ...]] = []
@@ -62,7 +72,13 @@ class PiecewiseBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002
         """Split and wrap; Dynamo calls this once for each graph."""
-        _refuse_branches_on_size()
+        self.is_bounded = _refuse_branches_on_size(self.max_rows)
+        forward = self._partitioned(gm) if self.partition else self._split(gm)
+        if self.max_rows is not None:  # whose guards are not kept; inductor may have added some
+            self.is_bounded = _refuse_branches_on_size(self.max_rows)
+        return forward
+
+    def _split(self, gm: fx.GraphModule) -> Callable[..., Any]:
         split, pieces = split_graph(gm, self.splitting_ops)
         self.pieces.append(pieces)
         fresh = _made_by_eager_pieces(split, pieces)
@@ -79,17 +95,18 @@ class PiecewiseBackend:
             split.__dict__[piece.name] = runnable
         return split.forward
 
+    def _partitioned(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        forward = PartitionedForward(self.backend, CUDAGraphOptions(address_check=self.address_check))
+        forward.compile(gm, self.splitting_ops)
+        self.compiled[gm] = forward
+        self.pieces.append(forward.pieces(gm, self.splitting_ops))
+        return forward
+
     def _compile(self, module: fx.GraphModule) -> Callable[..., Any]:
         key = _structure(module)
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            inputs = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
-            compiled = torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_tracing_context")
-            self.compiled[key] = compiled
-        (output,) = (node for node in module.graph.nodes if node.op == "output")
-        if isinstance(output.args[0], tuple | list):
-            return compiled
-        return lambda *args: compiled(*args)[0]
+        if key not in self.compiled:
+            self.compiled[key] = compile_for_all_sizes(module)
+        return self.compiled[key]
 
 
 def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -113,21 +130,31 @@ class _Ambient:
 class PiecewiseModel:
     """A model whose PIECEWISE segments are captured; called with the declared inputs by name.
 
-    Dynamo traces at the first call, with a dynamic number of rows, and never again: its guards are skipped
-    afterwards, which is safe because a forward that branches on the number of rows is refused at the trace, and grad,
-    inference and autocast state are compared here. The model's Python attributes are frozen by the trace.
+    Dynamo traces at the first call, with a dynamic number of rows, and never again: none of its guards is kept,
+    which is safe because a forward that branches on the number of rows is refused at the trace, and grad, inference
+    and autocast state are compared here. The model's Python attributes are frozen by the trace. Where the forward only
+    holds up to the largest capture size (it checks a maximum, say), larger batches run its own code.
 
     Attributes:
         backend: Holds the pieces.
     """
 
-    def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend) -> None:
+    def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend, max_tokens: int) -> None:
         compilation: CompilationConfig = config.compilation
-        self.backend = PiecewiseBackend(
-            compilation.splitting_ops, compilation.compiler, backend, compilation.address_policy
-        )
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
-        self._compiled = torch.compile(model, backend=self.backend, fullgraph=True)
+        reqs = min(max_tokens, config.scheduler.max_num_seqs)
+        sizes = [config.inputs[name].dims[dim].size(max_tokens, reqs) for name, dim in self._rows.items()]
+        self.backend = PiecewiseBackend(
+            compilation.splitting_ops,
+            compilation.compiler,
+            backend,
+            compilation.address_policy,
+            compilation.use_inductor_graph_partition,
+            max(sizes, default=0),
+        )
+        self._compiled = torch.compile(
+            model, backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
+        )
         self._model = model
         self._ambient: _Ambient | None = None
         self._device = backend.device.type
@@ -135,6 +162,8 @@ class PiecewiseModel:
     def __call__(self, **inputs: torch.Tensor) -> Any:
         """Run the model; wrapped segments capture or replay as the forward context says."""
         if torch._C._len_torch_dispatch_stack():  # a tape records, or somebody looks: operators, not compiled code
+            return self._model(**inputs)
+        if self.backend.is_bounded and self._is_larger(inputs):
             return self._model(**inputs)
         now = _Ambient.now(self._device)
         if self._ambient is None:
@@ -146,8 +175,11 @@ class PiecewiseModel:
                 f"the model was traced under {self._ambient} and is run under {now}",
                 remedy="Call the runner under the grad, inference and autocast state of its capture.",
             )
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-            return self._compiled(**inputs)
+        return self._compiled(**inputs)
+
+    def _is_larger(self, inputs: Mapping[str, torch.Tensor]) -> bool:
+        most = self.backend.max_rows or 0
+        return any(inputs[name].shape[dim] > most for name, dim in self._rows.items())
 
     def _trace(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         for name, dim in self._rows.items():
@@ -179,7 +211,7 @@ class PiecewiseModel:
 
 
 def compile_piecewise(
-    model: Callable[..., Any], config: Config, *, backend: GraphBackend | None = None
+    model: Callable[..., Any], config: Config, *, backend: GraphBackend | None = None, max_tokens: int | None = None
 ) -> PiecewiseModel:
     """A model that is split at ``compilation.splitting_ops`` when it is first called.
 
@@ -187,12 +219,18 @@ def compile_piecewise(
         model: Any callable or nn.Module that Dynamo can trace as one graph.
         config: Its inputs say which dimensions count rows; its compilation says where to split and how to compile.
         backend: Device of the graphs; chosen by ``config.device`` if absent.
+        max_tokens: Largest capture size; that of ``build_plan(config)`` if absent.
 
     Raises:
         ConfigError: at the first call, for a splitting op that does not occur.
         CaptureError: at the first call, where the model cannot be traced, or branches on the number of rows.
     """
-    return PiecewiseModel(model, config, backend or select_backend(config.device))
+    most = build_plan(config).max_capture_size if max_tokens is None else max_tokens
+    return PiecewiseModel(model, config, backend or select_backend(config.device), most)
+
+
+def _no_guards(guards: Sequence[Any]) -> list[bool]:
+    return [False] * len(guards)
 
 
 def _made_by_eager_pieces(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
@@ -226,26 +264,36 @@ def _structure(module: fx.GraphModule) -> Any:
     return tuple(parts)
 
 
-def _refuse_branches_on_size() -> None:
-    """Raise CaptureError if the trace went one of several ways because of the number of rows."""
-    context = torch._guards.TracingContext.try_get()
+def _refuse_branches_on_size(max_rows: int | None) -> bool:
+    """Raise CaptureError if the trace went one of several ways because of the number of rows.
+
+    A condition that all sizes up to ``max_rows`` fulfil (a check of a maximum, say) is none; True if there are such.
+    """
+    context, bounded = torch._guards.TracingContext.try_get(), False
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
-        return
+        return False
     for guard in context.fake_mode.shape_env.guards:
         expression = guard.expr
         if getattr(expression, "rel_op", "") == "==" and all(side.is_symbol for side in expression.args):
             continue  # two inputs of one batch
-        if expression.free_symbols and not _holds_from_two_on(expression):
+        if not expression.free_symbols or _holds(expression, _SAMPLES):
+            continue
+        if max_rows is None or not _holds(expression, range(2, max_rows + 1)):
             raise CaptureError(
                 f"the model's Python code depends on the number of rows ({expression}), at {guard.sloc}",
                 remedy="Other sizes would take another way. Avoid the branch, or use compilation.splitting_modules.",
             )
+        bounded = True
+    return bounded
 
 
-def _holds_from_two_on(expression: Any) -> bool:
-    """Whether a condition on one symbol is true for every size that is not 0 or 1, which Dynamo treats apart."""
+_SAMPLES = (2, 3, 4, 5, 7, 8, 63, 64, 65, 1 << 20)
+
+
+def _holds(expression: Any, sizes: Iterable[int]) -> bool:
+    """Whether a condition on one symbol is true for these sizes; 0 and 1 Dynamo treats apart."""
     (symbol, *others) = expression.free_symbols
-    return not others and all(bool(expression.subs(symbol, n)) for n in (2, 3, 4, 5, 7, 8, 63, 64, 65, 1 << 20))
+    return not others and all(bool(expression.subs(symbol, n)) for n in sizes)
 
 
 def _user_line(error: BaseException) -> str:

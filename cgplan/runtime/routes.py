@@ -79,7 +79,7 @@ def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend:
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
-        compiled = compile_piecewise(model, config, backend=backend)
+        compiled = compile_piecewise(model, config, backend=backend, max_tokens=plan.max_capture_size)
         return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
     if not piecewise or name == "wrappers":
         return SplitRoute("wrappers" if piecewise else "full", model)

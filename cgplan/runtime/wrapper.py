@@ -157,14 +157,18 @@ class CUDAGraphWrapper:
         self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
         """(graph, output, slots of the copied arguments) of one call."""
-        graph, given = self.backend.new_graph(pool), list(args)
+        graph, given, copied = self.backend.new_graph(pool), list(args), self._copied_arguments(args, pool)
         with self.backend.capturing(graph):
             with torch.inference_mode(False):  # else they could be filled only there
-                slots = {i: self.backend.slot(args[i]) for i in self.options.copied_arguments}
+                slots = {i: self.backend.slot(args[i]) for i in copied}
             for i, slot in slots.items():
                 given[i] = slot
             output = self.runnable(*given, **kwargs)
         return graph, output, slots
+
+    def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """Positions of the arguments that may lie elsewhere on the next call."""
+        return self.options.copied_arguments
 
     def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
@@ -223,7 +227,8 @@ class CUDAGraphWrapper:
         kept = output
         if self.options.borrow_outputs:
             kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
-        slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
+        with torch.inference_mode(False):  # as in _record
+            slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, scope, *self._parts(graph))
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)

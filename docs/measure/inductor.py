@@ -1,0 +1,75 @@
+"""compiler: inductor under FULL graphs against torch.compile(mode="reduce-overhead"), on the same model.
+
+    python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32 [--partition]
+
+Both run the same batches in one process. Device time is time per call when calls are queued behind one another, host
+time that of a call on an idle device until it returned; medians. With --partition inductor cuts the forward itself.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+from cgplan.config import read_config
+from cgplan.graphs import select_backend
+from cgplan.graphs.buffers import example_batch
+from cgplan.models.loading import load_model
+from cgplan.planning import build_plan
+from cgplan.runtime.session import CaptureSession
+
+REPEATS = 50
+
+
+def measure(backend, call):
+    """Microseconds of the device and of the host for one call."""
+    for _ in range(5):
+        call()
+    device = statistics.median(backend.time_calls(call, REPEATS, queued=True)[0])
+    return device, statistics.median(backend.time_calls(call, REPEATS)[1])
+
+
+def main(path, sizes, partition):
+    overrides = ["compilation.compiler=inductor", "compilation.cudagraph_mode=FULL"]
+    if partition:
+        overrides.append("compilation.use_inductor_graph_partition=true")
+    loaded = read_config(path, overrides)
+    config = loaded.config
+    backend = select_backend(config.device)
+    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    start = time.perf_counter()
+    runner = CaptureSession(build_plan(config), built.forward, backend, config).run()
+    seconds, records = time.perf_counter() - start, runner.report.records
+    compiled = runner._graphed.route.splitter.compilations
+    print(f"{runner.report.environment.device}, torch {torch.__version__}; {path}")
+    print(f"cgplan: {len(records)} sizes, {compiled} compilations for all of them, {seconds:.1f} s with captures")
+    print("tokens                  device us   host us   first call s   largest difference to eager")
+    for size in sizes:
+        inputs = example_batch({**config.inputs, **config.metadata}, size, size, backend.device)
+        eager = runner.run_eagerly(padded=False, **inputs).clone()
+        found = (runner(**inputs) - built.forward(**inputs)).abs().max().item()
+        device, host = measure(backend, lambda i=inputs: runner(**i))
+        print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{found:16.4f}")
+        torch._dynamo.reset()
+        peer = torch.compile(built.forward, mode="reduce-overhead", dynamic=False)
+        start = time.perf_counter()
+        for _ in range(3):  # it records at the second call, and replays from the third on
+            torch.compiler.cudagraph_mark_step_begin()
+            answer = peer(**inputs)
+        torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        worst = (answer - eager).abs().max().item()
+
+        def step(call=peer, batch=inputs):
+            torch.compiler.cudagraph_mark_step_begin()
+            return call(**batch)
+
+        peer_device, peer_host = measure(backend, step)
+        print(f"{size:6} reduce-overhead{peer_device:11.0f}{peer_host:10.1f}{first:15.1f}{worst:16.4f}")
+        print(f"{size:6} ratio         {device / peer_device:12.2f}{host / peer_host:10.2f}")
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main(sys.argv[1], [int(a) for a in sys.argv[2:] if a.isdigit()], "--partition" in sys.argv)

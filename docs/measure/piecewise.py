@@ -1,0 +1,111 @@
+"""What a PIECEWISE step costs the host beyond its eager pieces, and the device, beside FULL and eager.
+
+    python docs/measure/piecewise.py configs/decoder_0_6b.yaml [--set KEY=VALUE ...]
+
+Host time is that of a call on an idle device until it returned; the eager pieces are timed inside of it by themselves.
+Device time is time per call when calls are queued behind one another.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from cgplan.config import read_config
+from cgplan.graphs import select_backend
+from cgplan.graphs.buffers import example_batch
+from cgplan.models.loading import load_model
+from cgplan.planning import build_plan
+from cgplan.runtime.eager_pieces import EagerPiece
+from cgplan.runtime.piecewise import PiecewiseBackend
+from cgplan.runtime.session import CaptureSession
+
+REPEATS = 50
+spent = [0, 0]  # nanoseconds inside eager pieces, and their number
+
+
+def timed(function):
+    def call(*args, **kwargs):
+        start = time.perf_counter_ns()
+        result = function(*args, **kwargs)
+        spent[0] += time.perf_counter_ns() - start
+        spent[1] += 1
+        return result
+
+    return call
+
+
+def watch_eager_pieces():
+    """Time each eager piece of both routes."""
+    split, first_run = PiecewiseBackend.__call__, EagerPiece.first_run
+
+    def watched_split(self, gm, inputs):
+        forward = split(self, gm, inputs)
+        for piece in self.pieces[-1]:
+            if piece.eager:
+                vars(forward.__self__)[piece.name] = timed(vars(forward.__self__)[piece.name])
+        return forward
+
+    def watched_run(self, args, kwargs):
+        self._function = timed(self._function)
+        return first_run(self, args, kwargs)
+
+    PiecewiseBackend.__call__, EagerPiece.first_run = watched_split, watched_run
+
+
+def host(backend, call):
+    """Medians over calls on an idle device: microseconds of a call, and of its eager pieces; number of pieces."""
+    whole, inside = [], []
+    for _ in range(REPEATS):
+        backend.synchronize()
+        spent[:] = 0, 0
+        start = time.perf_counter_ns()
+        call()
+        whole.append((time.perf_counter_ns() - start) / 1e3)
+        inside.append(spent[0] / 1e3)
+    return statistics.median(whole), statistics.median(inside), spent[1]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 64, 256])
+    options = parser.parse_args()
+    loaded = read_config(options.config, options.set)
+    config = loaded.config
+    backend = select_backend(config.device)
+    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    watch_eager_pieces()
+    start = time.perf_counter()
+    runner = CaptureSession(build_plan(config), built.forward, backend, config).run()
+    report = runner.report
+    seconds = time.perf_counter() - start
+    one = report.records[0]
+    print(f"{report.environment.device}, torch {report.environment.torch}: {options.config} {' '.join(options.set)}")
+    print(
+        f"{len(report.records)} keys, {one.graphs} segments and {one.nodes} nodes each; session {seconds:.2f} s, "
+        f"captures {report.capture_seconds:.2f} s, warm-ups {report.warmup_seconds:.2f} s, "
+        f"{report.total_bytes / 2**20:.0f} MiB"
+    )
+    print("tokens  mode        host us  in eager pieces  per segment beyond them  device us  eager host us  device us")
+    for size in options.sizes:
+        inputs = example_batch({**config.inputs, **config.metadata}, size, size, backend.device)
+        call, eager = (lambda i=inputs: runner(**i)), (lambda i=inputs: runner.run_eagerly(padded=False, **i))
+        call(), eager()
+        mode = runner.route(inputs).mode
+        whole, inside, pieces = host(backend, call)
+        queued = statistics.median(backend.time_calls(call, REPEATS, queued=True)[0])
+        eager_host = host(backend, eager)[0]
+        eager_device = statistics.median(backend.time_calls(eager, REPEATS, queued=True)[0])
+        each = (whole - inside) / (pieces + 1)
+        print(
+            f"{size:6}  {mode!s:10}{whole:9.0f}{inside:17.0f}{each:25.2f}{queued:11.0f}"
+            f"{eager_host:15.0f}{eager_device:11.0f}"
+        )
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
