@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import cgplan
 from cgplan.errors import BackendError, CaptureError, HostSyncError
 from cgplan.graphs import GraphBackend, select_backend
-from cgplan.graphs.host_sync import find_host_sync
+from cgplan.graphs.host_sync import blamed_line, find_host_sync
 from cgplan.graphs.tape import TapeBackend
 from cgplan.graphs.tape_pool import ALIGNMENT, TapePool
 
@@ -358,29 +358,43 @@ def test_a_capture_leaves_another_graphs_output_alone(backend: GraphBackend) -> 
     same(held, torch.full_like(held, 3))
 
 
-def test_a_capture_leaves_the_random_state_alone() -> None:
-    backend = TapeBackend()
-    state = torch.get_rng_state()
-    capture(backend, lambda: torch.rand(5), warmups=0)
-    same(torch.get_rng_state(), state)
+def random_state(backend: GraphBackend) -> Tensor:
+    return torch.cuda.get_rng_state() if backend.device.type == "cuda" else torch.get_rng_state()
+
+
+def draws(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.rand_like(x), F.dropout(x, 0.5), torch.empty_like(x).normal_(), torch.bernoulli(x / 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_the_random_state_alone(backend: GraphBackend, fails: bool) -> None:
+    """A capture runs nothing, so it draws no numbers; nor does one that fails after it has recorded some."""
+    x = torch.ones(256, device=backend.device)
+    state = random_state(backend)
+    if fails:
+        with pytest.raises((RuntimeError, HostSyncError)):
+            capture(backend, lambda: draws(x)[0].sum().item(), warmups=0)
+    else:
+        capture(backend, lambda: draws(x), warmups=0)
+    same(random_state(backend), state)
 
 
 def test_random_numbers_are_fresh_on_each_replay(backend: GraphBackend) -> None:
+    """A seed gives the numbers that it gives eagerly, whichever of replays and eager calls they are drawn by."""
     x = torch.ones(256, device=backend.device)
-    graph, outs = capture(
-        backend,
-        lambda: (torch.rand_like(x), F.dropout(x, 0.5), torch.empty_like(x).normal_(), torch.bernoulli(x / 2)),
-    )
     torch.manual_seed(5)
-    runs = []
-    for _ in range(3):
-        backend.replay(graph)
-        runs.append([t.clone() for t in outs])
-    for one, other in itertools.combinations(runs, 2):
+    eager = [draws(x) for _ in range(4)]
+    after = random_state(backend)
+    for one, other in itertools.combinations(eager, 2):
         assert all(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    torch.manual_seed(5)
-    backend.replay(graph)
-    same(list(outs), runs[0])
+    graph, outs = capture(backend, lambda: draws(x))
+    for replayed in ({0, 1, 2, 3}, {1, 2}):
+        torch.manual_seed(5)
+        for step, wanted in enumerate(eager):
+            if step in replayed:
+                backend.replay(graph)
+            same(outs if step in replayed else draws(x), wanted)
+        same(random_state(backend), after)
 
 
 # --- hazards, reproduced --------------------------------------------------------------------------------------
@@ -949,6 +963,26 @@ def test_a_user_line_inside_torchs_neighbours_is_a_user_line(tmp_path: Any) -> N
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         space["forward"]()
     assert f"{neighbour}:2" in raising_line(caught.value.__traceback__)
+
+
+def test_a_line_of_traced_code_is_the_users_line_that_it_came_from() -> None:
+    def inner(x: Tensor, table: Tensor) -> Tensor:
+        return table[(x.abs() + 7).long()]  # row 7 of 2
+
+    def forward(x: Tensor) -> Tensor:
+        y = F.relu(x) + 1
+        return inner(y, x.new_zeros(2)) * 2
+
+    def generated(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        assert gm.code  # until somebody asks for it there is none
+        return gm.forward
+
+    torch._dynamo.reset()
+    with pytest.raises(IndexError) as caught:
+        torch.compile(forward, backend=generated, fullgraph=True)(torch.ones(3))
+    assert f"{__file__}:" in blamed_line(caught.value.__traceback__)
+    assert "# row 7 of 2" in blamed_line(caught.value.__traceback__)
+    torch._dynamo.reset()
 
 
 # --- the tape's pool ------------------------------------------------------------------------------------------

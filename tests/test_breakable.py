@@ -18,9 +18,17 @@ import torch
 from checks import same
 from torch import Tensor, nn
 
-from cgplan.config import Input, validate_config
+from cgplan.config import Config, Input, validate_config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, SealedError
+from cgplan.errors import (
+    AddressError,
+    CaptureError,
+    CgplanError,
+    ConfigError,
+    HostSyncError,
+    ModelError,
+    SealedError,
+)
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.host_sync import find_host_sync
 from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
@@ -29,6 +37,7 @@ from cgplan.planning import build_plan
 from cgplan.runtime.breakable import BreakableCUDAGraphCapture, Segment, eager_break_during_capture
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, break_at_modules
 from cgplan.runtime.context import current_forward_context, forward_context, get_forward_context
+from cgplan.runtime.describe import describe_split
 from cgplan.runtime.eager_pieces import EagerPiece
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.runner import GraphRunner
@@ -352,6 +361,29 @@ def test_methods_and_state(backend: GraphBackend) -> None:
             same(model.count, other.count)
 
 
+def test_random_numbers_are_those_of_eager_calls(backend: GraphBackend) -> None:
+    """One forward's for the capture, and one more forward's for each replay, in segments and in pieces."""
+
+    @eager_break_during_capture
+    def noisy(x: Tensor) -> Tensor:
+        return doubled(x) + torch.rand_like(x)
+
+    def forward() -> Tensor:
+        return noisy(x + torch.rand_like(x)) * torch.rand_like(x)
+
+    x = randn(backend, 64, 64)
+    with backend.session(), torch.no_grad():
+        torch.manual_seed(3)
+        eager = [forward() for _ in range(3)]
+        torch.manual_seed(3)
+        with BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+            output = forward()
+        same(output, eager[0])
+        for wanted in eager[1:]:
+            made.replay()
+            same(output, wanted)
+
+
 def test_the_decorator_keeps_the_function(backend: GraphBackend) -> None:
     assert str(inspect.signature(add_in_place)) == "(x: 'Tensor', value: 'float' = 1.0) -> 'None'"
     assert (doubled.__name__, doubled.__doc__) == ("doubled", doubled.__wrapped__.__doc__)
@@ -451,7 +483,7 @@ def test_one_capture_at_a_time_in_each_thread(backend: GraphBackend) -> None:
 def test_a_capture_is_used_once_and_replays_until_it_is_reset(backend: GraphBackend) -> None:
     x, pool = randn(backend, 256, 1024), backend.new_pool()
     fresh = BreakableCUDAGraphCapture(backend, pool)
-    for call in (fresh.replay, lambda: fresh.add_eager(doubled, x)):
+    for call in (fresh.replay, lambda: fresh.add_eager(doubled, x), lambda: fresh.new_slot(x)):
         with pytest.raises(CaptureError):
             call()
     made, y = capture(backend, lambda: doubled(x * 2) + 1, pool)
@@ -953,6 +985,49 @@ def test_a_call_that_captures_runs_the_forward_once(backend: GraphBackend) -> No
             same(model.count, other.count)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_wrapper_copies_arguments_that_may_lie_anywhere(backend: GraphBackend, inference: bool) -> None:
+    """Segments and eager pieces alike read them from memory that each replay fills."""
+
+    def first_in_a_segment(x: Tensor, y: Tensor) -> Tensor:
+        return doubled(x * 2) + y
+
+    def first_in_a_piece(x: Tensor, y: Tensor) -> Tensor:
+        return doubled(doubled(x)) + x * y
+
+    def in_a_piece_alone(x: Tensor, y: Tensor) -> Tensor:
+        return doubled(x) + y
+
+    def in_no_segment(x: Tensor, y: Tensor) -> Tensor:
+        return doubled(x)
+
+    def handed_back(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.t()
+
+    def written_to(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        add_in_place(x)
+        return x + y
+
+    forwards = (first_in_a_segment, first_in_a_piece, in_a_piece_alone, in_no_segment, handed_back, written_to)
+    pool, y = backend.new_pool(), randn(backend, 64, 64)
+    options = CUDAGraphOptions(copied_arguments=(0,), num_of_warmups=0)  # a warm-up would write to the caller's tensor
+    wrappers = [BreakableCUDAGraphWrapper(f, backend=backend, pool=pool, options=options) for f in forwards]
+    plain = BreakableCUDAGraphWrapper(first_in_a_segment, backend=backend, pool=pool)
+    held = [randn(backend, 64, 64, seed=seed) for seed in range(4)]  # all at once, so that each lies elsewhere
+    with torch.inference_mode(inference), torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(64)):
+        for step in range(8):
+            y.copy_(randn(backend, 64, 64, seed=100 + step))
+            for wrapper, forward in zip(wrappers, forwards, strict=True):
+                x = held[step % 4]
+                found = wrapper(x, y)
+                same(found, forward(x.clone(), y))
+                same(x, randn(backend, 64, 64, seed=step % 4))
+        plain(held[0], y)
+        with pytest.raises(AddressError, match=r"args\[0\]"):
+            plain(held[1], y)
+
+
 def test_key_fn_adds_to_the_key(backend: GraphBackend) -> None:
     def forward(x: Tensor, flag: bool) -> Tensor:
         return doubled(x * 2) + 1 if flag else doubled(x) - 1
@@ -1163,6 +1238,61 @@ def test_a_pattern_that_matches_nothing(pattern: str, hint: str | None) -> None:
 def test_breaks_need_a_module() -> None:
     with pytest.raises(ConfigError, match="the model is a function"):
         break_at_modules(lambda x: x, ["*"])  # type: ignore[arg-type]
+
+
+# --- what ends up where, before any capture ------------------------------------------------------------------
+
+
+def splitting(backend: GraphBackend, mode: str = "PIECEWISE", **compilation: Any) -> Config:
+    return validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8], **compilation},
+            "device": backend.device.type,
+        }
+    )
+
+
+@pytest.mark.parametrize("way", [{"splitting_ops": ["aten::softmax"]}, {"splitting_modules": ["layers.*.mix"]}])
+def test_a_split_is_described_as_the_session_reports_it(backend: GraphBackend, way: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model = Broken().to(backend.device).eval()
+    config, before = splitting(backend, **way), backend.memory().reserved
+    found = describe_split(model, config, backend)
+    assert found is not None
+    if "splitting_ops" in way:
+        assert (found.route, found.segments, found.eager_pieces) == ("ops", 3, 2)
+        assert found.eager == {"aten::softmax": 2}
+        assert found.captured == {"aten::linear": 4}
+    else:
+        assert (found.route, found.segments, found.eager_pieces) == ("modules", None, None)
+        assert found.eager == {"layers.0.mix": 1, "layers.1.mix": 1}
+        assert model.layers[0]["mix"].eager_runs == 0, "nothing runs"
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert backend.memory().reserved <= before + 2 * MIB
+    assert describe_split(model, splitting(backend, compiler="inductor", **way), backend) == found
+    torch._dynamo.reset()
+    assert CaptureSession(build_plan(config), model, backend, config).run().report.split == found
+    torch._dynamo.reset()
+
+
+def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:
+    torch._dynamo.reset()
+    model, softmax = Broken().to(backend.device).eval(), splitting(backend, splitting_ops=["aten::softmax"])
+    before = backend.memory().reserved
+    assert describe_split(model, splitting(backend, "FULL"), backend) is None
+    with pytest.raises(ConfigError, match="'aten::topk' does not occur"):
+        describe_split(model, splitting(backend, splitting_ops=["aten::topk"]), backend)
+    with pytest.raises(ConfigError, match="no submodule matches"):
+        describe_split(model, splitting(backend, splitting_modules=["layer.*"]), backend)
+    torch._dynamo.reset()
+    with pytest.raises(CaptureError, match="depends on the number of rows"):
+        describe_split(lambda x: x.softmax(1) if len(x) > 4 else x, softmax, backend)
+    torch._dynamo.reset()
+    with pytest.raises(ModelError, match="unexpected keyword argument 'x'"):
+        describe_split(lambda y: y.softmax(1), softmax, backend)
+    assert backend.memory().reserved <= before + 2 * MIB
+    torch._dynamo.reset()
 
 
 # --- the reference decoder ------------------------------------------------------------------------------------

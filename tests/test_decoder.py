@@ -15,6 +15,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError, InputError, ModelError
 from cgplan.models import attention
 from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
+from cgplan.models.layers import Projection, add_lora
 from cgplan.runtime.context import forward_context
 
 SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "head_dim": 16, "block_size": 4, "num_blocks": 64}
@@ -337,6 +338,40 @@ def test_mixed_adapters_equal_a_loop_over_requests() -> None:
         start += count
 
 
+def merged(model: Decoder, slot: int) -> Decoder:
+    """The decoder without LoRA whose weights have the slot's adapter in them; slot -1: none."""
+    other = build(**{**vars(model.config), "max_loras": 0}).to(model.norm.weight.dtype)
+    other.load_state_dict(model.state_dict())
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
+    for name, projection in adapted.items() if slot >= 0 else ():
+        other.get_submodule(name).weight += projection.lora_b[slot].T @ projection.lora_a[slot]
+    return other
+
+
+def test_mixed_adapters_equal_weights_with_the_adapter_in_them() -> None:
+    model = build(**SMALL, max_loras=5, lora_rank=4).double()
+    model.load_lora(3, {})
+    queries, adapters = [3, 2, 4, 1, 2, 1], [0, 2, -1, 4, 0, 3]
+    batch = example_batch(model, [0] * 6, queries, num_tokens=16, num_reqs=8)
+    ids = torch.tensor(adapters).repeat_interleave(torch.tensor(queries)).tolist()
+    together, start = lora_run(model, batch, [*ids, -1, -1, -1]), 0
+    for count, adapter in zip(queries, adapters, strict=True):
+        rows, other = slice(start, start + count), merged(model, adapter)
+        alone = example_batch(other, [0], [count])._replace(input_ids=batch.input_ids[rows])
+        torch.testing.assert_close(together[rows], run(other, alone), rtol=1e-10, atol=1e-12)
+        base = run(merged(model, -1), alone)
+        assert torch.allclose(together[rows], base, atol=1e-3) == (adapter in (-1, 3))
+        start += count
+
+
+def project(projection: Projection, x: Tensor, ids: list[int] | Tensor | None) -> Tensor:
+    """One projection in a context with these adapters; None: in a batch without LoRA."""
+    descriptor = BatchDescriptor(len(x), has_lora=ids is not None, num_active_loras=int(ids is not None))
+    metadata = {} if ids is None else {"lora_ids": torch.as_tensor(ids)}
+    with forward_context(descriptor=descriptor, metadata=metadata):
+        return projection(x)
+
+
 def test_adapters_are_loaded_in_place() -> None:
     model = build(**SMALL, max_loras=2, lora_rank=4)
     projection = model.layers[0].self_attn.q_proj
@@ -344,12 +379,77 @@ def test_adapters_are_loaded_in_place() -> None:
     a, b = torch.randn(2, 48), torch.randn(64, 2)
     model.load_lora(1, {"layers.0.self_attn.q_proj.lora_A": a, "layers.0.self_attn.q_proj.lora_B": b})
     x = torch.randn(1, 48)
-    torch.testing.assert_close(projection(x, torch.tensor([1])), x @ (projection.weight + b @ a).T)
+    torch.testing.assert_close(project(projection, x, [1]), x @ (projection.weight + b @ a).T)
     assert not model.layers[1].mlp.up_proj.lora_a[1].any()  # not named: no adapter
     model.remove_lora(1)
-    assert torch.equal(projection(x, torch.tensor([1])), projection(x, None))
+    assert torch.equal(project(projection, x, [1]), project(projection, x, None))
     assert projection.lora_a.data_ptr() == address
-    assert not projection.lora_a[-1].any()
+
+
+def test_rows_of_other_adapters_and_padding_do_not_matter() -> None:
+    """Exactly, whatever stands in them: NaN in a padding row, values that overflow in an adapter of another row."""
+    projection = build(**SMALL, max_loras=3, lora_rank=4, dtype="float16").layers[0].mlp.up_proj
+    x = torch.randn(5, 48).half()
+    expected = project(projection, x, [0, -1, 1, 0, -1])
+    assert torch.equal(expected[[1, 4]], project(projection, x, None)[[1, 4]])
+    projection.lora_a[2].fill_(60000)
+    projection.lora_b[2].fill_(60000)
+    x[4] = float("nan")
+    found = project(projection, x, [0, -1, 1, 0, -1])
+    assert torch.equal(found[:4], expected[:4])
+    assert torch.equal(project(projection, x, [0, 3, 1, 0, 99])[:4], expected[:4])  # numbers of no slot: no adapter
+    assert found[4].isnan().all()
+    assert not project(projection, x, [2] * 5).isfinite().any()
+
+
+def test_what_lora_launches() -> None:
+    model = build(**SMALL, max_loras=3, lora_rank=4)
+    projection = model.layers[0].mlp.up_proj
+    x, y = torch.randn(4, 48), torch.zeros(4, 256)
+    counts = []
+    for has_lora in (False, True):
+        metadata, descriptor = {"lora_ids": torch.tensor([0, -1, 2, 0])}, BatchDescriptor(4, has_lora=has_lora)
+        with forward_context(descriptor=descriptor, metadata=metadata):
+            for _ in range(2):
+                with Recorder() as inside:
+                    add_lora(x, projection.lora_a, projection.lora_b, y)
+                counts.append([name.removeprefix("aten.").partition(".")[0] for name in inside.names])
+    assert counts[:2] == [[], []]
+    views = {"view", "t", "unsqueeze", "transpose", "permute", "select", "slice", "alias", "detach"}
+    first, second = ([name for name in names if name not in views] for names in counts[2:])
+    assert second == ["mm", "masked_fill_", "addmm_"]
+    assert len(first) == len(second) + 2, "which rows have which adapter is worked out once in a forward"
+
+
+def test_lora_under_autocast() -> None:
+    projection = build(**SMALL, max_loras=2, lora_rank=4).layers[0].mlp.up_proj
+    x = torch.randn(3, 48)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = project(projection, x, [0, -1, 1])
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), project(projection, x, [0, -1, 1]), rtol=5e-2, atol=5e-2)
+
+
+def test_a_traced_forward_takes_the_adapters_of_each_batch() -> None:
+    model = build(**SMALL, max_loras=3, lora_rank=4)
+    batch = example_batch(model, [0, 0], [3, 2])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for ids in (None, [0, 0, 0, -1, 2], [-1, 1, 1, 0, 0], None):
+        changed = batch if ids is None else metadata_of(batch, lora_ids=torch.tensor(ids))
+        descriptor = BatchDescriptor(5, has_lora=ids is not None)
+        with forward_context(descriptor=descriptor, metadata=changed.metadata):
+            found = compiled(batch.input_ids, batch.positions)
+        torch.testing.assert_close(found, run(model, changed, descriptor))
+    torch._dynamo.reset()
+
+
+def test_lora_operator_passes_opcheck() -> None:
+    given = torch.randn(3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 6), torch.randn(3, 6)
+    for has_lora in (False, True):
+        descriptor = BatchDescriptor(3, has_lora=has_lora)
+        with forward_context(descriptor=descriptor, metadata={"lora_ids": torch.tensor([1, -1, 0])}):
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(torch.ops.cgplan.add_lora.default, given, test_utils=tests)
 
 
 def test_lora_mistakes() -> None:
@@ -363,10 +463,19 @@ def test_lora_mistakes() -> None:
     for wrong in ({"lora_A": (2, 48)}, {"lora_A": (3, 48), "lora_B": (64, 3)}, {"lora_A": (2, 48), "lora_B": (64, 1)}):
         with pytest.raises(ModelError, match="has shapes"):
             model.load_lora(0, {f"{q_proj}.{part}": torch.zeros(shape) for part, shape in wrong.items()})
+    for value, dtype in ((float("nan"), torch.float32), (1e5, torch.float16)):
+        half = build(**SMALL, max_loras=1, lora_rank=2).to(dtype)
+        adapter = {f"{q_proj}.lora_A": torch.zeros(2, 48), f"{q_proj}.lora_B": torch.full((64, 2), value)}
+        with pytest.raises(ModelError, match=f"not finite in {dtype}"):
+            half.load_lora(0, adapter)
     batch = example_batch(model, [0], [3])
+    with pytest.raises(InputError, match=r"`lora_ids` has shape \[2\]"):
+        run(model, metadata_of(batch, lora_ids=torch.tensor([0, 0])), BatchDescriptor(3, has_lora=True))
     del batch.metadata["lora_ids"]
-    with pytest.raises(InputError, match="no `lora_ids`"):
+    with pytest.raises(InputError, match="`lora_ids` is missing"):
         run(model, batch, BatchDescriptor(3, has_lora=True))
+    with pytest.raises(CgplanError, match="no forward context"):
+        model.layers[0].mlp.up_proj(torch.zeros(3, 48))
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------

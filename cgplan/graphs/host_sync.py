@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
-from cgplan.graphs.source import current_line
+from cgplan.graphs.source import _first
 
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
@@ -30,6 +34,38 @@ _HOST_METHODS = {
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
+def blamed_line(raised: TracebackType | None = None) -> str:
+    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or that raised.
+
+    The code of a traced forward was generated; in its place stands the line that the running node was traced from.
+    """
+    if raised is None:
+        return _first(_places(traceback.walk_stack(sys._getframe(1))))
+    return _first(_places(reversed(list(traceback.walk_tb(raised)))))
+
+
+def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
+    for frame, line in frames:
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # torch.fx generated it
+            yield from _traced_from(frame, line)
+        yield frame.f_code.co_filename, line
+
+
+def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
+    """The frames, innermost first, that the node in a line of a GraphModule's code was traced in."""
+    values = frame.f_locals
+    module = values.get("self")
+    if isinstance(values, dict):  # before Python 3.13 a copy that stays with the frame, and tensors with it
+        values.clear()
+    if not isinstance(module, GraphModule):
+        return
+    index = (module._lineno_map or {}).get(line - frame.f_code.co_firstlineno)
+    for number, node in enumerate(module.graph.nodes):
+        if number == index:
+            found = re.findall(r'^ *File "(.+)", line (\d+)', node.stack_trace or "", re.MULTILINE)
+            yield from ((name, int(lineno)) for name, lineno in reversed(found))
+
+
 class HostGuard(TorchFunctionMode):
     """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
 
@@ -39,7 +75,7 @@ class HostGuard(TorchFunctionMode):
         """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
         name = _HOST_METHODS.get(func)
         if name is not None:
-            raise HostSyncError(f"Tensor.{name}() needs the host inside a capture, at {current_line()}", remedy=_REMEDY)
+            raise HostSyncError(f"Tensor.{name}() needs the host inside a capture, at {blamed_line()}", remedy=_REMEDY)
         return func(*args, **(kwargs or {}))
 
 
@@ -103,7 +139,7 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     if needs:
         raise HostSyncError(
-            f"operator {schema}{detail} needs the host inside a capture, at {current_line()}", remedy=_REMEDY
+            f"operator {schema}{detail} needs the host inside a capture, at {blamed_line()}", remedy=_REMEDY
         )
 
 

@@ -126,14 +126,8 @@ def reads_pages_in_place(query: Tensor) -> bool:
 def _layout(query: Tensor, key_cache: Tensor) -> _GatherLayout | _PageLayout:
     """The batch's layout; the first layer derives it, the other layers of the forward reuse it."""
     context = get_forward_context()
-    # Values derived before a capture began were not recorded by it: a replay would read the old ones.
-    # So a capture that runs in the context of its warm-up derives them again.
-    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = f"cgplan::attention {query.shape[0]} {key_cache.shape[0]}x{key_cache.shape[1]} {query.dtype} {capturing}"
-    layout: _GatherLayout | _PageLayout | None = context.derived.get(key)
-    if layout is None:
-        layout = context.derived[key] = _derive(context, query, key_cache)
-    return layout
+    key = f"cgplan::attention {query.shape[0]} {key_cache.shape[0]}x{key_cache.shape[1]} {query.dtype}"
+    return context.derive(key, query.device, lambda: _derive(context, query, key_cache))
 
 
 def _derive(context: ForwardContext, query: Tensor, key_cache: Tensor) -> _GatherLayout | _PageLayout:

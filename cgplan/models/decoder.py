@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, pad
 
 from cgplan.errors import InputError, ModelError
 from cgplan.models.decoder_config import DecoderConfig
 from cgplan.models.layers import DecoderLayer, GatedMLP, Projection, RMSNorm, SelfAttention, Table, rotary_angles
 from cgplan.models.loading import parse_dtype
-from cgplan.runtime.context import get_forward_context
 
 
 class Decoder(nn.Module):
@@ -61,8 +61,9 @@ class Decoder(nn.Module):
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
         for _, projection in self._projections() if self.config.max_loras else ():
-            for adapters in (projection.lora_a, projection.lora_b):
-                adapters[:-1].normal_(0.0, adapters.shape[-1] ** -0.5, generator=generator)
+            rank, size_in = projection.lora_a.shape[1:]
+            projection.lora_a.normal_(0.0, size_in**-0.5, generator=generator)
+            projection.lora_b.normal_(0.0, rank**-0.5, generator=generator)
 
     def _projections(self) -> list[tuple[str, Projection]]:
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Projection)]
@@ -81,29 +82,16 @@ class Decoder(nn.Module):
         Raises:
             InputError: The forward context's metadata does not fit (see ``cgplan.models.attention``).
         """
-        lora_ids = self._lora_ids() if self.config.max_loras else None
         x = embedding(input_ids, self.embed_tokens.weight)
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin, lora_ids)
+            x = layer(x, cos, sin)
         hidden: Tensor = self.norm(x)
         return self.compute_logits(hidden) if self.config.logits else hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocab_size] of hidden states [rows, hidden_size]."""
         return linear(hidden, self.lm_head.weight)
-
-    def _lora_ids(self) -> Tensor | None:
-        context = get_forward_context()
-        if not context.descriptor.has_lora:
-            return None
-        lora_ids = context.metadata.get("lora_ids")
-        if not isinstance(lora_ids, Tensor):
-            raise InputError(
-                "the batch has LoRA adapters, but no `lora_ids` in the forward context's metadata",
-                remedy="Pass lora_ids [num_tokens] int64: each row's adapter slot, -1 for none.",
-            )
-        return lora_ids
 
     def load_lora(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Copy an adapter into a slot, in place: graphs that were captured before serve it from now on.
@@ -115,7 +103,8 @@ class Decoder(nn.Module):
                 Projections that are not named get no adapter.
 
         Raises:
-            ModelError: No such slot or projection, one of the two matrices is missing, or a shape does not fit.
+            ModelError: No such slot or projection, one of the two matrices is missing, a shape does not fit, or a
+                value is not finite in the model's dtype.
         """
         if not 0 <= slot < self.config.max_loras:
             raise ModelError(
@@ -151,6 +140,12 @@ def _check_adapter(name: str, adapter: Mapping[str, Tensor], projection: Project
         raise ModelError(
             f"the adapter of {name} has shapes {shapes}",
             remedy=f"It needs lora_A (rank, {size_in}) and lora_B ({size_out}, rank), rank at most {max_rank}.",
+        )
+    # Rows of other adapters are multiplied with it, too, by 0: that must give 0.
+    if not all(tensor.to(projection.weight.dtype).isfinite().all() for tensor in adapter.values()):
+        raise ModelError(
+            f"the adapter of {name} has values that are not finite in {projection.weight.dtype}",
+            remedy="Look whether the checkpoint is damaged, or build the decoder in a dtype of a wider range.",
         )
 
 
@@ -214,36 +209,45 @@ def example_batch(
             remedy="Give as many context_lens as query_lens, and room for all of them.",
         )
     generator = torch.Generator().manual_seed(seed)
-    tables = _example_tables(config, real, reqs, columns, generator)
-    ids, positions, slots = (torch.full((rows,), value, device="cpu") for value in (0, 0, -1))
-    ids[:used] = torch.randint(config.vocab_size, (used,), generator=generator, device="cpu")
-    starts = [0]
-    for request, (context, total) in enumerate(zip(context_lens, totals, strict=True)):
-        starts.append(starts[-1] + total - context)
-        place = torch.arange(context, total, device="cpu")
-        positions[starts[-2] : starts[-1]] = place
-        block = tables[request].long()[place // config.block_size]
-        slots[starts[-2] : starts[-1]] = block * config.block_size + place % config.block_size
+    tables = _example_tables(config.num_blocks, real, reqs, columns, generator)
+    input_ids = torch.randint(config.vocab_size, (used,), generator=generator, device="cpu")
+    positions, slots = _example_places(context_lens, totals, tables[:real].long(), config.block_size)
+    ends = torch.tensor([0, *itertools.accumulate(query_lens)], device="cpu")
+    more_rows, more_reqs = rows - used, reqs - real
     metadata = {
-        "slot_mapping": slots,
+        "slot_mapping": pad(slots, (0, more_rows), value=-1),
         "block_tables": tables,
-        "seq_lens": torch.tensor(totals + [0] * (reqs - real), dtype=torch.int32, device="cpu"),
-        "query_start_loc": torch.tensor(starts + [used] * (reqs - real), dtype=torch.int32, device="cpu"),
+        "seq_lens": pad(torch.tensor(totals, device="cpu"), (0, more_reqs)).int(),
+        "query_start_loc": pad(ends, (0, more_reqs), value=used).int(),
     }
     if config.max_loras:
         metadata["lora_ids"] = torch.full((rows,), -1, device="cpu")
     device = model.norm.weight.device
     moved = {name: tensor.to(device) for name, tensor in metadata.items()}
-    return ExampleBatch(ids.to(device), positions.to(device), moved)
+    ids, places = (pad(tensor, (0, more_rows)).to(device) for tensor in (input_ids, positions))
+    return ExampleBatch(ids, places, moved)
 
 
-def _example_tables(config: DecoderConfig, real: int, reqs: int, columns: int, generator: torch.Generator) -> Tensor:
+def _example_tables(num_blocks: int, real: int, reqs: int, columns: int, generator: torch.Generator) -> Tensor:
     """Shuffled block tables [reqs, columns] int32 on the CPU; rows from ``real`` on are padding, 0."""
     tables = torch.zeros(reqs, columns, dtype=torch.int32, device="cpu")
     # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
-    blocks = torch.randperm(config.num_blocks, generator=generator, device="cpu")[: columns * real]
+    blocks = torch.randperm(num_blocks, generator=generator, device="cpu")[: columns * real]
     tables[:real] = blocks.view(columns, real).T.int()
     return tables
+
+
+def _example_places(
+    context_lens: Sequence[int], totals: Sequence[int], tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Position and cache slot of each new token, both [tokens] int64 on the CPU."""
+    places = [torch.arange(context, total, device="cpu") for context, total in zip(context_lens, totals, strict=True)]
+    slots = [
+        table[place // block_size] * block_size + place % block_size
+        for place, table in zip(places, tables, strict=True)
+    ]
+    none = torch.empty(0, dtype=torch.int64, device="cpu")  # a batch may have no request
+    return torch.cat([none, *places]), torch.cat([none, *slots])
 
 
 __all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch"]

@@ -1,4 +1,9 @@
-"""The parts of the reference decoder. Parameter names are those of transformers' Llama and Qwen3."""
+"""The parts of the reference decoder. Parameter names are those of transformers' Llama and Qwen3.
+
+LoRA is an operator, ``cgplan::add_lora``. Which row has which adapter it reads from the forward context: ``lora_ids``
+[num_tokens] int64 in the metadata, -1 for none and for padding. So a traced forward holds the operator and no batch,
+and each graph captured from it holds the case of its own descriptor.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
+from cgplan.errors import InputError
+from cgplan.runtime.context import ForwardContext, get_forward_context
+
+_LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
+_LIBRARY.define("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()")
 
 
 class RMSNorm(nn.Module):
@@ -32,12 +42,65 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
 
 
+def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
+    """Add each row's adapter to ``y``; the body of ``cgplan::add_lora``.
+
+    A batch whose descriptor has no LoRA launches nothing. In any other, rows without an adapter are left as they are;
+    so are rows with a number that is no slot's, because only the device could see it.
+
+    Args:
+        x: [num_tokens, in].
+        lora_a: [max_loras, rank, in], contiguous; finite. The model owns it.
+        lora_b: [max_loras, rank, out], likewise.
+        y: [num_tokens, out]; written. The caller owns it.
+
+    Raises:
+        InputError: the batch has LoRA, but its metadata no ``lora_ids`` of one entry a row.
+        CgplanError: no forward context is set.
+    """
+    context = get_forward_context()
+    if not context.descriptor.has_lora:
+        return
+    (num_tokens, _), (slots, rank, _) = x.shape, lora_a.shape
+    others = context.derive(
+        f"cgplan::add_lora {num_tokens} {slots}", x.device, lambda: _other_slots(context, num_tokens, slots)
+    )
+    # All slots at once, and what belongs to other slots made exactly 0 in between. Gathering each row's matrices
+    # (lora_a[ids]) would write and read num_tokens * rank * (in + out) elements; this reads slots * rank * (in + out),
+    # for any number of rows. The products with other slots are arithmetic alone: a GPU does a hundred and more of those
+    # in the time in which it moves one element, so with some tens of slots they cost less than that traffic.
+    low = x @ lora_a.flatten(0, 1).T
+    low.view(num_tokens, slots, rank).masked_fill_(others, 0)
+    y.addmm_(low.to(y.dtype), lora_b.flatten(0, 1).to(y.dtype))  # (under autocast the three may differ)
+
+
+def _other_slots(context: ForwardContext, num_tokens: int, slots: int) -> Tensor:
+    """[num_tokens, slots, 1] bool: False where the row's adapter lies in the slot."""
+    ids = context.metadata.get("lora_ids")
+    if not isinstance(ids, Tensor) or ids.shape != (num_tokens,):
+        found = f"has shape {list(ids.shape)}" if isinstance(ids, Tensor) else "is missing"
+        raise InputError(
+            f"the batch has LoRA adapters, but `lora_ids` {found} in the forward context's metadata",
+            remedy=f"Pass lora_ids [{num_tokens}] int64: each row's adapter slot, -1 for none.",
+        )
+    return (ids[:, None] != torch.arange(slots, device=ids.device)).unsqueeze(-1)
+
+
+def _fake_add_lora(*_: Tensor) -> None:
+    """Shape inference: nothing is returned, so there is nothing to infer."""
+
+
+_LIBRARY.impl("add_lora", add_lora, "CPU")
+_LIBRARY.impl("add_lora", add_lora, "CUDA")
+torch.library.register_fake("cgplan::add_lora", _fake_add_lora, lib=_LIBRARY)
+
+
 class Projection(nn.Module):
     """A linear map without bias, with room for LoRA adapters.
 
     The adapters of all slots lie in two stacked tensors whose addresses never change, so that loading an
-    adapter does not disturb captured graphs: ``lora_a`` [max_loras + 1, rank, in] and ``lora_b``
-    [max_loras + 1, out, rank]. The last slot stays zero: index -1 (no adapter) hits it.
+    adapter does not disturb captured graphs: ``lora_a`` [max_loras, rank, in] and ``lora_b``
+    [max_loras, rank, out]. A slot without an adapter is zero.
     """
 
     lora_a: Tensor
@@ -46,18 +109,17 @@ class Projection(nn.Module):
     def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, max_loras: int, lora_rank: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size_out, size_in, dtype=dtype), requires_grad=False)
+        self.max_loras = max_loras
         if max_loras:
-            slots = max_loras + 1
-            self.register_buffer("lora_a", torch.zeros(slots, lora_rank, size_in, dtype=dtype), persistent=False)
-            self.register_buffer("lora_b", torch.zeros(slots, size_out, lora_rank, dtype=dtype), persistent=False)
+            for name, size in (("lora_a", size_in), ("lora_b", size_out)):
+                self.register_buffer(name, torch.zeros(max_loras, lora_rank, size, dtype=dtype), persistent=False)
 
-    def forward(self, x: Tensor, lora_ids: Tensor | None) -> Tensor:
-        """Map x [num_tokens, in] to [num_tokens, out]; ``lora_ids`` [num_tokens] int64 names each row's adapter."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [num_tokens, in] to [num_tokens, out], each row with the adapter that the forward context says."""
         y = linear(x, self.weight)
-        if lora_ids is None:
-            return y
-        low = torch.bmm(self.lora_a[lora_ids], x.unsqueeze(-1))
-        return y + torch.bmm(self.lora_b[lora_ids], low).squeeze(-1)
+        if self.max_loras:
+            torch.ops.cgplan.add_lora(x, self.lora_a, self.lora_b, y)
+        return y
 
     def load(self, slot: int, adapter: Mapping[str, Tensor]) -> None:
         """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank] into the slot; rank may be below the slot's."""
@@ -66,7 +128,7 @@ class Projection(nn.Module):
         if adapter:
             rank = adapter["lora_A"].shape[0]
             self.lora_a[slot, :rank].copy_(adapter["lora_A"])
-            self.lora_b[slot, :, :rank].copy_(adapter["lora_B"])
+            self.lora_b[slot, :rank].copy_(adapter["lora_B"].T)
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,18 +177,18 @@ class SelfAttention(nn.Module):
         self.register_buffer("key_cache", torch.zeros(shape, dtype=dtype), persistent=False)
         self.register_buffer("value_cache", torch.zeros(shape, dtype=dtype), persistent=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lora_ids: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Write the cache and attend; x and the result are [num_tokens, hidden_size]."""
         heads = (x.shape[0], -1, self.head_dim)
-        query = self.q_proj(x, lora_ids).view(heads)
-        key = self.k_proj(x, lora_ids).view(heads)
-        value = self.v_proj(x, lora_ids).view(heads)
+        query = self.q_proj(x).view(heads)
+        key = self.k_proj(x).view(heads)
+        value = self.v_proj(x).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         output = torch.empty_like(query)
         torch.ops.cgplan.attention(query, key, value, self.key_cache, self.value_cache, output, self.scale)
-        return self.o_proj(output.view(x.shape[0], -1), lora_ids)  # type: ignore[no-any-return]
+        return self.o_proj(output.view(x.shape[0], -1))  # type: ignore[no-any-return]
 
 
 class GatedMLP(nn.Module):
@@ -138,10 +200,10 @@ class GatedMLP(nn.Module):
         self.up_proj = Projection(hidden_size, intermediate_size, dtype, *lora)
         self.down_proj = Projection(intermediate_size, hidden_size, dtype, *lora)
 
-    def forward(self, x: Tensor, lora_ids: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x and the result are [num_tokens, hidden_size]."""
-        gated = silu(self.gate_proj(x, lora_ids)) * self.up_proj(x, lora_ids)
-        return self.down_proj(gated, lora_ids)  # type: ignore[no-any-return]
+        gated = silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -154,10 +216,20 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lora_ids: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x and the result are [num_tokens, hidden_size]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, lora_ids)
-        return x + self.mlp(self.post_attention_layernorm(x), lora_ids)  # type: ignore[no-any-return]
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-__all__ = ["DecoderLayer", "GatedMLP", "Projection", "RMSNorm", "SelfAttention", "Table", "rotary_angles", "rotate"]
+__all__ = [
+    "DecoderLayer",
+    "GatedMLP",
+    "Projection",
+    "RMSNorm",
+    "SelfAttention",
+    "Table",
+    "add_lora",
+    "rotary_angles",
+    "rotate",
+]

@@ -165,6 +165,18 @@ class BreakableCUDAGraphCapture:
         """
         return self._add(_name_of(function), function, args, kwargs)
 
+    def new_slot(self, value: torch.Tensor) -> torch.Tensor:
+        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay.
+
+        Raises CaptureError outside of a segment.
+        """
+        if not self.is_recording:
+            raise CaptureError("a slot outside of a segment", remedy="Ask for it inside the capture's block.")
+        with torch.inference_mode(False):  # else it could be written to only there
+            slot = self._backend.slot(value)
+            self._copies.append((self._backend.borrow(slot), value.detach()))
+        return slot
+
     def replay(self) -> None:
         """Run segments and eager pieces on what is in their memory now.
 
@@ -247,8 +259,8 @@ class BreakableCUDAGraphCapture:
 
     def _finish(self) -> None:
         _active.capture, self._derived, self._others, self._is_ready = None, {}, [], True
-        # Without any work in graphs, the slots of the pieces lie in a pool that only an empty graph keeps.
-        kept = self._empty[:1] if self._items and not self.graphs else []
+        # Without any work in graphs, slots lie in a pool that only an empty graph keeps.
+        kept = [] if self.graphs else self._empty[:1]
         for graph in self._empty[len(kept) :]:
             self._backend.reset(graph)
         self._empty = kept

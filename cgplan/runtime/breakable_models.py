@@ -62,9 +62,11 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     def _record(
         self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+        copied = self._copied_arguments(args, pool)
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
-            output = self.runnable(*args, **kwargs)
-        return capture, output, {}
+            slots = {i: capture.new_slot(args[i]) for i in copied}
+            output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        return capture, output, slots
 
     def _replay(self, graph: BreakableCUDAGraphCapture) -> None:
         graph.replay()

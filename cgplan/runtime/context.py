@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError
 from cgplan.modes import CUDAGraphMode
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,6 +55,19 @@ class ForwardContext:
     metadata: Mapping[str, Any]
     scope: CaptureScope | None = None
     derived: dict[str, Any] = field(default_factory=dict)
+
+    def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
+        """What ``make`` computes on ``device`` from the metadata: the first layer that asks has it made, the others of
+        the forward get the same value, kept in ``derived`` under ``key``.
+        """
+        # Values derived before a capture began were not recorded by it: a replay would read the old ones.
+        # So a capture that runs in the context of its warm-up derives them again.
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        key = f"{key} {capturing}"
+        if key not in self.derived:
+            self.derived[key] = make()
+        value: T = self.derived[key]
+        return value
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("cgplan_forward_context", default=None)

@@ -9,7 +9,7 @@ import torch
 
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
-from cgplan.graphs.source import raising_line
+from cgplan.graphs.host_sync import blamed_line
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.units import format_bytes
 
@@ -49,7 +49,7 @@ def explain_failure(
         find_host_sync: Runs the forward once more, eagerly, and names the operator that needs the host.
     """
     key = f"{mode} {descriptor}"
-    where = raising_line(error.__traceback__)
+    where = blamed_line(error.__traceback__)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         had = "" if free is None else f" with {format_bytes(free)} free on the device"
         return CaptureMemoryError(
@@ -82,7 +82,7 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     """The typed error for what the model itself raised on a batch."""
     if isinstance(error, CgplanError):
         return error
-    where = raising_line(error.__traceback__)
+    where = blamed_line(error.__traceback__)
     return ModelError(
         f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {_first_line(error)}",
         remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",

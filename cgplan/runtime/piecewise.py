@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -84,6 +85,7 @@ class PiecewiseBackend:
         fresh = _made_by_eager_pieces(split, pieces)
         for piece in pieces:
             module = getattr(split, piece.name)
+            _ = module.code  # generates it: until then `forward` is a stub that does so on each call
             runnable: Callable[..., Any] = module.forward
             if not piece.eager:
                 if self.compiler == "inductor":
@@ -153,7 +155,7 @@ class PiecewiseModel:
             max(sizes, default=0),
         )
         self._compiled = torch.compile(
-            model, backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
+            _with_own_code(model), backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
         )
         self._model = model
         self._ambient: _Ambient | None = None
@@ -227,6 +229,19 @@ def compile_piecewise(
     """
     most = build_plan(config).max_capture_size if max_tokens is None else max_tokens
     return PiecewiseModel(model, config, backend or select_backend(config.device), most)
+
+
+def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model and has a code object of its own.
+
+    Dynamo keeps what it compiled with the code object: there it would stay as long as the model's class, and after
+    some sessions on one model Dynamo would refuse to trace it again.
+    """
+
+    def forward(**inputs: torch.Tensor) -> Any:
+        return model(**inputs)
+
+    return FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
 
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:

@@ -134,6 +134,10 @@ def _works(node: fx.Node) -> bool:
     """Whether a node launches something: not a view, a size or an allocation."""
     value, name = _value(node), operator_name(node) or ""
     bare = name.partition("::")[2]
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return True
+    if isinstance(node.target, torch._ops.OpOverloadPacket) and node.target.default._schema.is_mutable:
+        return True
     if bare.endswith("_") or bare in ("setitem", "copy_") or node.kwargs.get("out") is not None:
         return True
     if bare in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):

@@ -3,7 +3,8 @@
     python docs/measure/piecewise.py configs/decoder_0_6b.yaml [--set KEY=VALUE ...]
 
 Host time is that of a call on an idle device until it returned; the eager pieces are timed inside of it by themselves.
-Device time is time per call when calls are queued behind one another.
+"By hand" is a loop that launches the same graphs and calls the same pieces on the same tensors, and does nothing else:
+no cgplan, no traced code. Device time is time per call when calls are queued behind one another.
 """
 
 import argparse
@@ -16,13 +17,16 @@ from cgplan.config import read_config
 from cgplan.graphs import select_backend
 from cgplan.graphs.buffers import example_batch
 from cgplan.models.loading import load_model
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
+from cgplan.runtime.context import forward_context
 from cgplan.runtime.eager_pieces import EagerPiece
 from cgplan.runtime.piecewise import PiecewiseBackend
 from cgplan.runtime.session import CaptureSession
 
 REPEATS = 50
 spent = [0, 0]  # nanoseconds inside eager pieces, and their number
+calls = []  # the eager pieces of the last step, with their arguments
 
 
 def timed(function):
@@ -31,6 +35,7 @@ def timed(function):
         result = function(*args, **kwargs)
         spent[0] += time.perf_counter_ns() - start
         spent[1] += 1
+        calls.append((call, args, kwargs))
         return result
 
     return call
@@ -60,11 +65,31 @@ def host(backend, call):
     for _ in range(REPEATS):
         backend.synchronize()
         spent[:] = 0, 0
+        calls.clear()
         start = time.perf_counter_ns()
         call()
         whole.append((time.perf_counter_ns() - start) / 1e3)
         inside.append(spent[0] / 1e3)
     return statistics.median(whole), statistics.median(inside), spent[1]
+
+
+def by_hand(runner, route):
+    """The loop that one would write: the graphs of a key and the pieces of the last step, in turns."""
+    captures = [w.entries[route.descriptor].graph for w in dict.fromkeys(runner._graphed.scope.wrappers)]
+    graphs = [g for c in captures for g in getattr(c, "graphs", (c,))]
+    pieces = [*calls, None]
+    views = runner._graphed.views(route.descriptor)
+    metadata = {name: views[name] for name in runner.config.metadata}
+    replay = runner.backend.replay
+
+    def step():
+        with forward_context(route.mode, route.descriptor, metadata, scope=runner._graphed.scope):
+            for graph, piece in zip(graphs, pieces, strict=True):
+                replay(graph)
+                if piece is not None:
+                    piece[0](*piece[1], **piece[2])
+
+    return step
 
 
 def main():
@@ -89,19 +114,23 @@ def main():
         f"captures {report.capture_seconds:.2f} s, warm-ups {report.warmup_seconds:.2f} s, "
         f"{report.total_bytes / 2**20:.0f} MiB"
     )
-    print("tokens  mode        host us  in eager pieces  per segment beyond them  device us  eager host us  device us")
+    print("tokens  mode        host us  in pieces  each segment beyond  by hand  device us  eager host us  device us")
     for size in options.sizes:
         inputs = example_batch({**config.inputs, **config.metadata}, size, size, backend.device)
         call, eager = (lambda i=inputs: runner(**i)), (lambda i=inputs: runner.run_eagerly(padded=False, **i))
         call(), eager()
-        mode = runner.route(inputs).mode
+        route = runner.route(inputs)
         whole, inside, pieces = host(backend, call)
         queued = statistics.median(backend.time_calls(call, REPEATS, queued=True)[0])
         eager_host = host(backend, eager)[0]
         eager_device = statistics.median(backend.time_calls(eager, REPEATS, queued=True)[0])
         each = (whole - inside) / (pieces + 1)
+        calls.clear()
+        call()
+        bare = host(backend, by_hand(runner, route)) if route.mode is CUDAGraphMode.PIECEWISE else (0, 0, 0)
+        floor = (bare[0] - bare[1]) / (bare[2] + 1)
         print(
-            f"{size:6}  {mode!s:10}{whole:9.0f}{inside:17.0f}{each:25.2f}{queued:11.0f}"
+            f"{size:6}  {route.mode!s:10}{whole:9.0f}{inside:11.0f}{each:21.2f}{floor:9.2f}{queued:11.0f}"
             f"{eager_host:15.0f}{eager_device:11.0f}"
         )
 
