@@ -613,7 +613,7 @@ def test_a_capture_in_inference_mode(backend: GraphBackend, way: str) -> None:
         runner = open_runner(backend, model, way)
         same(runner(x=x).clone(), x * 2 + 1)
     if way == "ops":
-        with pytest.raises(CaptureError, match="was traced under") as caught:
+        with pytest.raises(CaptureError, match="was traced with") as caught:
             runner(x=x)
         assert "inference" in caught.value.remedy
     else:
@@ -651,7 +651,7 @@ def test_a_model_that_is_run_under_another_autocast_state(backend: GraphBackend)
         assert out.dtype is not (x @ weight).dtype
     model = Model(backend, "ops")
     runner = open_runner(backend, model, "ops")
-    with autocast, pytest.raises(CaptureError, match="was traced under") as caught:
+    with autocast, pytest.raises(CaptureError, match="was traced with") as caught:
         runner(x=x)
     assert "autocast" in caught.value.remedy
     same(runner(x=x), model(x).detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from cgplan import (
     CUDAGraphMode,
     CUDAGraphWrapper,
     GraphRunner,
+    NumbersError,
     build_plan,
     forward_context,
 )
@@ -250,6 +252,147 @@ def test_a_branch_on_the_number_of_rows_is_refused(backend: GraphBackend) -> Non
         open_runner(backend, model)
 
 
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda rows: rows != 6,
+        lambda rows: rows % 6 != 0,
+        lambda rows: rows == 1,
+        lambda rows: rows > 1,
+        lambda rows: 3 <= rows <= 5,
+    ],
+)
+def test_every_size_has_to_take_the_same_way(backend: GraphBackend, branch: Callable[[int], bool]) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.softmax(-1) * 2 if branch(x.shape[0]) else x.softmax(-1) * 3
+
+    with pytest.raises(CaptureError, match="depends on the number of rows"):
+        open_runner(backend, model, splitting_ops=["aten::softmax"])
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(width, width), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear((x * 2).softmax(-1)) * self.scale
+
+
+def test_models_that_differ_in_width_and_numbers_are_captured_one_after_the_other(backend: GraphBackend) -> None:
+    """Dynamo takes what differed from the last trace of the same code for a variable."""
+    for width, scale in ((8, 0.5), (16, 0.25), (4, 3.0)):
+        model = Scaled(width, scale).to(backend.device)
+        runner = open_runner(backend, model, width=width, splitting_ops=["aten::softmax"])
+        x = torch.randn(3, width).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_a_capture_of_one_row_alone(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.softmax(-1) + torch.arange(x.shape[0], dtype=x.dtype, device=x.device)[:, None]
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[1])
+    for rows in (1, 5, 7):
+        x = torch.randn(rows, 8).to(backend.device)
+        assert torch.equal(runner(x=x), model(x))
+
+
+def test_writing_into_what_an_eager_piece_returned_is_refused(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = (x * 2).softmax(-1)
+        y.mul_(3)
+        return y
+
+    with pytest.raises(CaptureError, match=r"writes into what an eager piece returned: aten::mul_, at .*line \d+"):
+        open_runner(backend, model, splitting_ops=["aten::softmax"])
+
+
+def test_views_made_between_eager_operators_may_be_written_to(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        first = y.softmax(-1)
+        view = y.view(-1)
+        second = first.softmax(-1)
+        view.mul_(3)
+        return second + y
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    for rows in (8, 1, 3):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend) -> None:
+    """num_reqs + 1 offsets, num_reqs lengths: their difference in size is no branch. One against tokens is."""
+    inputs = {
+        "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
+        "starts": Input(shape=("num_reqs + 1",), dtype="int64", pad="last"),
+        "lens": Input(shape=("num_reqs",), dtype="int64", pad=0),
+    }
+
+    def model(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return x.softmax(-1) * (starts[1:] - starts[:-1] + lens).sum()
+
+    def branches(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return x.softmax(-1) * (2 if lens.shape[0] == x.shape[0] else 3) + starts[0]
+
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8], "splitting_ops": ["aten::softmax"]}
+    config = validate_config({"inputs": inputs, "compilation": compilation, "device": backend.device.type})
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
+    batch = {
+        "x": torch.randn(5, 8).to(backend.device),
+        "starts": torch.tensor([0, 2, 5]).to(backend.device),
+        "lens": torch.tensor([4, 9]).to(backend.device),
+    }
+    torch.testing.assert_close(runner(**batch), model(**batch))
+    with pytest.raises(CaptureError, match="depends on the number of rows"):
+        CaptureSession(build_plan(config), branches, backend, config).run()
+
+
+def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: GraphBackend) -> None:
+    model = Scaled(8, 2.0).to(backend.device)
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    model.scale = 5.0
+    x, large = torch.randn(3, 8).to(backend.device), torch.randn(9, 8).to(backend.device)
+    assert torch.equal(runner(x=large), model(large))
+    torch.testing.assert_close(runner.run_eagerly(x=x), model(x))
+    checked = open_runner(backend, model, splitting_ops=["aten::softmax"], debug=True)
+    model.scale = 7.0
+    with pytest.raises(NumbersError):
+        checked(x=x)
+
+
+def test_what_dynamo_forgets_has_to_be_captured_again(backend: GraphBackend) -> None:
+    model = Scaled(8, 2.0).to(backend.device)
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    torch._dynamo.reset()
+    with pytest.raises(CaptureError, match="traced a second time"):
+        runner(x=torch.randn(3, 8).to(backend.device))
+    large = torch.randn(9, 8).to(backend.device)
+    assert torch.equal(runner(x=large), model(large))
+
+
+def test_runners_leave_nothing_behind(backend: GraphBackend) -> None:
+    """Dynamo's caches are invisible to the collector, and held the wrappers and the pool of a dropped runner."""
+    model = Scaled(8, 2.0).to(backend.device)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(found, CUDAGraphWrapper) for found in gc.get_objects())
+
+    def capture(close: bool) -> None:
+        runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+        if close:
+            runner.close()
+
+    capture(close=True)
+    before = alive()
+    for close in (True, False, True, False):
+        capture(close)
+    assert alive() <= before
+
+
 def test_a_check_of_a_maximum_is_no_branch(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         if x.shape[0] > 16:
@@ -289,7 +432,7 @@ def test_a_trace_is_not_run_under_another_autocast_state(backend: GraphBackend) 
     expected = runner(x=x)
     with (
         torch.autocast(backend.device.type, dtype=torch.bfloat16),
-        pytest.raises(CaptureError, match="was traced under"),
+        pytest.raises(CaptureError, match="was traced with"),
     ):
         runner(x=x)
     assert torch.equal(runner(x=x), expected)
@@ -395,16 +538,17 @@ def test_the_report_says_what_is_captured_and_what_is_not(backend: GraphBackend)
 
 
 class Cached(nn.Module):
-    """As many rows as the largest batch has: a trace at that size could take the one for the other."""
+    """A cache with as many rows as the largest batch has: a trace at that size could take the one for the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("cache", torch.zeros(8, 8))
+        self.register_buffer("cache", torch.zeros(8, 1, 5, 8))
 
     def forward(self, x: Tensor) -> Tensor:
+        states = x[:, None, None]
         rows = self.cache[: x.shape[0]]
-        rows.copy_(x * 2)
-        return F.scaled_dot_product_attention(rows[:, None], x[:, None], x[:, None])[:, 0] + rows
+        rows.scatter_(2, torch.ones_like(states, dtype=torch.int64), states * 2)
+        return F.scaled_dot_product_attention(states, rows[:, :, :4], rows[:, :, :4])[:, 0, 0] * 3
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.gpu)])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from math import isqrt
 from types import FunctionType
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -18,6 +19,7 @@ from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.runtime.context import CaptureScope, forward_context
+from cgplan.runtime.piecewise import PiecewiseModel
 from cgplan.runtime.routes import choose_route
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
@@ -69,6 +71,10 @@ class GraphedModel:
         self._moved: str | None = None
         self._autocast = self._autocast_now()
         self._is_traced = self.route.splitter is None
+        # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
+        self._own = model if config.compilation.compiler == "eager" else self.route.forward
+        if isinstance(self.route.forward, PiecewiseModel):  # also for a runner that is dropped without being closed
+            self._finalizer = finalize(self, self.route.forward.forget)
 
     def _allocate_buffers(self) -> StaticBuffers:
         tokens = self.plan.max_capture_size
@@ -138,8 +144,8 @@ class GraphedModel:
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors, compiled if it is compiled for capture."""
-        return self._run(self.route.forward, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors, compiled if inductor compiles it for capture."""
+        return self._run(self._own, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
@@ -174,18 +180,19 @@ class GraphedModel:
     def _trace(self, descriptor: BatchDescriptor) -> None:
         """Let the route's compiler see the model, on padding.
 
-        The number of rows is a prime: one that is equal to another dimension (the rows of a cache, say) could be taken
-        for it, and the code would hold for that size alone.
+        Rows and requests are different primes: a number that is equal to another dimension (the rows of a cache, say)
+        could be taken for it, and the code would hold for that size alone. They are three at least, because one row is
+        taken for a constant; so the batch has memory of its own.
         """
         rows = _prime_below(self.plan.max_capture_size)
-        reqs = min(rows, self.plan.max_num_seqs)
-        self.run_eager(
-            descriptor._replace(num_tokens=rows, num_reqs=reqs, uniform=False), self.buffers.views(rows, reqs)
-        )
+        mixed = self.plan.mode.has_mode(CUDAGraphMode.PIECEWISE)
+        reqs = min(_prime_below(rows) if mixed and rows > 3 else rows, self.plan.max_num_seqs)
+        specs = {**self.config.inputs, **self.config.metadata}
+        views = StaticBuffers(specs, rows, reqs, self.backend.device).views(rows, reqs)
+        batch = descriptor._replace(num_tokens=rows, num_reqs=reqs, uniform=False)
+        self._run(self.route.forward, CUDAGraphMode.NONE, batch, views)
 
 
 def _prime_below(most: int) -> int:
-    """The largest prime below ``most``; ``most`` itself if it is 3 or less."""
-    if most <= 3:
-        return most
-    return next(n for n in range(most - 1, 1, -1) if all(n % d for d in range(2, isqrt(n) + 1)))
+    """The largest prime below ``most``, three at least."""
+    return next((n for n in range(most - 1, 3, -1) if all(n % d for d in range(2, isqrt(n) + 1))), 3)

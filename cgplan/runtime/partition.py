@@ -38,6 +38,25 @@ def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None
     return call
 
 
+def structure_of(module: fx.GraphModule) -> Any:
+    """A key that is equal for segments that compile to the same code: their graphs without names."""
+    index: dict[fx.Node, int] = {}
+    parts = []
+    for node in module.graph.nodes:
+        index[node] = len(index)
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        value = node.meta.get("example_value")
+        shape: Any = str(value) if isinstance(value, torch.SymInt) else ""
+        if isinstance(value, torch.Tensor):
+            shape = (tuple(map(str, value.shape)), str(value.stride()), value.dtype)
+        target: Any = str(node.target) if node.op.startswith("call") else ""
+        if node.op == "get_attr":  # a body of a higher-order operator, or a constant
+            held = getattr(module, str(node.target), None)
+            target = structure_of(held) if isinstance(held, fx.GraphModule) else id(held)
+        parts.append((node.op, target, str(args), str(shape)))
+    return tuple(parts)
+
+
 class _PartitionWrapper(CUDAGraphWrapper):
     """Captures one partition.
 
@@ -119,4 +138,4 @@ class PartitionedForward:
         return lambda args: wrapper(*args)
 
 
-__all__ = ["PartitionedForward", "compile_for_all_sizes"]
+__all__ = ["PartitionedForward", "compile_for_all_sizes", "structure_of"]

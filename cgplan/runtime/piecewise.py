@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from cgplan.config import CompilationConfig, Config
+from cgplan.config import CompilationConfig, Config, Dim
 from cgplan.errors import BackendError, CaptureError, CgplanError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.runtime.partition import PartitionedForward, compile_for_all_sizes
+from cgplan.runtime.fresh import fresh_arguments
+from cgplan.runtime.partition import PartitionedForward, compile_for_all_sizes, structure_of
+from cgplan.runtime.row_conditions import refuse_branches_on_size
 from cgplan.runtime.splitting import Piece, split_graph
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
@@ -34,10 +36,11 @@ class PiecewiseBackend:
         backend: Device of the graphs; chosen as for ``auto`` if absent.
         address_check: See ``compilation.address_check``.
         partition: See ``compilation.use_inductor_graph_partition``.
-        max_rows: Largest number of rows that the trace will be run with; any if absent.
+        max_rows: For a trace whose guards are not kept: the largest number of rows that it will be run with.
 
     Attributes:
-        is_bounded: Whether the trace does not hold beyond ``max_rows``.
+        is_bounded: Whether the trace is known to hold up to ``max_rows`` only.
+        dims: What the sizes at the trace stand for, where the inputs declare it.
         pieces: Of each graph that was traced, in order.
         compilations: How many distinct segments inductor compiled.
     """
@@ -56,6 +59,7 @@ class PiecewiseBackend:
         self.partition = partition
         self.max_rows = max_rows
         self.is_bounded = False
+        self.dims: dict[int, Dim] = {}
         self.address_check = address_check
         self.backend = backend or select_backend()
         self.pieces: list[tuple[Piece, ...]] = []
@@ -72,17 +76,23 @@ class PiecewiseBackend:
         return len(self.compiled)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002
-        """Split and wrap; Dynamo calls this once for each graph."""
-        self.is_bounded = _refuse_branches_on_size(self.max_rows)
+        """Split and wrap; Dynamo calls this once for each graph. See PiecewiseModel for what ``max_rows`` changes."""
+        if self.max_rows is not None:
+            if self.pieces:
+                raise CaptureError(
+                    "the model is traced a second time: torch._dynamo.reset() dropped the trace that was captured",
+                    remedy="Capture again after torch._dynamo.reset().",
+                )
+            refuse_branches_on_size(self.max_rows, self.dims)
         forward = self._partitioned(gm) if self.partition else self._split(gm)
-        if self.max_rows is not None:  # whose guards are not kept; inductor may have added some
-            self.is_bounded = _refuse_branches_on_size(self.max_rows)
+        if self.max_rows is not None:  # inductor may have added conditions
+            self.is_bounded |= refuse_branches_on_size(self.max_rows, self.dims)
         return forward
 
     def _split(self, gm: fx.GraphModule) -> Callable[..., Any]:
         split, pieces = split_graph(gm, self.splitting_ops)
         self.pieces.append(pieces)
-        fresh = _made_by_eager_pieces(split, pieces)
+        fresh = fresh_arguments(split, pieces)
         for piece in pieces:
             module = getattr(split, piece.name)
             _ = module.code  # generates it: until then `forward` is a stub that does so on each call
@@ -105,7 +115,7 @@ class PiecewiseBackend:
         return forward
 
     def _compile(self, module: fx.GraphModule) -> Callable[..., Any]:
-        key = _structure(module)
+        key = structure_of(module)
         if key not in self.compiled:
             self.compiled[key] = compile_for_all_sizes(module)
         return self.compiled[key]
@@ -122,11 +132,17 @@ class _Ambient:
 
     grad: bool
     inference: bool
-    autocast: bool
+    autocast: torch.dtype | None
 
     @classmethod
     def now(cls, device: str) -> _Ambient:
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device))
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    def __str__(self) -> str:
+        states = {"gradients": self.grad, "inference mode": self.inference, "autocast": self.autocast is not None}
+        kind = f" in {self.autocast}" if self.autocast else ""
+        return ", ".join(f"{name} {'on' if on else 'off'}" for name, on in states.items()) + kind
 
 
 class PiecewiseModel:
@@ -144,8 +160,9 @@ class PiecewiseModel:
     def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend, max_tokens: int) -> None:
         compilation: CompilationConfig = config.compilation
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
+        self._declared = {name: config.inputs[name].dims[dim] for name, dim in self._rows.items()}
         reqs = min(max_tokens, config.scheduler.max_num_seqs)
-        sizes = [config.inputs[name].dims[dim].size(max_tokens, reqs) for name, dim in self._rows.items()]
+        sizes = [dim.size(max_tokens, reqs) for dim in self._declared.values()]
         self.backend = PiecewiseBackend(
             compilation.splitting_ops,
             compilation.compiler,
@@ -154,12 +171,15 @@ class PiecewiseModel:
             compilation.use_inductor_graph_partition,
             max(sizes, default=0),
         )
+        own = _with_own_code(model)
+        self._code = own.__code__
         self._compiled = torch.compile(
-            _with_own_code(model), backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
+            own, backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
         )
         self._model = model
         self._ambient: _Ambient | None = None
         self._device = backend.device.type
+        self._compiler = compilation.compiler
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
         """Run the model; wrapped segments capture or replay as the forward context says."""
@@ -167,6 +187,8 @@ class PiecewiseModel:
             return self._model(**inputs)
         if self.backend.is_bounded and self._is_larger(inputs):
             return self._model(**inputs)
+        if self._compiler == "inductor":  # its code is made for the strides of static buffers
+            inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
         now = _Ambient.now(self._device)
         if self._ambient is None:
             output = self._trace(inputs)
@@ -174,29 +196,51 @@ class PiecewiseModel:
             return output
         if now != self._ambient:
             raise CaptureError(
-                f"the model was traced under {self._ambient} and is run under {now}",
+                f"the model was traced with {self._ambient} and is run with {now}",
                 remedy="Call the runner under the grad, inference and autocast state of its capture.",
             )
-        return self._compiled(**inputs)
+        try:
+            return self._compiled(**inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise (error.inner_exception if isinstance(error.inner_exception, CgplanError) else error) from None
+
+    def _dims(self, inputs: Mapping[str, torch.Tensor]) -> dict[int, Dim]:
+        """Declared dimensions by their sizes; sizes that stand for several are left out."""
+        found: dict[int, set[Dim]] = {}
+        for name, dim in self._rows.items():
+            found.setdefault(inputs[name].shape[dim], set()).add(self._declared[name])
+        return {size: next(iter(dims)) for size, dims in found.items() if len(dims) == 1}
+
+    def forget(self) -> None:
+        """Drop what Dynamo keeps of the trace; the model must not be called any more."""
+        forget_trace(self._code, self.backend)
 
     def _is_larger(self, inputs: Mapping[str, torch.Tensor]) -> bool:
         most = self.backend.max_rows or 0
         return any(inputs[name].shape[dim] > most for name, dim in self._rows.items())
 
     def _trace(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}  # one tensor twice would stay one
         for name, dim in self._rows.items():
-            if inputs[name].shape[dim] > 1:  # Dynamo takes a size of 1 for a constant
-                torch._dynamo.mark_dynamic(inputs[name], dim)
+            if own[name].shape[dim] > 1:  # Dynamo takes a size of 1 for a constant
+                torch._dynamo.mark_dynamic(own[name], dim)
+            else:
+                self.backend.is_bounded, self.backend.max_rows = True, 1
+        self.backend.dims = self._dims(own)
         try:
-            # Without it a trace holds for 2 rows and more only, because 1 and 0 broadcast.
-            with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-                return self._compiled(**inputs)
+            # Without the first a trace holds for 2 rows and more only, because 1 and 0 broadcast. Without the second
+            # sizes and numbers in which this model differs from the one traced before would be taken for variables.
+            oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+            with oblivious, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                return self._compiled(**own)
         except torch._dynamo.exc.Unsupported as error:
             if "runtime/wrapper.py" in str(error):
                 raise CaptureError(
                     "the model holds graph wrappers of its own, and is to be traced as a whole as well",
                     remedy="Set compilation.piecewise: wrappers, or take the wrappers out.",
                 ) from error
+            if "failed to bind arguments" in str(error):  # Python says it better
+                return self._model(**inputs)
             raise CaptureError(
                 f"the model cannot be traced as one graph, at {_user_line(error)}: {str(error).splitlines()[0]}",
                 remedy="Change that line, or split by modules: compilation.splitting_modules breaks the capture at "
@@ -244,71 +288,15 @@ def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
 
 
+def forget_trace(code: CodeType, backend: PiecewiseBackend) -> None:
+    """Drop what Dynamo keeps of a function: its cache holds the graphs' wrappers, where no collector sees them."""
+    torch._C._dynamo.eval_frame.reset_code(code)
+    torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
+    backend.compiled.clear()
+
+
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
-
-
-def _made_by_eager_pieces(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
-    """For each segment, the positions of the arguments that an eager piece returned: fresh tensors on each call."""
-    eager = {piece.name for piece in pieces if piece.eager}
-    fresh: set[fx.Node] = set()
-    positions: dict[str, tuple[int, ...]] = {}
-    for node in split.graph.nodes:
-        if node.op == "call_module":
-            positions[str(node.target)] = tuple(i for i, arg in enumerate(node.args) if arg in fresh)
-            if node.target in eager:
-                fresh.add(node)
-        elif node.op == "call_function" and node.args and node.args[0] in fresh:  # an item of its tuple
-            fresh.add(node)
-    return positions
-
-
-def _structure(module: fx.GraphModule) -> Any:
-    """A key that is equal for segments that compile to the same code: their graphs without names."""
-    index: dict[fx.Node, int] = {}
-    parts = []
-    for node in module.graph.nodes:
-        index[node] = len(index)
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-        value = node.meta.get("example_value")
-        shape = (
-            (tuple(map(str, value.shape)), str(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else ""
-        )
-        target = node.target if node.op.startswith("call") else ""
-        parts.append((node.op, str(target), str(args), str(shape)))
-    return tuple(parts)
-
-
-def _refuse_branches_on_size(max_rows: int | None) -> bool:
-    """Raise CaptureError if the trace went one of several ways because of the number of rows.
-
-    A condition that all sizes up to ``max_rows`` fulfil (a check of a maximum, say) is none; True if there are such.
-    """
-    context, bounded = torch._guards.TracingContext.try_get(), False
-    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
-        return False
-    for guard in context.fake_mode.shape_env.guards:
-        expression = guard.expr
-        if getattr(expression, "rel_op", "") == "==" and all(side.is_symbol for side in expression.args):
-            continue  # two inputs of one batch
-        if not expression.free_symbols or _holds(expression, _SAMPLES):
-            continue
-        if max_rows is None or not _holds(expression, range(2, max_rows + 1)):
-            raise CaptureError(
-                f"the model's Python code depends on the number of rows ({expression}), at {guard.sloc}",
-                remedy="Other sizes would take another way. Avoid the branch, or use compilation.splitting_modules.",
-            )
-        bounded = True
-    return bounded
-
-
-_SAMPLES = (2, 3, 4, 5, 7, 8, 63, 64, 65, 1 << 20)
-
-
-def _holds(expression: Any, sizes: Iterable[int]) -> bool:
-    """Whether a condition on one symbol is true for these sizes; 0 and 1 Dynamo treats apart."""
-    (symbol, *others) = expression.free_symbols
-    return not others and all(bool(expression.subs(symbol, n)) for n in sizes)
 
 
 def _user_line(error: BaseException) -> str:

@@ -1,0 +1,113 @@
+"""What eager pieces of a traced forward return: which of it lies elsewhere on each call, and must not be written to.
+
+Note [Fresh results]
+    A segment reads a fresh result of an eager piece from a slot of its own, and the result itself goes on to whoever
+    else reads it. A segment that wrote into its slot would leave the others the old values; so that is refused. What
+    a piece returns of its arguments' memory is not fresh: it lies where it lay at capture, and may be written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgplan.errors import CaptureError
+from cgplan.runtime.splitting import Piece, operator_name
+
+_IN_PLACE = frozenset(
+    f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+) | {"setitem", "ilshift", "irshift"}
+
+
+def fresh_arguments(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
+    """For each segment, the positions of the arguments that an eager piece made, see Note [Fresh results].
+
+    Raises:
+        CaptureError: a segment writes into one of them.
+    """
+    eager = {piece.name: _fresh_results(getattr(split, piece.name)) for piece in pieces if piece.eager}
+    fresh: set[fx.Node] = set()
+    found: dict[str, tuple[int, ...]] = {}
+    for node in split.graph.nodes:
+        if node.op == "call_module":
+            name = str(node.target)
+            found[name] = tuple(i for i, arg in enumerate(node.args) if arg in fresh)
+            if name not in eager:
+                _refuse_writes(getattr(split, name), found[name])
+            elif eager[name] and not isinstance(eager[name], dict):
+                fresh.add(node)
+        elif node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+            producer = node.args[0]  # an item of a piece's tuple
+            results = eager.get(str(producer.target)) if producer.op == "call_module" else None
+            if isinstance(results, dict) and results.get(node.args[1]):
+                fresh.add(node)
+    return found
+
+
+def _fresh_results(piece: fx.GraphModule) -> bool | dict[Any, bool]:
+    """Whether an eager piece's result is fresh, or by index where it returns several."""
+    given = {storage for node in piece.graph.nodes if node.op == "placeholder" for storage in _storages(node)}
+    (output,) = (node for node in piece.graph.nodes if node.op == "output")
+    result = output.args[0]
+
+    def is_fresh(node: Any) -> bool:
+        return isinstance(node, fx.Node) and not set(_storages(node)) & given
+
+    if isinstance(result, tuple | list):
+        return {index: is_fresh(node) for index, node in enumerate(result)}
+    return is_fresh(result)
+
+
+def _refuse_writes(segment: fx.GraphModule, fresh: Sequence[int]) -> None:
+    arguments = [node for node in segment.graph.nodes if node.op == "placeholder"]
+    kept = {storage for i in fresh for storage in _storages(arguments[i])}
+    for node in segment.graph.nodes:
+        for target in _written(node):
+            if kept & set(_storages(target)):
+                raise CaptureError(
+                    f"the model writes into what an eager piece returned: {operator_name(node)}, at {_line(node)}",
+                    remedy="Make a new tensor instead (x = x * 2 for x.mul_(2)), or use "
+                    "compilation.splitting_modules, which allows it.",
+                )
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node writes to."""
+    out = node.kwargs.get("out")
+    yield from (item for item in (out if isinstance(out, tuple | list) else (out,)) if isinstance(item, fx.Node))
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    if isinstance(target, torch._ops.OpOverload):
+        names = [
+            argument for argument in target._schema.arguments if argument.alias_info and argument.alias_info.is_write
+        ]
+        for argument in names:
+            at = target._schema.arguments.index(argument)
+            value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(value, fx.Node):
+                yield value
+        return
+    name = (operator_name(node) or "").partition("::")[2]
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if in_place and node.args and isinstance(node.args[0], fx.Node):
+        yield node.args[0]
+
+
+def _storages(node: fx.Node) -> list[int]:
+    """The memory that a node's value lies in, by the fake tensors of the trace."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)]
+
+
+def _line(node: fx.Node) -> str:
+    """The user's line that a node came from."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    return lines[-1] if lines else "an unknown line"
+
+
+__all__ = ["fresh_arguments"]
