@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,14 @@ class Color(Enum):
 class Key:
     def __repr__(self) -> str:
         raise RuntimeError("the repr of a key was called")
+
+
+class Called:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self) -> Any:
+        return self.held
 
 
 class Wrapper(torch.Tensor):
@@ -114,6 +123,9 @@ STRUCTURES = {
     "proxy": (lambda: types.MappingProxyType({"a": t(), Color.RED: t()}), ["x.a", "x[Color.RED]"]),
     "dataclass": (lambda: Data(t(), third=[t()]), ["x.first", "x.third[0]"]),
     "plain": (lambda: Plain(a=t(), b=Plain(c=t())), ["x.a", "x.b.c"]),
+    "namespace": (lambda: types.SimpleNamespace(a=t(), b=[t()]), ["x.a", "x.b[0]"]),
+    "partial": (lambda: partial(_with, t(), extra=[t()]), ["x.args[0]", "x.keywords.extra[0]"]),
+    "partial of an object": (lambda: partial(Called(t())), ["x.func.held"]),
     "slots": (lambda: Slots(t(), t()), ["x.inherited", "x.own"]),
     "both": (lambda: _with(Both(t(), t()), extra=t()), ["x.extra", "x.inherited", "x.own"]),
     "module": (lambda: _module(), ["x.cache[0]", "x.scale", "x.steps", "x.layers[0].weight", "x.layers[0].bias"]),
@@ -351,6 +363,7 @@ MUTATIONS = {
     "empty list filled": (lambda v: v["b"].empty.append(t()), "added"),
     "None filled": (lambda v: setattr(v["b"], "none", t()), "added"),
     "another object": (lambda v: v.update(b=Data(t())), "both"),
+    "in a namespace": (lambda v: setattr(v["n"], "kv", t()), "changed"),
     "slot deleted": (lambda v: delattr(v["s"], "own"), "missing"),
     "parameter": (lambda v: setattr(v["m"], "weight", torch.nn.Parameter(t())), "changed"),
     "parameter gone": (lambda v: delattr(v["m"], "weight"), "missing"),
@@ -363,7 +376,8 @@ def test_each_mutation_is_noticed(name: str) -> None:
     mutate, kind = MUTATIONS[name]
     plain = Plain(p=t(), none=None, empty=[])
     value = {"a": [t(), t()], "b": plain, "s": Slots(t()), "m": torch.nn.Linear(2, 2), "e": torch.empty(0)}
-    kept = list(value["a"])  # freed memory would be given to the next tensor
+    value["n"] = types.SimpleNamespace(kv=t())
+    kept = [*value["a"], value["n"].kv]  # freed memory would be given to the next tensor
     made = manifest(value)
     assert made.matches({"x": value})
     mutate(value)

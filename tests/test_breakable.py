@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
+import pickle
 import random
 import re
 import threading
@@ -18,6 +20,7 @@ import torch
 from checks import same
 from torch import Tensor, nn
 
+import cgplan
 from cgplan.config import Config, Input, validate_config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import (
@@ -301,6 +304,33 @@ def autocast_inside(x: Tensor) -> Any:
         h = x @ x.t()
         h = product(h.float())
     return h * 2
+
+
+@eager_break_during_capture
+def conjugates(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = torch.complex(doubled(x), x + 1)
+    return made, made.conj(), made.imag, made.conj().imag
+
+
+@case("SeS")
+def views_that_differ_in_sign_alone(x: Tensor) -> Any:
+    made, turned, imag, negative = conjugates(x * 2)
+    results = made + 0, turned * 2, imag + 0, negative * 2
+    turned.mul_(1j)
+    negative.add_(1)
+    return *results, made + 0
+
+
+@eager_break_during_capture
+def conjugate_of_argument(x: Tensor) -> Tensor:
+    return x.mul_(len(x.tolist())).conj()
+
+
+@case("SeS")
+def conjugate_of_its_argument(x: Tensor) -> Any:
+    h = torch.complex(x, x + 1)
+    turned = conjugate_of_argument(h)
+    return turned * 2, h * 2
 
 
 @eager_break_during_capture
@@ -707,6 +737,7 @@ class Changing:
         (lambda x: x[:1], lambda x: x[1:], "argument's memory"),
         (lambda x: x, lambda x: x.clone(), "argument's memory"),
         (lambda x: x, lambda x: x.view(3, 2), "argument's memory"),
+        (lambda x: x, lambda x: torch._neg_view(x), "argument's memory"),
         (lambda x: [x * 2, 3], lambda x: [x * 2, 4], "returned 4 on replay; at capture it was 3"),
         (3, 3.0, "returned 3.0 on replay"),
         (True, 1, "returned 1 on replay"),
@@ -738,6 +769,175 @@ def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) ->
     x.add_(1)
     made.replay()
     same(y, (x + 1) * 2 + 1)
+
+
+class Loose:
+    """A mutable object that is equal to nothing but itself."""
+
+    __slots__ = ("__dict__", "slotted")
+
+
+class Listed(list[Any]):
+    """For pytree no container."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loose: setattr(loose, "number", 2.5),
+        lambda loose: setattr(loose, "more", 1),
+        lambda loose: delattr(loose, "number"),
+        lambda loose: setattr(loose, "slotted", False),
+        lambda loose: loose.nested["a"].append(1),
+        lambda loose: loose.nested["a"][0].add("c"),
+        lambda loose: loose.nested["b"].__setitem__(0, 7),
+        lambda loose: setattr(loose, "tensors", [torch.zeros(2)]),
+    ],
+)
+def test_a_mutable_result_must_keep_its_contents(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
+    x, piece, loose = randn(backend, 2, 3), Changing(), Loose()
+    loose.number, loose.nan, loose.slotted = 1.5, float("nan"), True
+    loose.nested = {"a": Listed([{"b"}]), "b": bytearray(b"text"), "cycle": loose}
+    loose.tensors = [torch.zeros(2)]
+    piece.result = lambda h: (loose, h.mul_(2))
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        found, h = made.add_eager(piece, x * 2)
+        y = h * found.number
+    loose.nan, loose.number = float("nan"), 3 / 2  # other objects of the same value
+    made.replay()
+    same(y, x * 6)
+    change(loose)
+    with pytest.raises(CaptureError, match=r"Loose object .* with other contents, at") as caught:
+        made.replay()
+    assert "key_fn" in caught.value.remedy
+
+
+def append(_: Tensor, given: Any) -> None:
+    given["list"].append(1.5)
+
+
+def replace_item(_: Tensor, given: Any) -> None:
+    given["list"][0] = object()
+
+
+def append_captured(x: Tensor, given: Any) -> None:
+    given["list"].append(x * 2)
+
+
+def set_key(x: Tensor, given: Any) -> None:
+    given["key"] = x
+
+
+def add_to_set(_: Tensor, given: Any) -> None:
+    given["tuple"][0].add("new")
+
+
+def swap(_: Tensor, given: Any) -> None:
+    given["list"].reverse()
+
+
+@pytest.mark.parametrize("function", [append, replace_item, append_captured, set_key, add_to_set, swap])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_piece_that_puts_values_into_what_it_was_given(
+    backend: GraphBackend, function: Callable[[Tensor, Any], None], captured: bool
+) -> None:
+    """Whether the list is the model's own or is built anew for each replay, because captured tensors are inside."""
+    x = randn(backend, 2, 3)
+    piece = eager_break_during_capture(function)
+
+    def forward() -> Tensor:
+        h = x * 2
+        piece(h, {"list": [h if captured else "first", "second"], "tuple": ({"old"},)})
+        return h + 1
+
+    with pytest.raises(CaptureError, match=f"eager piece {function.__name__} puts values into a list") as caught:
+        capture(backend, forward)
+    assert f"{__file__}:" in caught.value.message
+    assert "Return the values" in caught.value.remedy
+
+
+def test_a_piece_may_take_values_out_of_what_it_was_given(backend: GraphBackend) -> None:
+    x, left = randn(backend, 2, 3), list[int]()
+
+    @eager_break_during_capture
+    def consume(h: Tensor, given: list[Any], more: dict[str, Any]) -> Tensor:
+        left.append(len(given))
+        del given[1]
+        return h * more.pop("factor") + given[0]
+
+    made, y = capture(backend, lambda: consume(x * 2, [x + 1, x + 2, 3], {"factor": 2, "rest": x + 3}) * 2)
+    x.add_(1)
+    made.replay()
+    same(y, (x * 4 + x + 1) * 2)
+    assert left == [3] * 3
+
+
+class Stateful(nn.Module):
+    """A piece hands out state, and the segment behind it writes there."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.attribute = way, torch.zeros(3)
+        self.register_buffer("buffer", torch.zeros(3))
+        self.parameter = nn.Parameter(torch.zeros(3))
+        self.inner = nn.Module()
+        self.inner.register_buffer("buffer", torch.zeros(3))
+
+    @eager_break_during_capture
+    def state(self) -> Tensor:
+        """Of the kind that ``way`` names."""
+        if self.way == "made anew":  # state before it ran, but not what it returns
+            self.attribute = self.attribute + 1
+        kinds = {
+            "buffer": self.buffer,
+            "parameter": self.parameter,
+            "inner": self.inner.buffer,
+            "view": self.buffer[1:],
+        }
+        return kinds.get(self.way, self.attribute)
+
+    @eager_break_during_capture
+    def delayed(self, x: Tensor) -> Tensor:
+        """What it was called with the time before; state before it runs, but not afterwards."""
+        before, self.attribute = self.attribute, x.clone()
+        return before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "delayed":
+            return self.delayed(x[0] * 2) + x
+        return self.state().add_(x[0, -1]) + x[:, -1:]
+
+    def now(self) -> list[Tensor]:
+        """All state."""
+        return [self.buffer, self.parameter.detach(), self.inner.buffer]
+
+
+@pytest.mark.parametrize("way", ["buffer", "parameter", "inner", "view", "attribute", "made anew", "delayed"])
+def test_state_that_a_piece_hands_out(backend: GraphBackend, way: str) -> None:
+    """A segment writes to state itself; what is made anew on each call is copied."""
+    model, other = Stateful(way).to(backend.device), Stateful(way).to(backend.device)
+    model.attribute, other.attribute = (m.attribute.to(backend.device) for m in (model, other))
+    x = randn(backend, 2, 3)
+    made, output = capture(backend, lambda: model(x))
+    with torch.no_grad():
+        other(x)
+        same(output, other(x))
+        for seed in range(3):
+            x.copy_(randn(backend, 2, 3, seed=seed))
+            made.replay()
+            if way == "made anew":  # the segment writes to the slot, and the next replay does not see it
+                continue
+            same(output, other(x))
+            same(model.now(), other.now())
+            same(model.attribute, other.attribute)
+
+
+def test_state_that_moved_is_refused(backend: GraphBackend) -> None:
+    model, x = Stateful("buffer").to(backend.device), randn(backend, 2, 3)
+    made, _ = capture(backend, lambda: model(x))
+    model.buffer = model.buffer.clone()
+    with pytest.raises(CaptureError, match="at capture it was its own argument's memory, or a module's"):
+        made.replay()
 
 
 class Box:
@@ -1210,6 +1410,130 @@ def test_a_forward_that_the_user_replaced_comes_back(backend: GraphBackend) -> N
     same(y, x * 5 * 5)
     breaks.remove()
     assert model[0].forward is own
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_handles_on_one_module_go_in_any_order(backend: GraphBackend, order: tuple[int, int]) -> None:
+    model = Broken().to(backend.device).eval()
+    own = model.layers[1].mix.forward = functools.partial(type(model.layers[1].mix).forward, model.layers[1].mix)
+    handles = break_at_modules(model, ["layers.*.mix"]), break_at_modules(model, ["layers.1.*"])
+    x = randn(backend, 4, 6)
+    counts = []
+    for handle in (None, *(handles[i] for i in order)):
+        if handle is not None:
+            handle.remove()
+            handle.remove()
+        counts.append(capture(backend, lambda: model(x))[0].num_eager_breaks)
+    assert counts == [3, 2, 0]
+    assert vars(model.layers[1].mix).pop("forward") is own
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_forward_that_was_put_over_a_break_stays(backend: GraphBackend) -> None:
+    model, x = nn.Sequential(nn.ReLU()), randn(backend, 2, 3)
+    breaks = break_at_modules(model, ["0"])
+    under = model[0].forward
+    over = model[0].forward = lambda x: under(x) + 1
+    assert capture(backend, lambda: model(x))[0].num_eager_breaks == 1
+    breaks.remove()
+    assert model[0].forward is over
+    made, y = capture(backend, lambda: model(x))
+    assert made.num_eager_breaks == 0
+    same(y, x.relu() + 1)
+
+
+def by_modules(model: nn.Module, backend: GraphBackend, *patterns: str) -> GraphRunner:
+    return cgplan.capture(
+        model,
+        {"input": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [2],
+            "splitting_modules": list(patterns),
+        },
+        device=backend.device.type,
+    )
+
+
+def test_a_runner_that_is_dropped_takes_its_breaks_along(backend: GraphBackend) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).to(backend.device)
+    runner, other = by_modules(model, backend, "0", "1"), by_modules(model, backend, "1")
+    del runner
+    gc.collect()
+    assert ["forward" in vars(module) for module in model] == [False, True]
+    other.close()
+    del other
+    model.runner = by_modules(model, backend, "0")  # a cycle: the model holds what breaks it
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_copies_and_pickles_have_no_breaks(backend: GraphBackend) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).to(backend.device)
+    model[1].forward = nn.functional.gelu  # the user's, and under a break
+    x = randn(backend, 2, 6)
+    with torch.no_grad():
+        wanted = model(x)
+    break_at_modules(model, ["0", "1"])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
+        made, y = capture(backend, functools.partial(copied, x))
+        assert made.num_eager_breaks == 0
+        same(y, wanted)
+        with torch.no_grad():
+            copied[0].weight.zero_()
+            copied[0].bias.zero_()
+            same(copied(x), copied[2].bias.expand(2, 6))
+    made, y = capture(backend, lambda: model(x))
+    assert made.num_eager_breaks == 2
+    same(y, wanted)
+
+
+class Wrapping(nn.Module):
+    """Holds a wrapper of its own layer, as the wrapper's docstring says."""
+
+    def __init__(self, kind: type[CUDAGraphWrapper], backend: GraphBackend) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.run = kind(self.layer, PIECEWISE, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) + 1
+
+
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+def test_a_copied_wrapper_has_captured_nothing(backend: GraphBackend, kind: type[CUDAGraphWrapper]) -> None:
+    model = Wrapping(kind, backend).to(backend.device)
+    x = randn(backend, 2, 6)
+    with forward_context(PIECEWISE, BatchDescriptor(2)):
+        model(x)
+        copied = copy.deepcopy(model)
+        assert type(copied.run) is kind
+        assert not copied.run.entries
+        assert copied.run.runnable is copied.layer
+        assert copied.run.backend is backend
+        with torch.no_grad():
+            copied.layer.weight.zero_()
+            copied.layer.bias.zero_()
+            wanted = model.layer(x) + 1
+            first = copied(x).clone()
+            same(copied(x), torch.ones_like(x))
+            same(first, torch.ones_like(x))
+            same(model(x), wanted)
+    assert len(model.run.entries) == len(copied.run.entries) == 1
+
+
+def test_a_wrapper_of_a_traced_module_is_copied_as_a_wrapper(backend: GraphBackend) -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6)))
+    wrapper = CUDAGraphWrapper(traced, PIECEWISE, backend=backend)
+    copied = copy.deepcopy(wrapper)
+    assert type(copied) is CUDAGraphWrapper
+    assert copied.runnable is not traced
+    assert copied.graph is copied.runnable.graph
+    with pytest.raises(AttributeError, match="no attribute '__len__'"):
+        wrapper.__len__()
+    assert CUDAGraphWrapper(doubled, PIECEWISE).__name__ == "doubled"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from cgplan.cli.inspecting import origin_rows
 from cgplan.cli.main import app
 from cgplan.config import load_config, read_config
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.plan import Machine
 from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
 
 REPO = Path(__file__).parents[1]
@@ -159,13 +161,13 @@ def test_version() -> None:
 def test_no_arguments_show_the_help() -> None:
     shown = good().stdout
     assert shown == good("--help").stdout
-    for command in ("capture", "bench", "inspect", "schema", "init"):
+    for command in ("capture", "bench", "inspect", "schema", "init", "plan"):
         assert re.search(rf"^  {command}  .*\.$", shown, re.MULTILINE), f"{command} has no whole sentence in the help"
 
 
-@pytest.mark.parametrize("command", ["capture", "bench", "inspect", "schema", "init"])
+@pytest.mark.parametrize("command", ["capture", "bench", "inspect", "schema", "init", "plan", "plan diff"])
 def test_help_of_each_command_has_an_example(command: str) -> None:
-    assert f"Example:\n    cgplan {command} " in good(command, "--help").stdout
+    assert f"Example:\n    cgplan {command} " in good(*command.split(), "--help").stdout
 
 
 def test_capture_shows_and_saves_the_report(home: Path) -> None:
@@ -335,7 +337,16 @@ def test_python_dash_m(home: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["capture", "--help"], ["schema"], ["inspect", "--config", "good.yaml"], ["inspect", "plan.json"]],
+    [
+        ["--help"],
+        ["capture", "--help"],
+        ["schema"],
+        ["inspect", "--config", "good.yaml"],
+        ["inspect", "plan.json"],
+        ["plan", "--config", "good.yaml", "--plot", "plan.svg", "--emit", "vllm"],
+        ["plan", "diff", "plan.json", "plan.json"],
+        ["inspect", "--vllm", "{}", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"],
+    ],
     ids=" ".join,
 )
 def test_torch_is_not_imported(home: Path, arguments: list[str]) -> None:
@@ -348,7 +359,195 @@ def test_torch_is_not_imported(home: Path, arguments: list[str]) -> None:
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout
-    assert done.stderr.split() == ["0", "False"]
+    assert done.stderr.split()[-2:] == ["0", "False"]
+
+
+# plan
+
+
+def test_plan_shows_and_saves_the_plan(home: Path) -> None:
+    result = good("plan", "--config", "good.yaml", "--output", "plan.json")
+    plan = load_report("plan.json")
+    assert plan == build_plan(load_config("good.yaml"))
+    assert isinstance(plan, Plan)
+    assert result.stdout == render_text(plan) + "\n"
+    assert "saved plan.json" in result.stderr
+    assert good("plan", "--config", "good.yaml", "--json").stdout == (home / "plan.json").read_text()
+
+
+def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
+    narrow = ("--set", "scheduler.max_num_batched_tokens=2", "--set", "compilation.attention_support=UNIFORM_BATCH")
+    result = good("plan", "--config", "good.yaml", *narrow, "--emit", "vllm", "--output", "plan.json")
+    assert result.stdout == (
+        '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2], '
+        '"max_cudagraph_capture_size": 2}\'\n'
+    )
+    for line in (
+        "saved plan.json",
+        "note: cudagraph_mode FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH",
+        "warning: capture sizes 4 above scheduler.max_num_batched_tokens = 2 were dropped",
+        "note: made for --max-num-seqs 256 --max-num-batched-tokens 2",
+    ):
+        assert line in result.stderr
+    assert isinstance(load_report("plan.json"), Plan)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "json"])
+def test_plan_knows_each_engine(home: Path, engine: str) -> None:
+    assert "1, 2, 4" in good("plan", "--config", "good.yaml", "--emit", engine).stdout.replace("1 2 4", "1, 2, 4")
+
+
+def test_what_is_emitted_for_vllm_is_read_back_to_the_same_keys(home: Path) -> None:
+    settings = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--set", "scheduler.max_num_seqs=3")
+    emitted = good("plan", "--config", "good.yaml", *settings, "--emit", "vllm").stdout
+    value = shlex.split(emitted)[1]
+    again = good("inspect", "--vllm", value, "--max-num-seqs", "3", "--max-num-batched-tokens", "8192", "--json").stdout
+    assert Plan.from_json(again).keys == build_plan(load_config("good.yaml", settings[1::2])).keys
+
+
+def test_plan_draws_the_padding(home: Path) -> None:
+    result = good("plan", "--config", "good.yaml", "--plot", "plan.svg")
+    assert "saved plan.svg" in result.stderr
+    assert "capture size" in (home / "plan.svg").read_text()
+    good("plan", "--config", "good.yaml", "--plot", "plan.png")
+    assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
+    bounds = ("--max-graphs", "0", "--set", "budget.max_graphs=3")
+    assert "--set budget.max_graphs: found 0" in refused(errors.ConfigError, "plan", "--config", "good.yaml", *bounds)
+    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--memory", "2 apples")
+    assert "budget.memory" in message
+    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--capture-time", "soon")
+    assert "budget.capture_time" in message
+    noted = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--json").stderr
+    assert "note: a budget bounds plans that are made from traffic" in noted
+
+
+def test_plan_checks_its_files_first(home: Path) -> None:
+    asked = ("plan", "--config", "good.yaml", "--set", "compilation.cudagraph_capture_sizes=[9999]")
+    assert "a picture ends in .svg or .png" in refused(errors.OutputPathError, *asked, "--plot", "plan.pdf")
+    assert "there is no folder" in refused(errors.OutputPathError, *asked, "--plot", "none/plan.svg")
+    assert "there is no folder" in refused(errors.OutputPathError, *asked, "--output", "none/plan.json")
+
+
+def test_plan_diff(home: Path) -> None:
+    good("plan", "--config", "good.yaml", "--output", "old.json")
+    sizes = ("--set", "compilation.cudagraph_capture_sizes=[1, 8]")
+    good("plan", "--config", "good.yaml", *sizes, "--output", "new.json")
+    shown = good("plan", "diff", "old.json", "new.json").stdout
+    assert shown.startswith("old.json -> new.json\n")
+    assert re.search(r"^FULL +8 +2, 4 +1$", shown, re.MULTILINE)
+    assert re.search(r"^graphs +3 +2 +-1 +-33\.3%$", shown, re.MULTILINE)
+    data = json.loads(good("plan", "diff", "old.json", "new.json", "--json").stdout)
+    assert data["lanes"][0]["removed"] == [2, 4]
+
+
+def test_plan_diff_reads_plans_only(home: Path) -> None:
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    assert "run.json is a capture report, not a plan" in refused(
+        errors.ReportError, "plan", "diff", "run.json", "run.json"
+    )
+    assert "cannot read none.json" in refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
+
+
+# capture --plan
+
+
+def saved_plan(*settings: str) -> Plan:
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    good("plan", "--config", "good.yaml", *arguments, "--output", "plan.json")
+    plan = load_report("plan.json")
+    assert isinstance(plan, Plan)
+    return plan
+
+
+@pytest.mark.parametrize("command", ["capture", "bench"])
+def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
+    plan = saved_plan("compilation.cudagraph_capture_sizes=[2, 3]")
+    result = good(command, "--config", "good.yaml", "--plan", "plan.json", "--json")
+    data = json.loads(result.stdout)
+    report = CaptureReport.model_validate(data if command == "capture" else data["capture"])
+    assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
+    assert not report.warnings
+    assert "note: plan.json decides compilation.cudagraph_capture_sizes" in result.stderr
+
+
+def test_a_plan_of_any_keys_is_captured_and_run(home: Path) -> None:
+    """Lanes with sizes of their own, as a planner may choose them."""
+    plan = saved_plan("compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    kept = [(mode, d) for mode, d in plan.keys if d.uniform == (d.num_tokens == 2)]
+    lanes = plan.model_copy(update={"keys": tuple(kept)})
+    assert [(mode.name, d.num_tokens) for mode, d in kept] == [("PIECEWISE", 4), ("PIECEWISE", 1), ("FULL", 2)]
+    (home / "plan.json").write_text(lanes.model_dump_json())
+    result = good("bench", "--config", "good.yaml", "--plan", "plan.json", "--json")
+    report = BenchReport.model_validate_json(result.stdout)
+    assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in report.records] == [
+        (1, "FULL", 1),
+        (3, "PIECEWISE", 1),
+        (9, "NONE", 0),
+    ]
+
+
+def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
+    plan = saved_plan("scheduler.max_num_seqs=8", "model.kwargs={width: 8}")
+    machine = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": torch.__version__}
+    (home / "plan.json").write_text(plan.model_copy(update={"machine": Machine(**machine)}).model_dump_json())
+    message = refused(errors.PlanMismatchError, "capture", "--config", "good.yaml", "--plan", "plan.json")
+    assert message.startswith("error: plan.json: the plan was made for something else\n")
+    assert "  - scheduler.max_num_seqs: 8 in the plan, 256 now" in message
+    assert "  - model.kwargs.width: 8 in the plan, absent now" in message
+    assert "  - gpu: NVIDIA H200 in the plan, " in message
+    assert "  - driver: 580.1 in the plan, absent now" in message
+    assert "torch" not in message
+    assert "--force" in message
+    forced = good("capture", "--config", "good.yaml", "--plan", "plan.json", "--force", "--json")
+    report = CaptureReport.model_validate_json(forced.stdout)
+    assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
+    (warning,) = report.warnings
+    assert "was forced" in warning
+    assert "scheduler.max_num_seqs: 8 in the plan, 256 now" in warning
+    assert f"warning: {warning}" in forced.stderr
+
+
+def test_a_plan_of_another_schema_is_refused_also_with_force(home: Path) -> None:
+    plan = json.loads(saved_plan().model_dump_json())
+    (home / "plan.json").write_text(json.dumps({**plan, "schema_version": 1}))
+    arguments = ("capture", "--config", "good.yaml", "--plan", "plan.json", "--force")
+    assert "schema version 1, this cgplan reads 2" in refused(errors.ReportError, *arguments)
+
+
+def test_a_damaged_plan_is_refused(home: Path) -> None:
+    plan = json.loads(saved_plan().model_dump_json())
+    (home / "plan.json").write_text(json.dumps({**plan, "capture_sizes": [1, 2]}))
+    message = refused(errors.ReportError, "capture", "--config", "good.yaml", "--plan", "plan.json")
+    assert "4 is not among capture_sizes" in message
+
+
+# inspect --vllm
+
+
+def test_inspect_shows_what_vllm_would_capture(home: Path) -> None:
+    options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-speculative-tokens", "1")
+    lora = ("--max-loras", "2", "--specialize-active-lora")
+    result = good("inspect", "--vllm", '{"cudagraph_capture_sizes": [2, 8], "backend": "eager"}', *options, *lora)
+    rows = {
+        line.split()[0]: re.split(r"  +", line)[1:] for line in result.stdout.splitlines() if "." in line.split(" ")[0]
+    }
+    assert rows["compilation.cudagraph_mode"] == ["FULL_AND_PIECEWISE", "vLLM's default"]
+    assert rows["compilation.cudagraph_capture_sizes"] == ["[2, 8]", "--vllm"]
+    assert rows["scheduler.max_num_seqs"] == ["4", "--max-num-seqs"]
+    assert rows["speculative.num_speculative_tokens"] == ["1", "--num-speculative-tokens"]
+    assert rows["lora.max_loras"] == ["2", "--max-loras"]
+    assert rows["lora.specialize_active_lora"] == ["true", "--specialize-active-lora"]
+    assert "report.sizes" not in rows
+    assert "8 PIECEWISE, 8 FULL uniform" in result.stdout
+    assert "note: backend does not change what is captured" in result.stderr
+
+
+def test_inspect_refuses_what_vllm_does_not_have(home: Path) -> None:
+    message = refused(errors.ConfigError, "inspect", "--vllm", '{"cudagraph_capture_size": [1]}')
+    assert "did you mean 'cudagraph_capture_sizes'?" in message
 
 
 # init
@@ -718,6 +917,16 @@ def test_inspect_of_a_missing_report(home: Path) -> None:
         ["inspect", "run.json", "--set", "device=cpu"],
         ["capture"],
         ["capture", "--config", "good.yaml", "--nonsense"],
+        ["capture", "--config", "good.yaml", "--force"],
+        ["inspect", "--vllm", "{}", "--config", "good.yaml"],
+        ["inspect", "--vllm", "{}", "--set", "device=cpu"],
+        ["inspect", "--config", "good.yaml", "--max-num-seqs", "4"],
+        ["plan"],
+        ["plan", "diff", "plan.json"],
+        ["plan", "--config", "good.yaml", "diff", "a.json", "b.json"],
+        ["plan", "--config", "good.yaml", "--emit", "tgi"],
+        ["plan", "--config", "good.yaml", "--emit", "vllm", "--json"],
+        ["plan", "--config", "good.yaml", "--traffic", "a.csv", "--speedup", "0"],
         ["schema", "--format", "xml"],
     ],
     ids=" ".join,

@@ -79,3 +79,73 @@ def test_without_debug_nothing_is_checked(backend: GraphBackend) -> None:
     scale[0] = 5.0
     x = rows(backend, 2)
     assert torch.equal(runner(x=x), x * 2), "the graph holds the number of its capture"
+
+
+def test_outputs_expire_in_whatever_mode_they_were_made(backend: GraphBackend) -> None:
+    runner = debugged(backend, lambda x: x * 2)
+    with torch.inference_mode():
+        first = runner(x=rows(backend, 3))
+    second = runner(x=rows(backend, 2))
+    assert first.isnan().all()
+    with torch.enable_grad():
+        second.requires_grad_()
+        third = runner(x=rows(backend, 2))
+    assert second.isnan().all()
+    assert not third.requires_grad
+    with torch.inference_mode():
+        runner(x=rows(backend, 2))
+    assert third.isnan().all()
+
+
+class Chosen:
+    """A model whose code is another one once it has been captured."""
+
+    def __init__(self, before: Callable[[Tensor], Any], after: Callable[[Tensor], Any]) -> None:
+        self.choices, self.is_captured = (before, after), False
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.choices[self.is_captured](x)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (lambda x: (x * 2).half(), r"their dtypes differ: torch\.float32 and torch\.float16"),
+        (lambda x: (x * 2)[:, :3], r"their shapes differ: \[2, 4\] and \[2, 3\]"),
+        (lambda x: 3.0, "only one of them is a tensor"),
+        (lambda x: x * 2 + 1, r"the largest deviation is 1\n"),
+        (lambda x: x * 2 + x.new_tensor([0, 0, 0, float("nan")]), r"the largest deviation is inf\n"),
+    ],
+)
+def test_what_differs_in_kind_is_said_so(backend: GraphBackend, after: Callable[[Tensor], Any], said: str) -> None:
+    model = Chosen(lambda x: x * 2, after)
+    runner = debugged(backend, model)
+    model.is_captured = True
+    with pytest.raises(NumbersError, match=said) as caught:
+        runner(x=rows(backend, 2))
+    assert "random operators" in caught.value.remedy
+
+
+def test_complex_outputs(backend: GraphBackend) -> None:
+    """NaN equals NaN, and a deviation of the imaginary part alone is one."""
+    nan = float("nan")
+    model = Chosen(lambda x: torch.complex(x, x * nan), lambda x: torch.complex(x, x * nan))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    assert runner(x=rows(backend, 2)).isnan().all()
+
+    model = Chosen(lambda x: torch.complex(x, x), lambda x: torch.complex(x, x + 3))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    with pytest.raises(NumbersError, match=r"the largest deviation is 3\n"):
+        runner(x=rows(backend, 2))
+
+
+def test_outputs_of_8_bits(backend: GraphBackend) -> None:
+    model = Chosen(lambda x: (x * 2).to(torch.float8_e4m3fn), lambda x: (x * 2).to(torch.float8_e4m3fn))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    assert torch.equal(runner(x=rows(backend, 1)).float(), rows(backend, 1) * 2)
+    model.choices = (model.choices[0], lambda x: (x * 4).to(torch.float8_e4m3fn))
+    with pytest.raises(NumbersError, match=r"the largest deviation is 16\n"):
+        runner(x=rows(backend, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -384,6 +385,28 @@ def test_adapters_are_loaded_in_place() -> None:
     model.remove_lora(1)
     assert torch.equal(project(projection, x, [1]), project(projection, x, None))
     assert projection.lora_a.data_ptr() == address
+
+
+def test_adapters_that_are_trained_leave_nothing_of_their_graph_behind() -> None:
+    model = build(**SMALL, max_loras=1, lora_rank=4)
+    projection = model.layers[0].self_attn.q_proj
+    a, b = torch.nn.Parameter(torch.randn(4, 48)), torch.nn.Parameter(torch.randn(64, 4))
+    with torch.enable_grad():
+        model.load_lora(0, {"layers.0.self_attn.q_proj.lora_A": a, "layers.0.self_attn.q_proj.lora_B": b})
+    assert torch.equal(projection.lora_a[0], a)
+    assert torch.equal(projection.lora_b[0], b.T)
+    assert not any(buffer.requires_grad for buffer in model.buffers())
+    copy.deepcopy(model)
+
+
+def test_a_decoder_built_in_inference_mode_is_written_to_outside_of_it() -> None:
+    with torch.inference_mode():
+        model = build(**SMALL, max_loras=1, lora_rank=4)
+    assert not any(buffer.is_inference() for buffer in model.buffers())
+    adapter = {"lora_A": torch.randn(4, 48), "lora_B": torch.randn(64, 4)}
+    model.load_lora(0, {f"layers.0.self_attn.q_proj.{name}": value for name, value in adapter.items()})
+    assert torch.equal(model.layers[0].self_attn.q_proj.lora_a[0], adapter["lora_A"])
+    run(model, example_batch(model, [0], [3]))  # writes the caches
 
 
 def test_rows_of_other_adapters_and_padding_do_not_matter() -> None:

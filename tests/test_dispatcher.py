@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import plan_of, plans
+from test_plan import key, plan_of, plan_with, plans
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
@@ -71,6 +71,121 @@ def test_dispatch_answers_from_the_keys(
         assert (mode, descriptor) in plan.keys
         assert descriptor.num_tokens >= tokens
         assert descriptor.num_active_loras >= loras
+
+
+@st.composite
+def plans_with_lanes(draw: st.DrawFn) -> Plan:
+    """A plan whose lanes have sizes of their own, as a planner may choose them."""
+    q = draw(st.integers(1, 3))
+    seqs = draw(st.integers(1, 12))
+    kinds = draw(
+        st.sampled_from([[(FULL, False)], [(PIECEWISE, False)], [(FULL, True)], [(FULL, True), (PIECEWISE, False)]])
+    )
+    max_loras = draw(st.none() | st.integers(1, 4))
+    cases = [0] if max_loras is None else draw(st.lists(st.integers(0, max_loras + 1), min_size=1, unique=True))
+    keys = [
+        key(mode, size * q if uniform else size, uniform=uniform, case=case, q=q, seqs=seqs)
+        for mode, uniform in kinds
+        for case in cases
+        for size in draw(st.lists(st.integers(1, seqs if uniform else 40), unique=True, max_size=5))
+    ]
+    mode = {
+        (False, True): PIECEWISE,
+        (True, True): CUDAGraphMode.FULL_AND_PIECEWISE,
+        (True, False): CUDAGraphMode.FULL if (FULL, False) in kinds else CUDAGraphMode.FULL_DECODE_ONLY,
+    }[any(m is FULL for m, _ in kinds), any(m is PIECEWISE for m, _ in kinds)]
+    return plan_with(
+        keys, mode=mode, query_len=q, max_num_seqs=seqs, max_loras=max_loras, lora_cases=tuple(sorted(cases))
+    )
+
+
+def naive_answer(
+    plan: Plan,
+    tokens: int,
+    uniform: bool,
+    loras: int,
+    valid: set[CUDAGraphMode] | None,
+    invalid: set[CUDAGraphMode] | None,
+) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    """The rule as it is said: FULL decode, FULL mixed, PIECEWISE; fewest adapters that are enough; smallest size."""
+    for wanted, decode in ((FULL, True), (FULL, False), (PIECEWISE, False)):
+        if (valid is not None and wanted not in valid) or wanted in (invalid or ()) or (decode and not uniform):
+            continue
+        for case in range(loras, 10):
+            sizes = [
+                (d.num_tokens, (mode, d))
+                for mode, d in plan.keys
+                if mode is wanted and d.uniform == decode and d.num_active_loras == case and d.num_tokens >= tokens > 0
+            ]
+            if sizes:
+                return min(sizes)[1]
+    return NONE, BatchDescriptor(tokens)
+
+
+@settings(max_examples=300)
+@given(
+    plan=plans_with_lanes(),
+    tokens=st.integers(0, 45),
+    uniform=st.booleans(),
+    loras=st.integers(0, 6),
+    valid=MODE_SETS,
+    invalid=MODE_SETS,
+)
+def test_each_lane_has_its_own_sizes(
+    plan: Plan,
+    tokens: int,
+    uniform: bool,
+    loras: int,
+    valid: set[CUDAGraphMode] | None,
+    invalid: set[CUDAGraphMode] | None,
+) -> None:
+    dispatcher = CudagraphDispatcher(plan)
+    answer = dispatcher.dispatch(tokens, uniform, loras, valid, invalid)
+    assert answer == naive_answer(plan, tokens, uniform, loras, valid, invalid)
+    assert dispatcher.dispatch(tokens, uniform, loras, valid, invalid) == answer
+    assert (dispatcher.explain(tokens, uniform, loras, valid, invalid) is None) == (answer[0] is not NONE)
+
+
+def test_a_batch_that_one_lane_does_not_hold_goes_to_the_next() -> None:
+    plan = plan_with(
+        [
+            key(FULL, 2, uniform=True),
+            key(FULL, 8, uniform=True, case=3),
+            key(PIECEWISE, 4),
+            key(PIECEWISE, 32, case=3),
+        ],
+        max_loras=2,
+    )
+    dispatcher = CudagraphDispatcher(plan)
+
+    def size(*question: int) -> tuple[str, int, int]:
+        mode, d = dispatcher.dispatch(*question)
+        return mode.name, d.num_tokens, d.num_active_loras
+
+    assert size(1, True) == ("FULL", 2, 0)
+    assert size(3, True) == ("FULL", 8, 3), (
+        "a graph with adapters serves a batch without, where no other is large enough"
+    )
+    assert size(9, True) == ("PIECEWISE", 32, 3)
+    assert size(1, False) == ("PIECEWISE", 4, 0)
+    assert size(5, False) == ("PIECEWISE", 32, 3)
+    assert size(1, False, 1) == ("PIECEWISE", 32, 3)
+    assert size(33, True) == ("NONE", 33, 0)
+
+
+def test_explain_tells_lanes_apart() -> None:
+    decode = plan_with([key(FULL, 8, uniform=True)], mode="FULL_DECODE_ONLY")
+    assert CudagraphDispatcher(decode).explain(4, False) is MissReason.NO_GRAPH_FOR_MIXED
+    short = plan_with([key(FULL, 8, uniform=True), key(PIECEWISE, 2)])
+    assert CudagraphDispatcher(short).explain(4, False) is MissReason.TOO_LARGE, "of mixed batches"
+    assert CudagraphDispatcher(short).explain(9, True) is MissReason.TOO_LARGE
+    assert CudagraphDispatcher(short).explain(4, True, invalid_modes={FULL}) is MissReason.MODE_EXCLUDED
+    adapters = plan_with([key(FULL, 8, uniform=True, case=3), key(PIECEWISE, 8)], max_loras=2)
+    assert CudagraphDispatcher(adapters).explain(4, False, 1) is MissReason.NO_LORA_CASE
+    assert CudagraphDispatcher(adapters).explain(4, True, 1) is None
+    assert CudagraphDispatcher(adapters).explain(4, True, 4) is MissReason.NO_LORA_CASE
+    dropped = plan_with([key(FULL, 8)], lora_cases=(0, 3), max_loras=2)
+    assert CudagraphDispatcher(dropped).explain(4, False, 1) is MissReason.NO_LORA_CASE
 
 
 @given(plan=plans(), questions=st.lists(st.tuples(st.integers(0, 120), st.booleans(), st.integers(0, 12), MODE_SETS)))

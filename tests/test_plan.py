@@ -14,6 +14,8 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ModeError, PlanError, ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.planning.costs import KeyCost, PlanCost
+from cgplan.planning.plan import Lane, Machine, Predicted, capture_order
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
@@ -147,21 +149,131 @@ def test_keys_follow_the_law(plan: Plan) -> None:
     assert sum(not d.uniform for _, d in plan.keys) == expected
 
 
-# --- padding --------------------------------------------------------------------------------------------------
+# --- lanes ----------------------------------------------------------------------------------------------------
 
 
-def test_padding_table_literally() -> None:
-    assert plan_of("FULL", [1, 4, 6]).padding_table() == (0, 1, 4, 4, 4, 6, 6)
-    assert plan_of("FULL", [3]).padding_table() == (0, 3, 3, 3)
-    assert plan_of("NONE").padding_table() == (0,)
+def key(mode: CUDAGraphMode, tokens: int, *, uniform: bool = False, case: int = 0, q: int = 1, seqs: int = 256) -> Any:
+    reqs = None if mode is PIECEWISE else tokens // q if uniform else min(tokens, seqs)
+    return mode, BatchDescriptor(tokens, reqs, uniform, case > 0, case)
+
+
+def plan_with(keys: list[Any], /, **fields: Any) -> Plan:
+    """A plan of any keys, with sizes of their own in each lane; its configuration is the default one."""
+    modes = {(mode, d.uniform) for mode, d in keys}
+    mode = {
+        frozenset({(FULL, True), (PIECEWISE, False)}): CUDAGraphMode.FULL_AND_PIECEWISE,
+        frozenset({(FULL, True)}): CUDAGraphMode.FULL_DECODE_ONLY,
+        frozenset({(PIECEWISE, False)}): PIECEWISE,
+    }.get(frozenset(modes), FULL)
+    defaults: dict[str, Any] = {
+        "mode": mode,
+        "keys": capture_order(keys),
+        "capture_sizes": tuple(sorted({d.num_tokens for _, d in keys})),
+        "lora_cases": tuple(sorted({d.num_active_loras for _, d in keys})) or (0,),
+    }
+    empty = plan_of("NONE")
+    return Plan.model_validate({name: getattr(empty, name) for name in Plan.model_fields} | defaults | fields)
+
+
+def test_lanes_have_sizes_of_their_own() -> None:
+    plan = plan_with(
+        [
+            key(PIECEWISE, 64),
+            key(FULL, 8, uniform=True),
+            key(FULL, 1, uniform=True),
+            key(FULL, 8, uniform=True, case=3),
+        ],
+        max_loras=2,
+    )
+    assert plan.lanes() == {
+        Lane(PIECEWISE, False, 0): (64,),
+        Lane(FULL, True, 3): (8,),
+        Lane(FULL, True, 0): (1, 8),
+    }
+    assert [str(lane) for lane in plan.lanes()] == ["PIECEWISE", "FULL uniform, 3 adapters", "FULL uniform"]
+    assert plan.max_capture_size == 64
 
 
 @given(plan=plans())
-def test_each_batch_is_padded_to_the_smallest_size_that_holds_it(plan: Plan) -> None:
-    table = plan.padding_table()
-    assert len(table) == plan.max_capture_size + 1
-    for tokens, padded in enumerate(table[1:], start=1):
-        assert padded == min(size for size in plan.capture_sizes if size >= tokens)
+def test_lanes_of_a_ladder_add_up_to_its_keys(plan: Plan) -> None:
+    found = {
+        (lane, size): (lane.mode, lane.uniform, lane.num_active_loras, size)
+        for lane, sizes in plan.lanes().items()
+        for size in sizes
+    }
+    assert sorted(found.values(), key=str) == sorted(
+        ((mode, d.uniform, d.num_active_loras, d.num_tokens) for mode, d in plan.keys), key=str
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields", "complaint"),
+    [
+        ([key(FULL, 4), key(FULL, 2)], {"capture_sizes": (2,)}, "4 is not among capture_sizes"),
+        ([key(FULL, 4)], {"capture_sizes": (4, 2)}, "capture_sizes are not ascending"),
+        ([key(FULL, 4)], {"keys": (key(FULL, 4), key(FULL, 4))}, "a key stands twice"),
+        ([key(FULL, 4)], {"mode": PIECEWISE}, "the plan's mode PIECEWISE has no such graphs"),
+        ([(CUDAGraphMode.NONE, BatchDescriptor(4))], {}, "NONE num_tokens=4: the plan's mode FULL has no such graphs"),
+        ([key(FULL, 4, uniform=True)], {"mode": FULL}, "in mode FULL, uniform is False for FULL graphs"),
+        ([key(FULL, 4)], {"mode": "FULL_AND_PIECEWISE"}, "in mode FULL_AND_PIECEWISE, uniform is True for FULL graphs"),
+        ([(FULL, BatchDescriptor(4))], {}, "num_reqs is None"),
+        ([(PIECEWISE, BatchDescriptor(4, 4))], {}, "num_reqs is 4"),
+        ([(FULL, BatchDescriptor(4, 2, True))], {"mode": "FULL_DECODE_ONLY"}, "a uniform batch has num_reqs . 1"),
+        ([key(FULL, 4, case=1)], {"lora_cases": (0,)}, "1 active adapters are not among lora_cases"),
+        ([(FULL, BatchDescriptor(4, 4, False, True, 0))], {}, "has_lora is wrong"),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(keys: list[Any], fields: dict[str, Any], complaint: str) -> None:
+    """Someone may have edited the file; the dispatcher and the buffers rely on it."""
+    with pytest.raises(ValueError, match=complaint):
+        plan_with(keys, **fields)
+
+
+def test_capture_order_is_piecewise_first_and_largest_first() -> None:
+    keys = [key(FULL, 4), key(PIECEWISE, 2), key(FULL, 8, case=1), key(FULL, 8, case=2), key(PIECEWISE, 16)]
+    assert capture_order(reversed(keys)) == (keys[4], keys[1], keys[3], keys[2], keys[0])
+
+
+# --- predictions ----------------------------------------------------------------------------------------------
+
+COST = PlanCost((KeyCost(2 << 20, 100, 0.5), KeyCost(0, 50, 0.25)), 1 << 10, 8 << 20)
+
+
+def predicted_plan(**fields: Any) -> Plan:
+    given = {
+        "predicted": Predicted.of(COST, source="three captures", estimated=False),
+        "machine": Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0"),
+        "evidence": {"expected_us": {"plan": 1600.0}, "nested": [1, {"a": None}]},
+    }
+    return plan_with([key(FULL, 4), key(FULL, 2)], **{**given, **fields})
+
+
+def test_a_plan_with_predictions_reloads_to_an_equal_value() -> None:
+    plan = predicted_plan()
+    again = Plan.from_json(plan.model_dump_json())
+    assert again == plan
+    assert again.predicted is not None
+    assert again.predicted.cost == COST
+    assert (again.predicted.cost.total_bytes, again.predicted.cost.seconds) == ((10 << 20) + (1 << 10) + 150, 0.75)
+
+
+def test_predictions_are_one_a_key() -> None:
+    with pytest.raises(ValueError, match="1 keys, but predictions for 2"):
+        predicted_plan(keys=(key(FULL, 4),))
+
+
+@pytest.mark.parametrize(
+    ("evidence", "expected"),
+    [
+        ({"expected_us": {"plan": 1600.0, "eager": 9.0}}, 1600.0),
+        ({"expected_us": 12}, 12.0),
+        ({"expected_us": None}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_the_expected_step_comes_from_the_evidence(evidence: dict[str, Any] | None, expected: float | None) -> None:
+    assert predicted_plan(evidence=evidence).expected_us == expected
 
 
 # --- the JSON form --------------------------------------------------------------------------------------------
@@ -193,7 +305,8 @@ def test_the_json_form_is_readable() -> None:
         ('"plan"', "schema version None"),
         ("{}", "schema version None"),
         ('{"schema_version": 99}', "schema version 99"),
-        ('{"schema_version": 1, "kind": "capture"}', "not a plan"),
+        ('{"schema_version": 1, "kind": "plan"}', "schema version 1, this cgplan reads 2"),
+        ('{"schema_version": 2, "kind": "capture"}', "not a plan"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, complaint: str) -> None:
@@ -220,6 +333,32 @@ def test_the_hash_follows_the_configuration() -> None:
     assert config_hash(one) == config_hash(Config.model_validate({"scheduler": {"max_num_seqs": 256}}))
     assert config_hash(one) != config_hash(two)
     assert len(config_hash(one)) == 12
+
+
+def test_the_hash_leaves_out_what_no_capture_depends_on() -> None:
+    planned_from = {
+        "report": {"repeats": 7},
+        "budget": {"memory": "2GiB", "max_graphs": 3},
+        "traffic": {
+            "request_rate": 3.0,
+            "prompt_median": 10,
+            "prompt_p95": 20,
+            "output_median": 10,
+            "output_p95": 20,
+        },
+        "speculative": {"accepted_tokens": 1.0},
+    }
+    config = Config.model_validate(planned_from)
+    assert config_hash(config) == config_hash(Config())
+    assert build_plan(config).config == build_plan(Config()).config
+    assert not {"report", "budget", "traffic"} & set(build_plan(config).config or {})
+
+
+def test_a_plan_names_its_configuration() -> None:
+    plan = plan_of("FULL", [1, 2], seqs=8)
+    assert plan.config is not None
+    assert plan.config["scheduler"]["max_num_seqs"] == 8
+    assert config_hash(Config.model_validate(plan.config)) == plan.config_hash
 
 
 def test_warnings_reach_the_plan() -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from test_plan import key, plan_with
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.costs import KeyCost
+from cgplan.planning.difference import compare
+from cgplan.planning.plan import Machine, Predicted
 from cgplan.reports import (
     BenchRecord,
     BenchReport,
@@ -24,7 +28,8 @@ from cgplan.reports import (
     render,
     render_text,
 )
-from cgplan.reports.layout import describe_sizes
+from cgplan.reports.layout import describe_sizes, plain_text
+from cgplan.reports.plan_tables import render_difference
 
 WIDTH = 100
 
@@ -115,10 +120,32 @@ SMALL = make_plan(compilation={"cudagraph_capture_sizes": [1, 2, 4]})
 LORA = make_plan(
     compilation={"cudagraph_mode": "FULL_AND_PIECEWISE"}, lora={"max_loras": 4}, scheduler={"max_num_seqs": 64}
 )
+LANES = plan_with(
+    [
+        *(key(CUDAGraphMode.FULL, size, uniform=True, case=case) for size in (1, 2, 6) for case in (0, 3)),
+        key(CUDAGraphMode.PIECEWISE, 64),
+    ],
+    max_loras=2,
+)
+PRICED = SMALL.model_copy(
+    update={
+        "predicted": Predicted(
+            keys=(KeyCost(58 << 20, 1 << 20, 0.5), KeyCost(0, 1 << 20, 0.25), KeyCost(0, 0, 0.25)),
+            static_bytes=1536,
+            workspace_bytes=8 << 20,
+            source="captures of sizes 4 and 1",
+            estimated=False,
+        ),
+        "machine": Machine(gpu="NVIDIA H200", driver="570.124.06", torch="2.13.0"),
+        "evidence": {"expected_us": {"plan": 1600.0}},
+    }
+)
 EMPTY = make_plan(compilation={"cudagraph_mode": "NONE"})
 REPORTS = [
     SMALL,
     LORA,
+    LANES,
+    PRICED,
     EMPTY,
     make_capture(SMALL, gpu=False),
     make_capture(LORA, graphs=29),
@@ -286,9 +313,74 @@ def test_irregular_padding_is_summarised() -> None:
     for span, _, most in rows:
         first, _, last = span.partition(" to ")
         batches = range(int(first), int(last or first) + 1)
-        assert int(most) == max(plan.padding_table()[n] - n for n in batches)
+        assert int(most) == max(min(size for size in sizes if size >= n) - n for n in batches)
     covered = [n for span, *_ in rows for n in range(int(span.split()[0]), int(span.split()[-1]) + 1)]
     assert covered == list(range(1, 201))
+
+
+def test_lanes_that_differ_have_a_table_each() -> None:
+    text = render_text(LANES)
+    assert "4 (1, 2, 6, 64), from cudagraph_mode is NONE; each lane has some of them" in text
+    assert "1 PIECEWISE, 6 FULL uniform" in text
+    decode, mixed = text.index("FULL uniform, 0, 3 active adapters: 3 (1, 2, 6)"), text.index("PIECEWISE, 0 active")
+    assert mixed < decode, "in capture order"
+    rows = [re.split(r"  +", row) for row in table_lines(text[decode:])[1:]]
+    assert rows == [
+        ["1 to 2", "as it is", "0"],
+        ["3 to 6", "6", "3"],
+        ["above 6", "another lane, or no graph", "-"],
+    ]
+    assert table_lines(text[mixed:])[1].split() == ["1", "to", "64", "64", "63"]
+
+
+def test_lanes_of_one_list_share_a_table() -> None:
+    """FULL decode graphs end before the list does; what a batch is padded to is the same."""
+    text = render_text(LORA)
+    assert "each lane" not in text
+    assert text.count("is padded to") == 1
+
+
+def test_a_plan_shows_what_it_is_predicted_to_cost() -> None:
+    text = render_text(PRICED, 140)
+    assert "pool 58.0 MiB, static buffers 1.5 KiB, driver 2.0 MiB, workspaces 8.0 MiB; total 68.0 MiB" in text
+    assert re.search(r"start-up +1\.00 s", text)
+    assert re.search(r"predicted +by captures of sizes 4 and 1$", text, re.MULTILINE)
+    assert re.search(r"measured on +NVIDIA H200, driver 570\.124\.06, torch 2\.13\.0", text)
+
+
+def test_estimates_are_marked() -> None:
+    assert PRICED.predicted is not None
+    estimate = PRICED.predicted.model_copy(update={"estimated": True})
+    text = render_text(PRICED.model_copy(update={"predicted": estimate, "machine": None}), 140)
+    assert "by captures of sizes 4 and 1 (an estimate: nothing of it was measured on the device)" in text
+    assert "measured on  " not in text
+
+
+def difference_text(old: Plan, new: Plan) -> str:
+    return plain_text(render_difference(compare(old, new), "old.json", "new.json"), WIDTH)
+
+
+def test_a_difference_shows_sizes_and_figures() -> None:
+    new = make_plan(compilation={"cudagraph_capture_sizes": [1, 8]}, scheduler={"max_num_seqs": 64})
+    text = difference_text(PRICED, new)
+    assert text.startswith("old.json -> new.json\n  scheduler.max_num_seqs  256 -> 64\n")
+    first, second = text.split("\n\n")[1:]
+    assert re.split(r"  +", table_lines(first)[1]) == ["FULL", "8", "2, 4", "1"]
+    assert [re.split(r"  +", row) for row in table_lines(second)[1:]] == [
+        ["graphs", "3", "2", "-1", "-33.3%"],
+        ["memory", "68.0 MiB", "-", "-", "-"],
+        ["start-up", "1.00 s", "-", "-", "-"],
+        ["expected step", "1.60 ms", "-", "-", "-"],
+    ]
+
+
+def test_a_difference_of_figures_has_a_sign_and_a_share() -> None:
+    dearer = PRICED.model_copy(update={"evidence": {"expected_us": {"plan": 2000.0}}})
+    assert re.search(r"expected step +1\.60 ms +2\.00 ms +\+400 us +\+25\.0%", difference_text(PRICED, dearer))
+    same = difference_text(PRICED, PRICED)
+    assert "settings  the same" in same
+    assert "No graph is added or removed." in same
+    assert re.search(r"graphs +3 +3 +0 +\+0\.0%", same)
 
 
 def test_users_brackets_are_no_markup() -> None:
@@ -328,7 +420,8 @@ def test_describe_sizes(sizes: tuple[int, ...], text: str) -> None:
         ("{", "run.json:1:2: not JSON"),
         ("[]", "not a cgplan report"),
         ('{"kind": "capture", "schema_version": 999}', "schema version 999, this cgplan reads 1"),
-        ('{"kind": "plan", "schema_version": 1}', "damaged report: requested_mode"),
+        ('{"kind": "plan", "schema_version": 2}', "damaged report: requested_mode"),
+        ('{"kind": "plan", "schema_version": 1}', "schema version 1, this cgplan reads 2"),
     ],
 )
 def test_other_files_are_refused(content: str, words: str, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""`cgplan inspect`: what would be captured, and where each value comes from; or a saved report. No torch here."""
+"""`cgplan inspect`: what would be captured, and where each value comes from; what vLLM would capture; or a saved
+report. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pydantic import BaseModel
 from rich.console import Group
 from rich.text import Text
 
-from cgplan.cli.output import show
+from cgplan.cli.output import note, show
 from cgplan.config import LoadedConfig, read_config
 from cgplan.errors import ReportError
 from cgplan.planning import Plan, build_plan
@@ -39,6 +41,24 @@ def inspect_config(path: Path, overrides: Sequence[str], *, as_json: bool) -> No
     for row in origin_rows(loaded, plan):
         table.add_row(*cells(*row))
     show(Group(Text(f"Configuration {path}", style="bold"), table), render(plan))
+
+
+def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
+    """Show what vLLM would capture for its own options, see ``read_vllm``. Raises ConfigError and PlanError."""
+    from cgplan.planning.vllm_config import read_vllm
+
+    read = read_vllm(text, **options)
+    plan = build_plan(read.config)
+    for line in read.notes:
+        note(f"note: {line}")
+    if as_json:
+        typer.echo(plan.model_dump_json(indent=2))
+        return
+    table = columns("key", "value", "origin", left=("key", "value", "origin"))
+    for row in origin_rows(read.loaded, plan):
+        if row.origin != "default" and not row.key.startswith("report."):
+            table.add_row(*cells(*row))
+    show(Group(Text("vLLM's configuration", style="bold"), table), render(plan))
 
 
 def inspect_report(path: Path, *, as_json: bool) -> None:

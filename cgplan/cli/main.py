@@ -9,6 +9,19 @@ from typing import Annotated
 import typer
 
 from cgplan.cli.failures import failures_reported
+from cgplan.cli.options import (
+    AsJson,
+    ConfigPath,
+    Debug,
+    Device,
+    Force,
+    Output,
+    Overrides,
+    PlanPath,
+    SavedPlan,
+    Traceback,
+)
+from cgplan.cli.plan_group import plans
 from cgplan.version import __version__
 
 app = typer.Typer(
@@ -21,27 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: quick, and the same on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ConfigPath = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="Override a value by its dotted key; the value is YAML. May be repeated.",
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also save the report as JSON in this file.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Check everything, slowly (compilation.debug).")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it was raised.")]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", metavar="DEVICE", help="Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."),
-]
 
 
 class SchemaFormat(StrEnum):
@@ -70,11 +62,14 @@ def _with_debug(overrides: list[str] | None, debug: bool) -> list[str]:
 
 @app.command(
     epilog="\b\nExample:\n  cgplan capture --config configs/decoder_cpu.yaml --output run.json\n"
-    "  cgplan capture --config my.yaml --set compilation.cudagraph_mode=FULL --json"
+    "  cgplan capture --config my.yaml --set compilation.cudagraph_mode=FULL --json\n"
+    "  cgplan capture --config my.yaml --plan plan.json"
 )
 def capture(
     config: ConfigPath,
     overrides: Overrides = None,
+    plan: PlanPath = None,
+    force: Force = False,
     device: Device = None,
     output: Output = None,
     as_json: AsJson = False,
@@ -82,10 +77,18 @@ def capture(
     show_traceback: Traceback = False,
 ) -> None:
     """Capture graphs, and report their memory and time."""
+    saved = SavedPlan.of(plan, force)
     with failures_reported(show_traceback):
         from cgplan.cli.running import run_capture
 
-        run_capture(config, _with_debug(overrides, debug), device=device, output=output, as_json=as_json)
+        run_capture(
+            config,
+            _with_debug(overrides, debug),
+            device=device,
+            output=output,
+            as_json=as_json,
+            saved=saved,
+        )
 
 
 @app.command(
@@ -95,6 +98,8 @@ def capture(
 def bench(
     config: ConfigPath,
     overrides: Overrides = None,
+    plan: PlanPath = None,
+    force: Force = False,
     device: Device = None,
     output: Output = None,
     as_json: AsJson = False,
@@ -102,15 +107,27 @@ def bench(
     show_traceback: Traceback = False,
 ) -> None:
     """Capture, and time each batch size with and without graphs."""
+    saved = SavedPlan.of(plan, force)
     with failures_reported(show_traceback):
         from cgplan.cli.running import run_bench
 
-        run_bench(config, _with_debug(overrides, debug), device=device, output=output, as_json=as_json)
+        run_bench(
+            config,
+            _with_debug(overrides, debug),
+            device=device,
+            output=output,
+            as_json=as_json,
+            saved=saved,
+        )
+
+
+app.add_typer(plans, name="plan")
 
 
 @app.command(
     epilog="\b\nExample:\n  cgplan inspect --config configs/decoder_cpu.yaml\n"
-    "  cgplan inspect --config my.yaml --json > plan.json\n  cgplan inspect run.json"
+    "  cgplan inspect --config my.yaml --json > plan.json\n  cgplan inspect run.json\n"
+    """  cgplan inspect --vllm '{"cudagraph_mode": "FULL"}' --max-num-seqs 64"""
 )
 def inspect(
     report: Annotated[
@@ -119,6 +136,19 @@ def inspect(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML configuration to plan.")
     ] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option("--vllm", metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default."),
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="With --vllm: as vLLM's option.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="With --vllm: as vLLM's option.")] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="With --vllm: of vLLM's --speculative-config.")
+    ] = None,
+    max_loras: Annotated[int | None, typer.Option(help="With --vllm: as vLLM's option, for --enable-lora.")] = None,
+    specialize_active_lora: Annotated[
+        bool, typer.Option("--specialize-active-lora", help="With --vllm: as vLLM's option.")
+    ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
@@ -126,19 +156,32 @@ def inspect(
     """Show what would be captured, or a saved report.
 
     With --config FILE: the plan, and where each value comes from; nothing is run, no GPU is needed. --json prints the
-    plan alone, in a form that `cgplan inspect` reads again.
+    plan alone, in a form that `cgplan inspect` reads again. With --vllm JSON: what vLLM would capture.
     """
-    if (report is None) == (config is None):
-        raise typer.BadParameter("give either --config FILE or the path of a saved report")
-    if report is not None and overrides:
-        raise typer.BadParameter("--set changes a configuration; a saved report stays as it is")
+    if [report, config, vllm].count(None) != 2:
+        raise typer.BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
+    if config is None and overrides:
+        raise typer.BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
+    options = (max_num_seqs, max_num_batched_tokens, num_speculative_tokens, max_loras, specialize_active_lora or None)
+    if vllm is None and any(option is not None for option in options):
+        raise typer.BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):
-        from cgplan.cli.inspecting import inspect_config, inspect_report
+        from cgplan.cli.inspecting import inspect_config, inspect_report, inspect_vllm
 
         if config is not None:
             inspect_config(config, overrides or (), as_json=as_json)
         elif report is not None:
             inspect_report(report, as_json=as_json)
+        elif vllm is not None:
+            inspect_vllm(
+                vllm,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                num_speculative_tokens=num_speculative_tokens or 0,
+                max_loras=max_loras,
+                specialize_active_lora=specialize_active_lora,
+                as_json=as_json,
+            )
 
 
 @app.command(

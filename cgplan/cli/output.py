@@ -68,16 +68,17 @@ def check_writable(path: Path) -> None:
         raise _not_written(path, error) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step: it holds the old text or the new one, never a part. Raises OutputPathError."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in one step: it holds the old content or the new one, never a part. Raises OutputPathError."""
+    data = content.encode() if isinstance(content, str) else content
     try:
         if not _replaceable(path):  # a pipe or device, /dev/stdout say
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
         target = path.resolve()  # a link stays a link
         beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            beside.write_text(text, encoding="utf-8")
+            beside.write_bytes(data)
             if target.exists():
                 beside.chmod(target.stat().st_mode & 0o7777)
             beside.replace(target)

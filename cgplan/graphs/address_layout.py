@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from threading import Thread
 from typing import Any, Literal
 
@@ -70,7 +71,7 @@ class Layout:
         fields = _static(kind, "_fields") if base is tuple else ()
         fields = fields if type(fields) is tuple and all(type(n) is str for n in fields) else ()
         attributes = _static(kind, "__dict__")
-        if not isinstance(attributes, types.GetSetDescriptorType):  # none, or a property of the user's
+        if not isinstance(attributes, types.GetSetDescriptorType | types.MemberDescriptorType):  # a property, or none
             attributes = None
         simple = _static(kind, "__getattribute__") is object.__getattribute__
         slots: dict[str, Any] = {}
@@ -78,6 +79,8 @@ class Layout:
             if "__slots__" in owner.__dict__:
                 members = [(n, m) for n, m in owner.__dict__.items() if isinstance(m, types.MemberDescriptorType)]
                 slots = {**dict(m for m in members if not m[0].startswith("_")), **slots}
+        if issubclass(kind, partial):  # written in C: what it holds is in members that no __slots__ lists
+            slots = {**{name: partial.__dict__[name] for name in ("func", "args", "keywords")}, **slots}
         closed = issubclass(kind, _CLOSED) or kind.__module__ in _CLOSED_MODULES
         closed = closed or (base is None and attributes is None and not slots) or bool(_static(kind, GRAPH_MEMORY))
         direct = simple and _static(kind, "__getattr__") is None

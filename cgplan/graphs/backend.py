@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from cgplan.planning.allocator import Allocation
+
 Pool = Any
 Graph = Any
 Feature = Literal["node_count", "borrow", "driver_bytes"]
@@ -55,6 +57,12 @@ class GraphBackend(ABC):
     @abstractmethod
     def pool_bytes(self, pool: Pool) -> int:
         """Bytes that the pool has reserved, whether its blocks are taken or free."""
+
+    def log_allocations(self, pool: Pool) -> list[Allocation] | None:  # noqa: ARG002
+        """The list that what captures take from the pool and give back is added to from now on; None where the device
+        does not tell.
+        """
+        return None
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _blocks = 0  # that are open now; sessions stand inside each other, and in several threads
 _was_enabled = True
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -20,13 +22,16 @@ def collector_quiet() -> Iterator[None]:
     """
     global _blocks, _was_enabled
     if _blocks == 0:
-        gc.collect()
-        _was_enabled = gc.isenabled()
-        gc.disable()
-    _blocks += 1
+        gc.collect()  # outside of the lock: destructors that it runs may open a block, or wait for a thread that does
+    with _lock:
+        if _blocks == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _blocks += 1
     try:
         yield
     finally:
-        _blocks -= 1
-        if _blocks == 0 and _was_enabled:
-            gc.enable()
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0 and _was_enabled:
+                gc.enable()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,7 +65,7 @@ class Recorder(TorchDispatchMode):
         """Record one operator."""
         kwargs = kwargs or {}
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
-            with self:
+            with self, self._named(func):
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
             with self:
@@ -94,6 +95,16 @@ class Recorder(TorchDispatchMode):
         for i, tensor in placed.items():
             flat[i] = tensor
         return tree_unflatten(flat, spec)
+
+    @contextmanager
+    def _named(self, func: Any) -> Iterator[None]:
+        """A block whose allocations are those of an operator, for the pool's log; the outermost one names them."""
+        outside = self._pool.inside
+        self._pool.inside = outside or func._schema.name
+        try:
+            yield
+        finally:
+            self._pool.inside = outside
 
     def _add_step(self, func: Any, args: Any, kwargs: Any, placed: dict[int, torch.Tensor], results: int) -> None:
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}

@@ -25,6 +25,7 @@ from cgplan.graphs.host_sync import HostGuard
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.recorder import Recorder, Step, replay
 from cgplan.graphs.tape_pool import TapePool
+from cgplan.planning.allocator import Allocation
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -62,6 +63,12 @@ class TapeBackend(GraphBackend):
     def pool_bytes(self, pool: TapePool) -> int:
         """Bytes that the pool has reserved, exact."""
         return pool.nbytes
+
+    def log_allocations(self, pool: TapePool) -> list[Allocation]:
+        """The list that the pool's allocations are added to from now on, at the operators' real sizes."""
+        if pool.log is None:
+            pool.log = []
+        return pool.log
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
         """An empty tape."""

@@ -95,6 +95,12 @@ _LIBRARY.impl("add_lora", add_lora, "CUDA")
 torch.library.register_fake("cgplan::add_lora", _fake_add_lora, lib=_LIBRARY)
 
 
+def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A buffer that may be written to in any mode: one made in inference mode could be written to only there."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype)
+
+
 class Projection(nn.Module):
     """A linear map without bias, with room for LoRA adapters.
 
@@ -112,7 +118,7 @@ class Projection(nn.Module):
         self.max_loras = max_loras
         if max_loras:
             for name, size in (("lora_a", size_in), ("lora_b", size_out)):
-                self.register_buffer(name, torch.zeros(max_loras, lora_rank, size, dtype=dtype), persistent=False)
+                self.register_buffer(name, _zeros(max_loras, lora_rank, size, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [num_tokens, in] to [num_tokens, out], each row with the adapter that the forward context says."""
@@ -123,12 +129,13 @@ class Projection(nn.Module):
 
     def load(self, slot: int, adapter: Mapping[str, Tensor]) -> None:
         """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank] into the slot; rank may be below the slot's."""
-        self.lora_a[slot].zero_()
-        self.lora_b[slot].zero_()
-        if adapter:
-            rank = adapter["lora_A"].shape[0]
-            self.lora_a[slot, :rank].copy_(adapter["lora_A"])
-            self.lora_b[slot, :rank].copy_(adapter["lora_B"].T)
+        with torch.no_grad():  # else adapters that require grad would make the slots part of their graph
+            self.lora_a[slot].zero_()
+            self.lora_b[slot].zero_()
+            if adapter:
+                rank = adapter["lora_A"].shape[0]
+                self.lora_a[slot, :rank].copy_(adapter["lora_A"])
+                self.lora_b[slot, :rank].copy_(adapter["lora_B"].T)
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -174,8 +181,8 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, norm_eps, dtype) if norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, norm_eps, dtype) if norm_eps is not None else None
         shape = (*cache_shape, num_kv_heads, head_dim)
-        self.register_buffer("key_cache", torch.zeros(shape, dtype=dtype), persistent=False)
-        self.register_buffer("value_cache", torch.zeros(shape, dtype=dtype), persistent=False)
+        self.register_buffer("key_cache", _zeros(*shape, dtype=dtype), persistent=False)
+        self.register_buffer("value_cache", _zeros(*shape, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Write the cache and attend; x and the result are [num_tokens, hidden_size]."""

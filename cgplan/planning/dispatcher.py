@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from enum import StrEnum
 
 from cgplan.descriptors import BatchDescriptor
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.plan import Plan
+from cgplan.planning.plan import Lane, Plan
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -35,16 +35,17 @@ class _Row(dict[int, Answer]):
 class CudagraphDispatcher:
     """Answers for every batch, from a plan. Immutable in effect: equal questions get equal answers on every rank.
 
-    The table has a row for each (uniform, active adapters, modes allowed); a row is indexed by the number of tokens.
+    A batch goes to the first of these that holds it: FULL graphs (those of uniform decode only if it is uniform), then
+    PIECEWISE graphs; of each kind those for the fewest adapters that are enough; there the smallest size. The table
+    has a row for each (uniform, active adapters, modes allowed); a row is indexed by the number of tokens.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._keys = frozenset(plan.keys)
-        self._padded = plan.padding_table()
-        self._cases = range(max(plan.lora_cases) + 1)
+        self._lanes = _lanes(plan)
+        self._cases = range(max((*plan.lora_cases, 0)) + 1)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
-        self._rows = tuple({n: self._row(uniform, n, True, True) for n in self._cases} for uniform in (False, True))
+        self._rows = tuple(self._rows_by_adapters(uniform) for uniform in (False, True))
         self._restricted: dict[tuple[bool, int, bool, bool], _Row] = {}
         self._eager = _Row()
 
@@ -108,26 +109,44 @@ class CudagraphDispatcher:
             return MissReason.TOO_LARGE
         if self.dispatch(*asked)[0] is not CUDAGraphMode.NONE:
             return MissReason.MODE_EXCLUDED
-        return MissReason.NO_GRAPH_FOR_MIXED if not uniform_decode else MissReason.TOO_LARGE
+        serving = {lane.num_active_loras for lane in self._lanes if uniform_decode or not lane.uniform}
+        if not serving:
+            return MissReason.NO_GRAPH_FOR_MIXED
+        return MissReason.TOO_LARGE if max(serving) >= num_active_loras else MissReason.NO_LORA_CASE
+
+    def _rows_by_adapters(self, uniform: bool) -> dict[int, _Row]:
+        """Counts of adapters that go to the same cases share a row."""
+        captured = sorted({lane.num_active_loras for lane in self._lanes})
+        by_case = {case: self._row(uniform, case, True, True) for case in captured}
+        nothing = _Row()
+        return {n: by_case.get(next((c for c in captured if c >= n), -1), nothing) for n in self._cases}
 
     def _row(self, uniform: bool, num_active_loras: int, full: bool, piecewise: bool) -> _Row:
-        case = min(c for c in self.plan.lora_cases if c >= num_active_loras)
-        by_size = {
-            size: next(self._candidates(size, uniform, case, full, piecewise), None) for size in self.plan.capture_sizes
-        }
-        answers = ((n, by_size.get(padded)) for n, padded in enumerate(self._padded))
-        return _Row((n, answer) for n, answer in answers if answer is not None)
+        """The first lane that holds a batch serves it, by its smallest size that does."""
+        row = _Row()
+        covered = 0  # a batch of so many tokens has its answer
+        for lane, keys in self._lanes.items():
+            allowed = full if lane.mode is CUDAGraphMode.FULL else piecewise
+            if not allowed or (lane.uniform and not uniform) or lane.num_active_loras < num_active_loras:
+                continue
+            for size, answer in keys:
+                row.update(dict.fromkeys(range(covered + 1, size + 1), answer))
+                covered = max(covered, size)
+        return row
 
-    def _candidates(self, size: int, uniform: bool, case: int, full: bool, piecewise: bool) -> Iterator[Answer]:
-        """Keys that could serve a batch padded to ``size``, best first."""
-        seqs, q = self.plan.max_num_seqs, self.plan.query_len
-        decode_reqs = min(size // q, seqs)
-        descriptors = [BatchDescriptor(size, decode_reqs, True, case > 0, case)] if uniform else []
-        descriptors.append(BatchDescriptor(size, min(size, seqs), False, case > 0, case))
-        answers = [(CUDAGraphMode.FULL, d) for d in descriptors] if full else []
-        if piecewise:
-            answers.append((CUDAGraphMode.PIECEWISE, BatchDescriptor(size, None, False, case > 0, case)))
-        return (answer for answer in answers if answer in self._keys)
+
+def _lanes(plan: Plan) -> dict[Lane, list[tuple[int, Answer]]]:
+    """Keys with their sizes, ascending, by lane; the lanes in the order in which they are asked."""
+    lanes: dict[Lane, list[tuple[int, Answer]]] = {}
+    for key in sorted(plan.keys, key=_preference):
+        lanes.setdefault(Lane(key[0], key[1].uniform, key[1].num_active_loras), []).append((key[1].num_tokens, key))
+    return lanes
+
+
+def _preference(key: Answer) -> tuple[bool, int, int]:
+    """Within a plan, FULL graphs are either all of uniform decode or all of mixed batches."""
+    mode, descriptor = key
+    return mode is not CUDAGraphMode.FULL, descriptor.num_active_loras, descriptor.num_tokens
 
 
 __all__ = ["Answer", "CudagraphDispatcher", "MissReason"]

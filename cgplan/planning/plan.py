@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError, model_validator
 
 from cgplan.config import Config
 from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.costs import KeyCost, PlanCost
 from cgplan.planning.resolution import ModeChange, resolve_mode
 from cgplan.planning.sizes import resolve_sizes
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
+# What does not decide a capture: what is measured, and what is planned from.
+_NOT_CAPTURED: dict[str, bool | set[str]] = {
+    "report": True,
+    "traffic": True,
+    "budget": True,
+    "speculative": {"accepted_tokens"},
+}
 
 Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
 Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
@@ -33,13 +41,72 @@ class _Change(BaseModel):
     reason: str
 
 
+class Lane(NamedTuple):
+    """Keys that differ in size alone, and serve the same batches."""
+
+    mode: CUDAGraphMode
+    uniform: bool
+    num_active_loras: int
+
+    def __str__(self) -> str:
+        """``FULL uniform, 2 adapters``, as tables and messages have it."""
+        name = f"{self.mode} uniform" if self.uniform else str(self.mode)
+        adapters = {0: "", 1: ", 1 adapter"}.get(self.num_active_loras, f", {self.num_active_loras} adapters")
+        return name + adapters
+
+
+class Predicted(BaseModel):
+    """What capturing the keys is predicted to cost.
+
+    Attributes:
+        keys: Of each key, in the plan's order.
+        static_bytes, workspace_bytes: Once for all keys, see PlanCost.
+        source: Where the figures come from, in words.
+        estimated: Whether nothing of it was measured on the device.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: tuple[KeyCost, ...]
+    static_bytes: int
+    workspace_bytes: int
+    source: str
+    estimated: bool
+
+    @classmethod
+    def of(cls, cost: PlanCost, *, source: str, estimated: bool) -> Predicted:
+        """The same figures in a form that a plan holds."""
+        return cls(
+            keys=cost.keys,
+            static_bytes=cost.static_bytes,
+            workspace_bytes=cost.workspace_bytes,
+            source=source,
+            estimated=estimated,
+        )
+
+    @property
+    def cost(self) -> PlanCost:
+        """The figures, with their sums: ``cost.total_bytes``, ``cost.seconds``."""
+        return PlanCost(self.keys, self.static_bytes, self.workspace_bytes)
+
+
+class Machine(BaseModel):
+    """The machine that a plan's figures were measured on: name of the GPU, versions of its driver and of torch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpu: str
+    driver: str | None
+    torch: str
+
+
 class Plan(BaseModel):
-    """What will be captured, in order; a pure function of the configuration.
+    """What will be captured, in order.
 
     Attributes:
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
         changes: Each step from the one to the other, with its reason.
-        capture_sizes: In tokens, ascending.
+        capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of them.
         sizes_source: Where the sizes came from.
         keys: (runtime mode, batch descriptor) pairs in capture order: PIECEWISE before FULL, largest first,
             so that later graphs fit into the pool memory that the first one reserved.
@@ -48,6 +115,11 @@ class Plan(BaseModel):
         max_num_seqs, max_num_batched_tokens, max_loras: Bounds of a batch (max_loras None: no LoRA).
         warnings: What was dropped or changed on the way.
         config_hash: Digest of the configuration that the plan was made from.
+        config: That configuration in JSON, without what does not decide a capture, so that a refusal can say what
+            differs.
+        predicted: What capturing the keys is predicted to cost, where that is known.
+        machine: Where the figures were measured, if they were.
+        evidence: Why these keys, in the words of the planner that chose them; absent where a list or ladder did.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,18 +139,35 @@ class Plan(BaseModel):
     max_loras: int | None
     warnings: tuple[str, ...] = ()
     config_hash: str
+    config: dict[str, Any] | None = None
+    predicted: Predicted | None = None
+    machine: Machine | None = None
+    evidence: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        for problem in _problems(self):
+            raise ValueError(problem)
+        return self
 
     @property
     def max_capture_size(self) -> int:
         """Largest capture size in tokens, 0 if nothing is captured."""
         return self.capture_sizes[-1] if self.capture_sizes else 0
 
-    def padding_table(self) -> tuple[int, ...]:
-        """``table[n]`` is the capture size that a batch of n tokens is padded to, for n up to max_capture_size."""
-        table, sizes = [0], iter(self.capture_sizes)
-        for size in sizes:
-            table.extend([size] * (size + 1 - len(table)))
-        return tuple(table)
+    @property
+    def expected_us(self) -> float | None:
+        """Expected time of a step over the traffic that the plan was made for, in microseconds, from the evidence."""
+        expected = (self.evidence or {}).get("expected_us")
+        found = expected.get("plan") if isinstance(expected, dict) else expected
+        return float(found) if isinstance(found, int | float) else None
+
+    def lanes(self) -> dict[Lane, tuple[int, ...]]:
+        """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first key."""
+        found: dict[Lane, set[int]] = {}
+        for mode, d in self.keys:
+            found.setdefault(Lane(mode, d.uniform, d.num_active_loras), set()).add(d.num_tokens)
+        return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -121,16 +210,55 @@ def build_plan(config: Config) -> Plan:
         max_loras=config.lora.max_loras if config.lora else None,
         warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys)),
         config_hash=config_hash(config),
+        config=capture_config(config),
     )
+
+
+def capture_config(config: Config) -> dict[str, Any]:
+    """The JSON of what decides a capture, without what says what is measured, or what is planned from."""
+    return config.model_dump(mode="json", exclude=_NOT_CAPTURED)
 
 
 def config_hash(config: Config) -> str:
     """Digest of what decides a capture: the first 12 hexadecimal digits of the SHA-256 of the sorted JSON.
 
-    The `report` section is left out, so that a bench and a capture of the same graphs have the same digest.
+    Sections such as `report` are left out, so that a bench and a capture of the same graphs have the same digest.
     """
-    text = json.dumps(config.model_dump(mode="json", exclude={"report"}), sort_keys=True)
+    text = json.dumps(capture_config(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
+    """Keys as they are best captured: PIECEWISE before FULL, largest first, so that later graphs fit into the pool
+    memory that the first one reserved.
+    """
+    return tuple(
+        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].num_tokens, -key[1].num_active_loras))
+    )
+
+
+def _problems(plan: Plan) -> Iterable[str]:
+    """What is wrong with a plan that someone has written by hand: the dispatcher and the buffers rely on it."""
+    sizes = set(plan.capture_sizes)
+    if sorted(sizes) != list(plan.capture_sizes):
+        yield "capture_sizes are not ascending"
+    if len(set(plan.keys)) < len(plan.keys):
+        yield "a key stands twice"
+    if plan.predicted is not None and len(plan.predicted.keys) != len(plan.keys):
+        yield f"{len(plan.keys)} keys, but predictions for {len(plan.predicted.keys)}"
+    for mode, key in plan.keys:
+        if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL) or not plan.mode.has_mode(mode):
+            yield f"{mode} {key}: the plan's mode {plan.mode} has no such graphs"
+        if key.uniform != (mode is CUDAGraphMode.FULL and plan.mode.separate_routine()):
+            yield f"{mode} {key}: in mode {plan.mode}, uniform is {not key.uniform} for {mode} graphs"
+        if key.num_tokens not in sizes:
+            yield f"{mode} {key}: {key.num_tokens} is not among capture_sizes"
+        if (key.num_reqs is None) != (mode is CUDAGraphMode.PIECEWISE):
+            yield f"{mode} {key}: num_reqs is {key.num_reqs}"
+        if key.uniform and key.num_tokens != plan.query_len * (key.num_reqs or 0):
+            yield f"{mode} {key}: a uniform batch has num_reqs * {plan.query_len} tokens"
+        if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in plan.lora_cases:
+            yield f"{mode} {key}: {key.num_active_loras} active adapters are not among lora_cases, or has_lora is wrong"
 
 
 def _unused_sizes(config: Config, sizes: Sequence[int], keys: Sequence[Key]) -> tuple[str, ...]:
@@ -177,6 +305,4 @@ def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequ
             if q <= s <= q * seqs
             for case in cases
         ]
-    return tuple(
-        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].num_tokens, -key[1].num_active_loras))
-    )
+    return capture_order(keys)

@@ -13,7 +13,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.plan import PLAN_SCHEMA_VERSION
+from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Machine
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -48,6 +48,11 @@ class Environment(_Record):
     date: str
     config_hash: str
 
+    @property
+    def as_machine(self) -> Machine:
+        """The part that a plan remembers of where its figures were measured."""
+        return Machine(gpu=self.device, driver=self.driver, torch=self.torch)
+
 
 class GraphRecord(_Record):
     """One captured key.
@@ -75,6 +80,47 @@ class GraphRecord(_Record):
     eager_pieces: int = 0
 
 
+Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]
+
+
+class StopRecord(_Record):
+    """A key that the budget did not allow.
+
+    Attributes:
+        limit: The limit that it would have passed, or did; ``device memory``: there was no more.
+        mode, descriptor: The key.
+        detail: The figures, in words.
+    """
+
+    limit: Limit
+    mode: Mode
+    descriptor: Descriptor
+    detail: str
+
+
+class BudgetRecord(_Record):
+    """What a budget allowed, and how the capture ended.
+
+    Attributes:
+        memory, capture_time, max_graphs, reserve: The limits, in bytes and seconds; None where there is none.
+        used_bytes: Memory that counts, at the end: see CaptureReport.graph_bytes.
+        used_seconds: Time until the last capture was over and read.
+        left_out: Keys that were known not to fit before anything was captured, the largest first.
+        stops: Where limits were met on the way.
+        skipped: Keys of the others that have no graph in the end.
+    """
+
+    memory: int | None
+    capture_time: float | None
+    max_graphs: int | None
+    reserve: int | None
+    used_bytes: int
+    used_seconds: float
+    left_out: tuple[tuple[Mode, Descriptor], ...] = ()
+    stops: tuple[StopRecord, ...] = ()
+    skipped: tuple[tuple[Mode, Descriptor], ...] = ()
+
+
 class SplitRecord(_Record):
     """Which parts of a PIECEWISE forward are captured and which run eagerly.
 
@@ -99,12 +145,16 @@ class CaptureReport(_Record):
         records: One for each key, in capture order.
         pool_bytes: The graph pool after the last capture.
         static_bytes: Static buffers.
-        driver_bytes: Device memory that the driver took over the whole session; None without a driver.
+        workspace_bytes: What else stays in torch's allocator, outside of the pool: workspaces of libraries, which the
+            first warm-up of a process brings.
+        driver_bytes: Device memory that the driver took over the whole session, the kernels that warm-ups loaded
+            included; None without a driver.
         free_before, free_after: Free device memory around the session, caches given back; None where not known.
         session_seconds: The whole session: warm-ups, captures, reading memory and counting nodes.
         inspection_seconds: The part of it that only this report needed: reading memory and counting nodes.
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
+        budget: What the budget allowed, None without one.
         warnings: What the user should know about.
     """
 
@@ -115,6 +165,7 @@ class CaptureReport(_Record):
     records: tuple[GraphRecord, ...]
     pool_bytes: int
     static_bytes: int
+    workspace_bytes: int = 0
     driver_bytes: int | None
     free_before: int | None
     free_after: int | None
@@ -122,6 +173,7 @@ class CaptureReport(_Record):
     inspection_seconds: float
     split: SplitRecord | None = None
     borrowed_outputs: bool
+    budget: BudgetRecord | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -136,8 +188,24 @@ class CaptureReport(_Record):
 
     @property
     def total_bytes(self) -> int:
-        """Pool, static buffers and driver memory together."""
-        return self.pool_bytes + self.static_bytes + (self.driver_bytes or 0)
+        """Pool, static buffers, workspaces and driver memory together."""
+        return self.pool_bytes + self.static_bytes + self.workspace_bytes + (self.driver_bytes or 0)
+
+    @property
+    def graph_driver_bytes(self) -> int:
+        """What the driver took while graphs were captured."""
+        return sum(r.driver_bytes or 0 for r in self.records)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory that a budget counts: as ``total_bytes``, without the kernels that warm-ups loaded."""
+        return self.pool_bytes + self.static_bytes + self.workspace_bytes + self.graph_driver_bytes
+
+    @property
+    def origin(self) -> str:
+        """Which capture this is, in words: what was captured, where and when."""
+        made = f"{self.environment.device}, {self.environment.date}"
+        return f"a capture of {len(self.records)} keys on {made}, config {self.environment.config_hash}"
 
     def __str__(self) -> str:
         from cgplan.reports.tables import render_text

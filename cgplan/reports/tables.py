@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cgplan.modes import CUDAGraphMode
-from cgplan.planning import Plan
-from cgplan.reports.layout import TEXT_WIDTH, describe_sizes, facts, filled, plain_text
+from cgplan.reports.cost_tables import budget_rows, prediction_table
+from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
+from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
@@ -26,7 +24,6 @@ from cgplan.reports.records import (
 from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
 
 TAPE = "cpu (tape)"
-MOST_PADDING_ROWS = 12
 
 
 def render(report: Report) -> RenderableType:
@@ -35,7 +32,7 @@ def render(report: Report) -> RenderableType:
         return _capture(report)
     if isinstance(report, BenchReport):
         return _bench(report)
-    return _plan(report)
+    return render_plan(report)
 
 
 def render_text(report: Report, width: int = TEXT_WIDTH) -> str:
@@ -60,24 +57,12 @@ def _environment(environment: Environment) -> list[tuple[str, str]]:
     ]
 
 
-def _mode(plan: Plan) -> list[tuple[str, str]]:
-    """The mode, or each step from what was asked for to it."""
-    changes = [("mode", f"{change.requested} -> {change.resolved}: {change.reason}") for change in plan.changes]
-    return changes or [("mode", str(plan.mode))]
-
-
-def _sizes(plan: Plan) -> tuple[str, str]:
-    if not plan.capture_sizes:
-        return "sizes", f"none: {plan.sizes_source}"
-    return "sizes", f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), from {plan.sizes_source}"
-
-
 def _warnings(texts: Iterable[str]) -> list[tuple[str, str]]:
     return [("warning", text) for text in texts]
 
 
 def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*_environment(report.environment), *_mode(report.plan), _sizes(report.plan)]
+    rows = [*_environment(report.environment), *mode_rows(report.plan), sizes_row(report.plan)]
     if report.environment.backend == TAPE:
         rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
     head = facts("Capture", [*rows, *_warnings(report.warnings)])
@@ -86,6 +71,8 @@ def _capture(report: CaptureReport) -> RenderableType:
     parts: list[RenderableType] = [head, Text(), _graphs(report.records, report.environment), Text()]
     if report.split is not None:
         parts += [facts("Split", _split(report.split)), Text()]
+    if (predicted := prediction_table(report)) is not None:
+        parts += [predicted, Text()]
     return Group(*parts, facts("Totals", _totals(report)))
 
 
@@ -132,11 +119,15 @@ def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:
 def _totals(report: CaptureReport) -> list[tuple[str, str]]:
     keys, graphs = len(report.records), sum(r.graphs for r in report.records)
     parts = [("pool", report.pool_bytes), ("static buffers", report.static_bytes), ("driver", report.driver_bytes)]
+    if report.workspace_bytes:
+        parts.append(("workspaces", report.workspace_bytes))
     memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size is not None)
     rows = [
         ("graphs", f"{graphs} for {keys} keys"),
         ("memory", f"{memory}; total {format_bytes(report.total_bytes)}"),
     ]
+    if report.budget is not None:
+        rows += budget_rows(report.budget)
     if report.free_before is not None or report.free_after is not None:
         rows.append(("free", f"{format_bytes(report.free_before)} before, {format_bytes(report.free_after)} after"))
     parts_of_time = {
@@ -154,7 +145,7 @@ def _bench(report: BenchReport) -> RenderableType:
     cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
     rows = [
         *_environment(report.environment),
-        *_mode(capture.plan),
+        *mode_rows(capture.plan),
         ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
         ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
     ]
@@ -211,58 +202,6 @@ def _median(timing: Timing | None) -> str:
 
 def _p99(timing: Timing | None) -> str:
     return format_microseconds(timing.p99 if timing else None).replace(" ", "")
-
-
-def _plan(plan: Plan) -> RenderableType:
-    by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
-    rows = [
-        *_mode(plan),
-        _sizes(plan),
-        ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
-        ("batches", _ways(plan)),
-        ("bounds", f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens {plan.max_num_batched_tokens}"),
-    ]
-    if plan.query_len > 1:
-        rows.append(("query length", f"{plan.query_len} tokens of each request in uniform decode"))
-    if plan.max_loras is not None:
-        cases = ", ".join(map(str, plan.lora_cases))
-        rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
-    head = facts("Plan", [*rows, ("config", plan.config_hash), *_warnings(plan.warnings)])
-    return Group(head, Text(), _padding(plan)) if plan.keys else head
-
-
-def _ways(plan: Plan) -> str:
-    """How batches up to the largest size are run."""
-    decode, mixed = (
-        "eager" if mode is CUDAGraphMode.NONE else str(mode)
-        for mode in (plan.mode.decode_mode(), plan.mode.mixed_mode())
-    )
-    return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
-
-
-def _padding(plan: Plan) -> Table:
-    """What batches are padded to; sizes of equal distance that follow each other share a row."""
-    captured = sorted(
-        {descriptor.num_tokens for _, descriptor in plan.keys}
-    )  # decode graphs may end before the sizes do
-    pairs = tuple(pairwise((0, *captured)))
-    groups = _neighbours(pairs, lambda below, size: size - below)
-    if len(groups) > MOST_PADDING_ROWS:  # an irregular ladder: sizes between two powers of two in one row
-        groups = _neighbours(pairs, lambda _, size: size.bit_length())
-    rows: list[dict[str, object]] = []
-    for group in groups:
-        first, sizes = group[0][0] + 1, [size for _, size in group]
-        most = max(size - below for below, size in group) - 1
-        span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
-        to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
-        rows.append({"batch of (tokens)": span, "is padded to": to, "padding rows at most": most})
-    rows.append({"batch of (tokens)": f"above {captured[-1]}", "is padded to": "no graph"})
-    return filled(rows, left=("batch of (tokens)", "is padded to"))
-
-
-def _neighbours(pairs: Iterable[tuple[int, int]], alike: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
-    """(size below, size) pairs, those that follow each other and are alike together."""
-    return [list(group) for _, group in groupby(pairs, lambda pair: alike(*pair))]
 
 
 def _ratio(value: float | None) -> str:

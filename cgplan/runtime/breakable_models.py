@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
+import functools
 import re
+import weakref
 from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -78,8 +82,57 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         return graph.graphs, graph.num_eager_breaks
 
 
+class _BrokenForward:
+    """What stands in for ``forward`` of one module while any handle breaks there; transparent once none does.
+
+    It is taken out again with the last handle, unless somebody has put a forward of their own over it by then. A copy
+    of the module, and a pickled one, gets the forward that was there before: breaks belong to the original alone.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.holders: set[object] = set()
+        self._before = vars(module).get("forward")
+        self._plain = module.forward
+        self._broken = broken_out(module.forward, name)
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._broken if self.holders else self._plain)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)  # type: ignore[no-any-return]
+        copied = copy.deepcopy(self.module, memo)  # in a copy of the module, the copy that is being made
+        return MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (_itself, (self._before,)) if self._before is not None else (getattr, (self.module, "forward"))
+
+    def release(self, holder: object) -> None:
+        """Break no longer on behalf of ``holder``."""
+        self.holders.discard(holder)
+        if not self.holders and vars(self.module).get("forward") is self:
+            if self._before is None:
+                del vars(self.module)["forward"]
+            else:
+                vars(self.module)["forward"] = self._before
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _release(forwards: Sequence[weakref.ref[_BrokenForward]], holder: object) -> None:
+    for reference in forwards:
+        if (forward := reference()) is not None:
+            forward.release(holder)
+
+
 class ModuleBreaks:
     """Modules that are eager pieces until ``remove`` is called.
+
+    Several handles may break at one module, and be removed in any order: it stays a piece until the last one is gone.
 
     Attributes:
         names: Their dotted names.
@@ -87,26 +140,31 @@ class ModuleBreaks:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.names = tuple(modules)
-        self._undo: list[tuple[nn.Module, Any]] = []
+        self._holder = object()
+        self._forwards: list[_BrokenForward] = []
         for name, module in modules.items():
-            self._undo.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = broken_out(module.forward, name)
+            forward = vars(module).get("forward")
+            if not isinstance(forward, _BrokenForward) or forward.module is not module:
+                forward = vars(module)["forward"] = _BrokenForward(module, name)
+            forward.holders.add(self._holder)
+            self._forwards.append(forward)
 
     def remove(self) -> None:
-        """Give the modules their own forward back; a second call does nothing. The last handle goes first."""
-        while self._undo:
-            module, before = self._undo.pop()
-            if before is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = before
+        """Give the modules their own forward back, where no other handle breaks; a second call does nothing."""
+        while self._forwards:
+            self._forwards.pop().release(self._holder)
+
+    def remove_after(self, owner: object) -> None:
+        """Also remove them when ``owner`` is garbage. What is called then holds neither the handle nor the model."""
+        references = [weakref.ref(forward) for forward in self._forwards]
+        weakref.finalize(owner, _release, references, self._holder).atexit = False
 
 
 def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
     """Make submodules eager pieces of whatever breakable capture they are called in.
 
-    The model's code stays as it is: each module gets a ``forward`` of its own until the handle's ``remove``. Copy or
-    save a model as a whole (``copy.deepcopy``, pickle) only without breaks; its state dict is not touched.
+    The model's code stays as it is: each module gets a ``forward`` of its own until the handle's ``remove``, whether
+    the handle is kept or not. Deep copies and pickles of the model have no breaks; its state dict is not touched.
 
     Args:
         model: Where the modules are.

@@ -4,12 +4,22 @@ Note [Output slots]
     A segment reads what an eager piece returned at the address that it saw at capture, and a piece may return a fresh
     tensor each time. So the model is not given the result but a slot: memory of the graph pool, allocated at the
     beginning of the segment that follows. The result is copied into its slot before that segment runs. What a piece
-    returns of its own arguments' memory stays at its address by itself and needs no slot.
+    returns of its own arguments' memory stays at its address by itself and needs no slot; nor does state: parameters,
+    buffers and tensors in attributes of the modules that it was called on or with, which were there before it ran and
+    are there afterwards. Segments may write to those in place. State that it reaches in another way (a global, a
+    closure, an object that is no module) is copied like any other result, and what a segment writes to it is lost.
 
 Note [What a piece keeps]
     A piece keeps its arguments, so that it can run again. Tensors of the pool are borrowed: later segments reuse their
     blocks, and each replay writes them anew before the piece reads them. All else is held as it is: static buffers,
     parameters, a KV cache, and objects whose inside is not looked into. Tuples, lists and dicts are looked into.
+
+Note [What a piece leaves behind]
+    The model's Python code runs at capture alone, so only memory carries news between pieces and segments. A piece
+    that adds values to a list, dict or set that it was given is refused, because the segments would go on with the
+    values of the capture; and so is a result that is one mutable object with other contents on replay. Nobody sees an
+    attribute that a segment sets and a piece reads, or the other way round: on replay it is what the last capture
+    left there, of whichever size. Pass such tensors as arguments and results, or write them in place.
 """
 
 from __future__ import annotations
@@ -25,6 +35,7 @@ from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leave
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.host_sync import tensors_in
+from cgplan.runtime.frozen import Containers, contents, modules_of, state_of
 from cgplan.runtime.outputs import _hides_tensors
 
 _LEAF = tree_flatten(None)[1]
@@ -53,11 +64,20 @@ class EagerPiece:
 
     def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run on the arguments of the capture and keep them, see Note [What a piece keeps]."""
-        given = {_address(t) for t in tensors_in((args, kwargs))} - {0}
+        modules = modules_of(self._function, args, kwargs)
+        before, containers = state_of(modules), Containers((args, kwargs))  # the tensors are held: addresses last
         self._keep_arguments(args, kwargs)
         self._flat, spec = tree_flatten(self._function(*args, **kwargs))
+        if containers.have_new_values():
+            raise self._edits_arguments()
+        given = set(map(_address, tensors_in((args, kwargs)))) - {0}
+        state = set(map(_address, before)) & set(map(_address, state_of(modules))) - {0}
         self._spec = _LEAF if spec == _LEAF else spec
-        self._is_given = [isinstance(leaf, torch.Tensor) and _address(leaf) in given for leaf in self._flat]
+        self._is_given = [
+            isinstance(leaf, torch.Tensor)
+            and (_address(leaf) in given or (_address(leaf) in state and not self._backend.in_pool(leaf, self._pool)))
+            for leaf in self._flat
+        ]
         fresh = []
         for leaf, is_given in zip(self._flat, self._is_given, strict=True):
             self._check(leaf)
@@ -76,14 +96,18 @@ class EagerPiece:
         for leaf, is_given in zip(self._flat, self._is_given, strict=True):
             handed.append(leaf)
             if not isinstance(leaf, torch.Tensor):
-                results.append(_Frozen(leaf))
+                results.append(_Frozen(leaf, contents(leaf)))
             elif is_given:
-                results.append(_Given(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype))
+                results.append(
+                    _Given(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg())
+                )
             else:
                 block = None if _repeats(leaf) else blocks.get(_address(leaf))
-                handed[-1] = self._new_slot(leaf) if block is None else _view_like(block, leaf)
+                handed[-1] = plain = self._new_slot(leaf) if block is None else _view_like(block, leaf)
                 with torch.inference_mode(False):
-                    slot = self._backend.borrow(handed[-1])
+                    slot = self._backend.borrow(plain)
+                if block is not None:  # after borrowing, which would lose the bits
+                    handed[-1], slot = _with_bits(plain, leaf), _with_bits(slot, leaf)
                 results.append(_Slot(slot, slot.shape, slot.dtype, slot.device))
                 copies.append((slot, leaf.detach()))
         self._results = results
@@ -154,6 +178,14 @@ class EagerPiece:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
             return self._backend.slot(value)
 
+    def _edits_arguments(self) -> CaptureError:
+        return CaptureError(
+            f"eager piece {self.name} puts values into a list, dict or set that it was given, at {self.line}; graphs "
+            "would keep those of the capture",
+            remedy="Return the values, or write them in place into a tensor that is an argument. Keep what is only "
+            "recorded in an object that is not handed to the piece.",
+        )
+
     def _changed(self, found: str, wanted: str) -> CaptureError:
         return CaptureError(
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
@@ -185,32 +217,41 @@ class _Slot(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A result that is memory of an argument: it is there already."""
+    """A result that is memory of an argument, or of the state of a module: it is there already."""
 
     address: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
 
     def accept(self, value: Any) -> bool:
         """Whether ``value`` is that memory again."""
         if not isinstance(value, torch.Tensor) or value.data_ptr() != self.address:
             return False
-        return value.shape == self.shape and value.stride() == self.stride and value.dtype is self.dtype
+        if value.shape != self.shape or value.stride() != self.stride or value.dtype is not self.dtype:
+            return False
+        return value.is_conj() == self.is_conj and value.is_neg() == self.is_neg
 
     def describe(self) -> str:
         """In words."""
-        return f"its own argument's memory at {self.address:#x}, {self.dtype} of shape {list(self.shape)}"
+        return (
+            f"its own argument's memory, or a module's, at {self.address:#x}, {self.dtype} of shape {list(self.shape)}"
+        )
 
 
 class _Frozen(NamedTuple):
     """A result that is no tensor: the segments were captured with it."""
 
     value: Any
+    inside: Any  # its contents at capture; None where it cannot change
 
     def accept(self, value: Any) -> bool:
-        """Whether ``value`` is equal; NaN equals NaN."""
+        """Whether ``value`` is equal, with the contents of the capture; NaN equals NaN."""
         mine = self.value
+        if self.inside is not None and contents(value) != self.inside:
+            return False
         try:
             return mine is value or (type(mine) is type(value) and bool(mine == value or (mine != mine != value)))
         except Exception:  # whatever a foreign class raises when it is compared
@@ -218,7 +259,7 @@ class _Frozen(NamedTuple):
 
     def describe(self) -> str:
         """In words."""
-        return _describe(self.value)
+        return _describe(self.value) + ("" if self.inside is None else " with other contents")
 
 
 class TorchState(NamedTuple):
@@ -262,9 +303,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _view_like(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of bytes with the layout that ``like`` has in its own memory."""
+    """A view of bytes with the layout that ``like`` has in its own memory, but without its bits."""
     whole = memory[: memory.numel() - memory.numel() % like.itemsize].view(like.dtype)
     return whole.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _with_bits(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same memory, read as ``like`` reads its own: views of one memory may differ in these bits alone."""
+    plain = plain.conj() if like.is_conj() else plain
+    return torch._neg_view(plain) if like.is_neg() else plain
 
 
 def _describe(value: Any) -> str:

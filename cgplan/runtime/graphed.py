@@ -39,7 +39,7 @@ class _Metadata(dict[str, Any]):
 
 
 class GraphedModel:
-    """The model, its FULL graphs, their pool and static buffers. It owns all but the model.
+    """The model, its FULL graphs, their pool and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:
         plan, config: What is captured.
@@ -51,11 +51,13 @@ class GraphedModel:
         returns_nothing: Whether the model's output held no tensor.
     """
 
-    def __init__(self, plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> None:
+    def __init__(
+        self, plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend, pool: Any = None
+    ) -> None:
         self.plan = plan
         self.config = config
         self.backend = backend
-        self.scope = CaptureScope(backend.new_pool(), backend)
+        self.scope = CaptureScope(backend.new_pool() if pool is None else pool, backend)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self.route = choose_route(plan, config, model, backend)
         # Static buffers do not move; what may is looked at in check_addresses.

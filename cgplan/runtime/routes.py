@@ -21,9 +21,9 @@ from cgplan.runtime.splitting import Piece
 from cgplan.runtime.wrapper import CUDAGraphOptions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SplitRoute:
-    """A model made ready for capture.
+    """A model made ready for capture. Its breaks go when it is removed, or dropped.
 
     Attributes:
         name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
@@ -83,7 +83,7 @@ def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend:
         return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
     if not piecewise or name == "wrappers":
         return SplitRoute("wrappers" if piecewise else "full", model)
-    breaks = None
+    breaks: ModuleBreaks | None = None
     if compilation.splitting_modules:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
@@ -92,4 +92,7 @@ def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend:
             )
         breaks = break_at_modules(model, compilation.splitting_modules)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
-    return SplitRoute("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
+    route = SplitRoute("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
+    if breaks is not None:
+        breaks.remove_after(route)  # of a runner that nobody closed
+    return route

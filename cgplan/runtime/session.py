@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureError, PlanError
+from cgplan.errors import CaptureMemoryError, PlanError
 from cgplan.graphs import GraphBackend, MemoryReading
-from cgplan.graphs.host_sync import find_host_sync
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, config_hash
-from cgplan.reports.records import CaptureReport, GraphRecord
+from cgplan.planning.costs import Key
+from cgplan.reports.records import CaptureReport
+from cgplan.runtime.budget import BudgetGuard, fitting, restricted
 from cgplan.runtime.environment import describe_environment
-from cgplan.runtime.failures import drop_locals, explain_failure
+from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
-from cgplan.runtime.outputs import OutputRows
+from cgplan.runtime.key_capture import CapturedKey, KeyCapture, driver_bytes
 from cgplan.runtime.runner import GraphRunner
-from cgplan.runtime.wrapper import CUDAGraphEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +35,17 @@ class CaptureProgress:
     descriptor: BatchDescriptor
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """One key: its graphs, and (device memory, pool bytes) before and after the capture."""
-
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-    entries: tuple[CUDAGraphEntry, ...]
-    before: tuple[MemoryReading, int]
-    after: tuple[MemoryReading, int]
-    warmup_seconds: float
-    reading_seconds: float
-
-
 class CaptureSession:
-    """Captures every key of a plan and returns a sealed runner.
+    """Captures the keys of a plan, as far as the configuration's budget goes, and returns a sealed runner.
 
     Args:
         plan: What to capture.
         model: Any callable or nn.Module; called with the declared inputs by name.
         backend: The device.
-        config: Inputs, metadata and how to capture.
+        config: Inputs, metadata, budget and how to capture.
         progress: Called before each key.
+        pool: The backend's pool to capture into, one of the session's own if absent. Runners that share a pool must
+            never run at once (see GraphPool).
     """
 
     def __init__(
@@ -68,15 +56,20 @@ class CaptureSession:
         config: Config,
         *,
         progress: Callable[[CaptureProgress], None] | None = None,
+        pool: Any = None,
     ) -> None:
         self._plan = plan
         self._model = model
         self._backend = backend
         self._config = config
         self._progress = progress or (lambda _: None)
+        self._pool = pool
 
     def run(self) -> GraphRunner:
-        """Capture all keys.
+        """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
+
+        Without a budget, a key that cannot be captured is an error. With one, running out of memory is no error: the
+        keys before it are kept, and the report says where it stopped.
 
         Raises:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
@@ -91,15 +84,13 @@ class CaptureSession:
             )
         backend.release_cached()
         before, start = backend.memory(), time.perf_counter()
-        graphed = GraphedModel(self._plan, config, self._model, backend)
-        rows = config.model.output_rows if config.model else "num_tokens"
-        outputs = OutputRows(rows, self._plan.query_len, config.compilation.outputs == "clone")
-        captured: list[_Captured] = []
+        plan, left_out = fitting(self._plan, config, before.free)
+        guard = BudgetGuard(config, plan, backend, before, start)
+        graphed = self._open(plan, guard)
+        captured: list[CapturedKey] = []
         try:
             with backend.session(), torch.no_grad():
-                for index, (mode, descriptor) in enumerate(self._plan.keys):
-                    self._progress(CaptureProgress(index, len(self._plan.keys), mode, descriptor))
-                    captured.append(self._capture(graphed, outputs, mode, descriptor))
+                captured += self._capture_all(KeyCapture.of(graphed), guard, graphed.plan.keys)
                 graphed.buffers.restore()
                 backend.synchronize()
         except BaseException as error:
@@ -107,104 +98,103 @@ class CaptureSession:
             captured.clear()  # the traceback holds this frame
             graphed.free()
             raise
+        if graphed.plan.keys and not captured:  # the static buffers are of no use either
+            graphed.free()
+            graphed = GraphedModel(restricted(plan, (), config), config, self._model, backend, self._pool)
+        graphed.plan = restricted(plan, [c.key for c in captured], config)
         graphed.seal()
-        inspecting = time.perf_counter()
-        records = tuple(self._record(c) for c in captured)
-        end = time.perf_counter()
-        backend.release_cached()
-        inspection = end - inspecting + sum(c.reading_seconds for c in captured)
-        report = self._report(graphed, records, before, (end - start, inspection))
-        return GraphRunner(graphed, outputs, report, self.run)
+        report = self._report(graphed, captured, before, start)
+        skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys))
+        budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
+        report = report.model_copy(update={"budget": budget})
+        return GraphRunner(graphed, KeyCapture.of(graphed).outputs, report, self.run)
 
-    def _capture(
-        self, graphed: GraphedModel, outputs: OutputRows, mode: CUDAGraphMode, descriptor: BatchDescriptor
-    ) -> _Captured:
-        backend, scope, capturing = self._backend, graphed.scope, False
-        views = graphed.views(descriptor)
+    def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
+        """The model with buffers for the plan; for no key, if there is a budget and no memory for them."""
+        config, model, backend = self._config, self._model, self._backend
         try:
-            start = time.perf_counter()
-            for _ in range(self._config.compilation.cudagraph_num_of_warmups):
-                graphed.run_eager(descriptor, views)
-            backend.synchronize()
-            warm = time.perf_counter()
-            before = (backend.memory(), backend.pool_bytes(scope.pool))
-            read = time.perf_counter()
-            capturing = True
-            output = graphed.run_graphed(mode, descriptor, views)
-        except Exception as error:
-            failure = explain_failure(
-                error,
-                mode,
-                descriptor,
-                capturing=capturing,
-                free=backend.memory().free,
-                find_host_sync=lambda: find_host_sync(lambda: graphed.run_eager(descriptor, views), backend.device),
-            )
-            raise failure from (error if failure is not error else error.__cause__)
-        graphed.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
-        outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
-        entries, scope.entries = scope.entries, []
-        if not entries:
-            raise CaptureError(
-                f"nothing in the model captured for {mode} {descriptor}",
-                remedy="With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
-                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY.",
-            )
-        done = time.perf_counter()
-        after = (backend.memory(), backend.pool_bytes(scope.pool))
-        reading = (read - warm) + (time.perf_counter() - done)
-        return _Captured(mode, descriptor, tuple(entries), before, after, warm - start, reading)
+            graphed = GraphedModel(plan, config, model, backend, self._pool)
+        except CaptureMemoryError:
+            if not guard.active or not plan.keys:
+                raise
+            guard.ran_out(plan.keys[0])
+            graphed = GraphedModel(restricted(plan, (), config), config, model, backend, self._pool)
+        guard.static_bytes = graphed.buffers.nbytes
+        return graphed
 
-    def _record(self, captured: _Captured) -> GraphRecord:
-        nodes = [self._backend.num_nodes(graph) for entry in captured.entries for graph in entry.segments]
-        return GraphRecord(
-            mode=captured.mode,
-            descriptor=captured.descriptor,
-            graphs=len(nodes),
-            nodes=None if None in nodes else sum(n or 0 for n in nodes),
-            eager_pieces=sum(entry.eager_pieces for entry in captured.entries),
-            pool_growth=captured.after[1] - captured.before[1],
-            driver_bytes=self._driver_bytes(captured.before[0], captured.after[0]),
-            warmup_seconds=captured.warmup_seconds,
-            capture_seconds=sum(entry.capture_seconds for entry in captured.entries),
-        )
+    def _capture_all(
+        self, capture: KeyCapture, guard: BudgetGuard, keys: Sequence[Key], *, again: bool = False
+    ) -> list[CapturedKey]:
+        """Capture keys until the budget stops it.
 
-    def _driver_bytes(self, before: MemoryReading, after: MemoryReading) -> int | None:
-        """Free memory lost in between that torch's allocator did not reserve."""
-        if not self._backend.supports("driver_bytes") or after.free is None or before.free is None:
-            return None
-        return (before.free - after.free) - (after.reserved - before.reserved)
+        A key that passes a limit after all is freed again. A pool gives no segment back while one of its graphs
+        lives, so all are freed then, and those before it captured anew: ``again``. Where nothing was captured before
+        it, it was too large, and the next one may not be.
+        """
+        captured: list[CapturedKey] = []
+        for index, key in enumerate(keys):
+            if guard.stop_before(key):
+                break
+            self._progress(CaptureProgress(index, len(keys), *key))
+            try:
+                done = capture.capture(*key)
+            except CaptureMemoryError as error:
+                if not guard.active:
+                    raise
+                drop_locals(error)
+                guard.ran_out(key)
+            else:
+                captured.append(done)
+                del done
+                if not guard.add(captured[-1], len(keys) - index - 1):
+                    continue
+                captured.pop()
+            before = [c.key for c in captured]
+            captured.clear()
+            guard.forget()
+            capture.drop_all()
+            if before:
+                return [] if again else self._capture_all(capture, guard, before, again=True)
+        return captured
 
     def _report(
-        self,
-        graphed: GraphedModel,
-        records: tuple[GraphRecord, ...],
-        before: MemoryReading,
-        seconds: tuple[float, float],
+        self, graphed: GraphedModel, captured: Sequence[CapturedKey], before: MemoryReading, start: float
     ) -> CaptureReport:
-        borrowed, after = self._backend.supports("borrow"), self._backend.memory()
-        empty = [str(r.descriptor) for r in records if r.nodes == 0]
-        warnings = list(self._plan.warnings)
+        backend, inspecting = self._backend, time.perf_counter()
+        records = tuple(c.record(backend) for c in captured)
+        end = time.perf_counter()
+        backend.release_cached()
+        after, pool = backend.memory(), backend.pool_bytes(graphed.scope.pool)
+        shared = captured[0].before[1] if captured else pool  # others had captured into it before
+        outside = after.reserved - before.reserved - (pool - shared) if backend.supports("driver_bytes") else 0
+        warnings = self._warnings(graphed, [r.descriptor for r in records if r.nodes == 0])
+        return CaptureReport(
+            environment=describe_environment(backend, self._plan.config_hash),
+            plan=graphed.plan,
+            records=records,
+            pool_bytes=pool,
+            static_bytes=graphed.buffers.nbytes,
+            workspace_bytes=max(outside - graphed.buffers.nbytes, 0),
+            driver_bytes=driver_bytes(backend, before, after),
+            free_before=before.free,
+            free_after=after.free,
+            session_seconds=end - start,
+            inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
+            split=graphed.route.describe(),
+            borrowed_outputs=backend.supports("borrow"),
+            warnings=(*graphed.plan.warnings, *warnings),
+        )
+
+    def _warnings(self, graphed: GraphedModel, empty: Sequence[BatchDescriptor]) -> list[str]:
+        """What the user should know about the captures; ``empty`` are the keys without any kernel."""
+        warnings = []
         if empty:
-            warnings.append(f"graphs without any kernel: {', '.join(empty)}; does the model run on this device?")
+            names = ", ".join(map(str, empty))
+            warnings.append(f"graphs without any kernel: {names}; does the model run on this device?")
         if graphed.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(self._model, torch.nn.Module) and self._model.training:
             warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
-        if not borrowed:
+        if not self._backend.supports("borrow"):
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
-        return CaptureReport(
-            environment=describe_environment(self._backend, self._plan.config_hash),
-            plan=self._plan,
-            records=records,
-            pool_bytes=self._backend.pool_bytes(graphed.scope.pool),
-            static_bytes=graphed.buffers.nbytes,
-            driver_bytes=self._driver_bytes(before, after),
-            free_before=before.free,
-            free_after=after.free,
-            session_seconds=seconds[0],
-            inspection_seconds=seconds[1],
-            split=graphed.route.describe(),
-            borrowed_outputs=borrowed,
-            warnings=tuple(warnings),
-        )
+        return warnings

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -16,6 +17,8 @@ from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
+
+_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class CUDAGraphWrapper:
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
         self._checked: set[Hashable] = set()
         self._pool = pool
+        self._own_pool: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
@@ -139,9 +143,18 @@ class CUDAGraphWrapper:
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped callable, so that a wrapped module still looks like one."""
-        if name == "runnable":  # not set yet
-            raise AttributeError(name)
+        special = name.startswith("__") and name.endswith("__") and name not in _OF_FUNCTIONS
+        if special or name == "runnable":  # a protocol, such as copying, is the wrapper's own; or nothing is set yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.runnable, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool are shared."""
+        made = memo[id(self)] = object.__new__(type(self))
+        fresh = {"_backend": self._backend, "_pool": self._pool, "_own_pool": None, "entries": {}, "_checked": set()}
+        for name, value in vars(self).items():
+            vars(made)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        return made
 
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
@@ -244,6 +257,10 @@ class CUDAGraphWrapper:
         return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
 
     def _choose_pool(self, scope: CaptureScope | None) -> Any:
-        if self._pool is None and scope is None:
-            self._pool = self.backend.new_pool()
-        return scope.pool if self._pool is None and scope is not None else self._pool
+        if self._pool is not None:
+            return self._pool
+        if scope is not None:
+            return scope.pool
+        if self._own_pool is None:
+            self._own_pool = self.backend.new_pool()
+        return self._own_pool

@@ -1,0 +1,179 @@
+"""`cgplan plan` and `cgplan plan diff`: makes a plan, emits it for an engine, compares two.
+
+torch is loaded for `--costs estimate` and `measure` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cgplan.cli.output import check_writable, note, publish, show, write_whole
+from cgplan.cli.pricing import costs_of
+from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.errors import ConfigError, ReportError
+from cgplan.planning import Plan, build_plan
+from cgplan.planning.costs import GraphCosts
+from cgplan.planning.difference import compare
+from cgplan.planning.emit import Engine, emit
+from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.traffic import Traffic
+from cgplan.reports import load_report
+from cgplan.reports.plan_tables import render_difference
+from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
+
+if TYPE_CHECKING:
+    from cgplan.planning.latency import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a plan is made from, besides the configuration.
+
+    Attributes:
+        traffic: A file of traffic; None: the configuration's list or ladder decides.
+        speedup: How much faster than recorded the requests of a trace arrive.
+        step_times: A file of step times, a saved bench report or a table; None: the stated default.
+        costs: A saved capture report, whose memory and times are taken; ``estimate`` or ``measure``, see `costs_of`;
+            None: they are not known.
+    """
+
+    traffic: Path | None = None
+    speedup: float = 1.0
+    step_times: Path | None = None
+    costs: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, and what can be drawn of how it was made."""
+
+    plan: Plan
+    pareto: ParetoPlot | None
+    padding: PaddingPlot | None
+
+
+def run_plan(
+    path: Path,
+    overrides: Sequence[str],
+    sources: Sources,
+    *,
+    output: Path | None,
+    engine: Engine | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Make a plan; save it, show it, or emit it for an engine. Raises the errors of each step."""
+    loaded = read_config(path, overrides)
+    if plot is not None:
+        check_plot_path(plot)
+    for file in filter(None, (output, plot)):
+        check_writable(file)
+    made = _make(loaded, sources)
+    if plot is not None:
+        write_whole(plot, picture(plot, made.pareto, made.padding))
+        note(f"saved {plot}")
+    if engine is None:
+        publish(made.plan, output, as_json=as_json)
+        return
+    if output is not None:
+        write_whole(output, made.plan.model_dump_json(indent=2) + "\n")
+        note(f"saved {output}")
+    announce(made.plan)
+    emission = emit(made.plan, engine)
+    for line in emission.notes:
+        note(f"note: {line}")
+    typer.echo(emission.text)
+
+
+def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
+    """Show what changes from one saved plan to another. Raises ReportError."""
+    difference = compare(read_plan(old), read_plan(new))
+    if as_json:
+        typer.echo(difference.model_dump_json(indent=2))
+    else:
+        show(render_difference(difference, str(old), str(new)))
+
+
+def read_plan(path: Path) -> Plan:
+    """A saved plan. Raises ReportError, also for another kind of report."""
+    report = load_report(path)
+    if not isinstance(report, Plan):
+        raise ReportError(
+            f"{path} is a {report.kind} report, not a plan", remedy="Give a file that `cgplan plan --output` wrote."
+        )
+    return report
+
+
+def announce(plan: Plan) -> None:
+    """What differs from the request, for people who do not see the plan itself."""
+    for change in plan.changes:
+        note(f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}")
+    for warning in plan.warnings:
+        note(f"warning: {warning}")
+
+
+def _make(loaded: LoadedConfig, sources: Sources) -> Made:
+    config = loaded.config
+    costs, machine = costs_of(loaded, sources.costs)
+    if sources.traffic is None and config.traffic is None:
+        return _by_ladder(loaded, sources, costs, machine)
+    if sources.traffic is None and sources.speedup != 1:
+        raise ConfigError(
+            "--speedup is about recorded requests, and the traffic is that of the configuration",
+            remedy="Raise traffic.request_rate, or give --traffic FILE.",
+        )
+    from cgplan.planning.latency import StepTimes  # numpy from here on
+    from cgplan.planning.proposal import propose
+    from cgplan.reports.evidence_tables import padding_plot, pareto_plot
+
+    times = StepTimes.load(sources.step_times) if sources.step_times else StepTimes.default()
+    traffic = _traffic(config, sources, build_plan(config), times)
+    proposal = propose(config, traffic, times, costs)
+    again = _traffic(config, sources, proposal.plan, times)
+    if again != traffic:  # requests make other batches where steps take another time
+        proposal = propose(config, again, times, costs)
+    plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
+    return Made(plan, pareto_plot(evidence) if evidence.pareto else None, padding_plot(evidence))
+
+
+def _traffic(config: Config, sources: Sources, plan: Plan, times: StepTimes) -> Traffic:
+    """What is planned for; requests are simulated with the step times that they would have under ``plan``."""
+    from cgplan.planning.clock import step_clock
+    from cgplan.planning.traffic_files import read_traffic, synthetic_traffic
+
+    clock = step_clock(plan, times)
+    if sources.traffic is None:
+        return synthetic_traffic(config, clock)
+    return read_traffic(sources.traffic, config=config, step_time=clock, speedup=sources.speedup)
+
+
+def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None, machine: Machine | None) -> Made:
+    """The plan of a configuration without traffic: its list or ladder decides."""
+    if sources.speedup != 1 or sources.step_times is not None:
+        raise ConfigError(
+            "--speedup and --step-times are about traffic, and there is none",
+            remedy="Give --traffic FILE, or add a `traffic` section to the configuration.",
+        )
+    plan = build_plan(loaded.config)
+    if any(origin.startswith("budget.") for origin in loaded.origins):
+        note("note: a budget bounds plans that are made from traffic; without traffic it bounds the capture alone")
+    if costs is not None:
+        predicted = Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)
+        plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
+    return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
+
+
+def _evenly_padded(plan: Plan) -> PaddingPlot:
+    """Padding of each size where every batch size is as frequent as the others, for want of traffic."""
+    lanes = plan.lanes()
+    bars = [(lane, below, size) for lane, sizes in lanes.items() for below, size in pairwise((0, *sizes))]
+    return PaddingPlot(
+        names=[f"{lane} {size}" if len(lanes) > 1 else str(size) for lane, _, size in bars],
+        padding=[(size - below - 1) / 2 / size for _, below, size in bars],
+    )

@@ -1,0 +1,75 @@
+"""What graphs cost, for a plan: from a saved report, estimated on the tape, or measured on the device."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from cgplan.cli.output import note
+from cgplan.config import LoadedConfig
+from cgplan.errors import ConfigError, ReportError
+from cgplan.planning import build_plan
+from cgplan.planning.costs import GraphCosts
+from cgplan.planning.plan import Machine
+from cgplan.reports import load_report
+
+WORDS = ("estimate", "measure")
+
+
+def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None, Machine | None]:
+    """Costs, and the machine that they were measured on.
+
+    Args:
+        loaded: The configuration; its model is built for ``estimate`` and ``measure``.
+        given: ``estimate`` (the model is recorded on the CPU), ``measure`` (a few keys are really captured on the
+            configured device, and freed), the path of a capture report, or None for no costs.
+
+    Raises:
+        ReportError: the file is no capture report.
+        ConfigError: there is no model to estimate or measure.
+        CaptureError, ModelError, BackendError: as a capture does.
+    """
+    if given is None:
+        return None, None
+    if given in WORDS:
+        with redirect_stdout(sys.stderr):  # what a model prints is not the result
+            return _of_model(loaded, given)
+    report = load_report(Path(given))
+    if report.kind == "bench":
+        report = report.capture
+    if report.kind != "capture":
+        raise ReportError(
+            f"{given} is a {report.kind}, not a capture report",
+            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
+        )
+    from cgplan.planning.measured_costs import MeasuredCosts
+
+    if report.environment.config_hash != build_plan(loaded.config).config_hash:
+        note(f"note: {given} was made for another configuration; its costs are taken as they are")
+    on_device = report.environment.driver is not None
+    return MeasuredCosts.from_report(report, loaded.config), report.environment.as_machine if on_device else None
+
+
+def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | None]:
+    config, plan = loaded.config, build_plan(loaded.config)
+    if config.model is None or config.model.target is None:
+        raise ConfigError(
+            f"--costs {word} needs a model, and the configuration has none",
+            remedy="Add model.target, or give the capture report of such a model.",
+        )
+    from cgplan.graphs import select_backend  # torch from here on
+    from cgplan.models.loading import load_model
+
+    backend = select_backend("cpu" if word == "estimate" else config.device)
+    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    if word == "estimate":
+        from cgplan.runtime.estimate import estimate
+
+        return estimate(config, built.forward, plan), None
+    from cgplan.runtime.calibrate import calibrate
+    from cgplan.runtime.environment import describe_environment
+
+    measured = calibrate(config, built.forward, backend, plan)
+    machine = describe_environment(backend, plan.config_hash).as_machine
+    return measured, machine if backend.device.type == "cuda" else None

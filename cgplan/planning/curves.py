@@ -1,0 +1,160 @@
+"""The Pareto curve, and what stands beside it: ladders, and sizes that are not worth a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cgplan.config import Config
+from cgplan.errors import PlanError
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning.boxes import Boxes, Limits
+from cgplan.planning.costs import GraphCosts, Key
+from cgplan.planning.demand import Bounds, Problem
+from cgplan.planning.evidence import LadderPoint, NotWorth, ParetoPoint
+from cgplan.planning.ladders import LADDERS
+from cgplan.planning.lanes import expected_step, key_of, may_serve, padded_share, serve
+from cgplan.planning.latency import StepTimes
+from cgplan.planning.plan import Lane, build_plan, capture_order
+from cgplan.planning.search import Found, search
+from cgplan.planning.traffic import Traffic
+
+FIRST, MOST = 64, 256  # graphs that curves go up to
+CLOSE = 0.005  # share of what graphs can bring at all that may be left when a curve has gone far enough
+ALIKE = 1e-3  # relative difference that steps are called as long with
+WORTH = 1e-4  # relative gain below which graphs are not worth a word
+NO_GAIN = 0.01  # relative distance from the bound below which other sizes bring no gain in step time
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The best plans by their number of graphs, if nothing else is limited.
+
+    Attributes:
+        found: Index k: at most k graphs.
+        graphs: K, the largest number.
+    """
+
+    problem: Problem
+    bounds: Bounds
+    costs: GraphCosts | None
+    found: Found
+
+    @classmethod
+    def of(cls, problem: Problem, bounds: Bounds, costs: GraphCosts | None, most: int | None) -> Curve:
+        """A curve of 64 graphs; of 128 or 256 where that does not bring 99.5% of what graphs can bring, and no smaller
+        number is the limit (``most``).
+        """
+        graphs = FIRST
+        while True:
+            found = search(problem, Limits(graphs), curve=True)
+            curve = cls(problem, bounds, costs, found)
+            if graphs >= MOST or curve.enough() is not None or (most is not None and most <= graphs):
+                return curve
+            graphs *= 2
+
+    @property
+    def graphs(self) -> int:
+        """The largest number of graphs."""
+        return self.found.value.size - 1
+
+    def expected_us(self, graphs: int) -> float:
+        """Mean microseconds of a step."""
+        return float(self.found.value[graphs]) / self.problem.weight
+
+    def fewest(self, expected_us: float) -> int | None:
+        """The fewest graphs with which steps are no longer than that; None if the curve does not get there."""
+        enough = np.flatnonzero(self.found.value <= expected_us * self.problem.weight * (1 + 1e-9))
+        return int(enough[0]) if enough.size else None
+
+    def enough(self) -> int | None:
+        """The fewest graphs that bring 99.5% of what a graph for every size would; None if the curve is too short."""
+        eager, bound = self.problem.eager_total / self.problem.weight, self.problem.infinite_us
+        return self.fewest(bound + CLOSE * (eager - bound))
+
+    def keys(self, graphs: int) -> tuple[Key, ...]:
+        """The keys of a point, in capture order."""
+        return self.keys_of(self._boxes.sizes_at(self.found.ends[graphs], graphs))
+
+    def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
+        """The keys of chosen candidates, in capture order."""
+        limits = {"query_len": self.bounds.query_len, "max_num_seqs": self.bounds.max_num_seqs}
+        return capture_order(
+            key_of(lane.lane, int(lane.sizes[index]), **limits)
+            for lane, picked in zip(self.problem.lanes, chosen, strict=True)
+            for index in picked
+        )
+
+    def point(self, graphs: int) -> ParetoPoint:
+        """A point with its costs."""
+        bytes_, seconds = price(self.costs, self.keys(graphs)) if self.costs is not None else (None, None)
+        return ParetoPoint(graphs=graphs, expected_us=self.expected_us(graphs), bytes=bytes_, seconds=seconds)
+
+    def points(self) -> tuple[ParetoPoint, ...]:
+        """From one graph to where more bring less than 0.01%."""
+        last = self.fewest(self.expected_us(self.graphs) * (1 + WORTH)) or 0
+        return tuple(self.point(graphs) for graphs in range(1, last + 1))
+
+    @cached_property
+    def _boxes(self) -> Boxes:
+        return Boxes(self.problem, Limits(self.graphs))
+
+
+def price(costs: GraphCosts | None, keys: tuple[Key, ...]) -> tuple[int | None, float | None]:
+    """Bytes and seconds of keys, in capture order; None where costs are not known."""
+    if costs is None:
+        return None, None
+    cost = costs.of(keys)
+    return cost.total_bytes, cost.seconds
+
+
+def ladder_points(config: Config, traffic: Traffic, times: StepTimes, curve: Curve) -> Iterator[LadderPoint]:
+    """What each ladder gives that fits the configuration, and the sizes that it lists, first."""
+    given, most = config.compilation.cudagraph_capture_sizes, config.compilation.max_cudagraph_capture_size
+    listed = isinstance(given, tuple)
+    for name in ("configured", *LADDERS) if listed else LADDERS:
+        sizes = {"cudagraph_capture_sizes": name, "max_cudagraph_capture_size": None if listed else most}
+        asked = config.compilation if name == "configured" else config.compilation.model_copy(update=sizes)
+        try:
+            keys = build_plan(config.model_copy(update={"compilation": asked})).keys
+        except PlanError:
+            continue
+        served = serve(keys, traffic, times)
+        expected = expected_step(served)
+        equal, alike = curve.fewest(expected), curve.fewest(expected * (1 + ALIKE))
+        bytes_, seconds = price(curve.costs, keys)
+        yield LadderPoint(
+            name=name,
+            graphs=len(keys),
+            expected_us=expected,
+            bytes=bytes_,
+            seconds=seconds,
+            padding=padded_share(served),
+            unused=len(keys) - sum(part.lane is not None for part in served),
+            equal=None if equal is None else curve.point(equal),
+            alike=None if alike is None else curve.point(alike),
+            no_gain=expected <= (1 + NO_GAIN) * curve.problem.infinite_us,
+        )
+
+
+def not_worth(lanes: Iterable[Lane], traffic: Traffic, times: StepTimes, bounds: Bounds) -> Iterator[NotWorth]:
+    """Sizes at which a graph brings nothing: eager steps take no longer, or no batch is as large."""
+    kinds: dict[tuple[CUDAGraphMode, bool], Lane] = {}
+    for lane in lanes:
+        kinds[lane.mode, lane.uniform] = lane  # the case of the most adapters comes last
+    for (mode, uniform), lane in kinds.items():
+        largest, stride, case = bounds.largest(lane), bounds.stride(lane), lane.num_active_loras
+        graph, eager = (times.curve(m, largest, case) for m in (mode, CUDAGraphMode.NONE))
+        worth = np.flatnonzero(graph < eager)
+        end = int(worth[-1]) // stride * stride if worth.size else 0
+        wanted = max((batch.num_tokens for batch, _ in traffic.histogram if may_serve(lane, batch)), default=0)
+        wanted = min(-(-wanted // stride) * stride, largest)
+        if wanted < end:
+            reason = "no batch of the traffic is as large"
+            yield NotWorth(mode=mode, uniform=uniform, first=wanted + 1, last=end, reason=reason)
+        if end < largest:
+            reason = "an eager step takes no longer"
+            yield NotWorth(mode=mode, uniform=uniform, first=end + 1, last=largest, reason=reason)

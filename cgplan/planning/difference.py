@@ -1,0 +1,228 @@
+"""How two plans differ, and how a saved plan differs from what it is to be captured for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from cgplan.config import Config
+from cgplan.errors import PlanMismatchError
+from cgplan.planning.plan import Lane, Machine, Mode, Plan, capture_config, config_hash
+
+# The plan decides these itself; whatever the configuration says now, the plan's keys are captured.
+DECIDED_BY_THE_PLAN = (
+    "compilation.cudagraph_mode",
+    "compilation.cudagraph_capture_sizes",
+    "compilation.max_cudagraph_capture_size",
+)
+# Where a plan is captured does not change it; what its figures were measured on is compared by Machine.
+_ELSEWHERE = ("device",)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FieldChange(_Record):
+    """A setting that differs: its dotted name and both values as JSON has them, None where it is absent."""
+
+    name: str
+    old: Any
+    new: Any
+
+
+class LaneChange(_Record):
+    """Capture sizes that a lane gains, loses and keeps, in tokens, ascending."""
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
+    added: tuple[int, ...]
+    removed: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the sizes are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
+class Figure(_Record):
+    """A figure of both plans, None where a plan does not have it."""
+
+    old: float | None
+    new: float | None
+
+    @property
+    def change(self) -> float | None:
+        """New less old; None where one is missing."""
+        return None if self.old is None or self.new is None else self.new - self.old
+
+
+class PlanDifference(_Record):
+    """What changes from one plan to another.
+
+    Attributes:
+        lanes: Sizes by lane, of every lane that either plan has.
+        graphs: Number of keys.
+        memory: Predicted device memory of all graphs and their buffers, in bytes.
+        seconds: Predicted start-up time.
+        expected_us: Expected time of a step over the traffic, in microseconds.
+        settings: What else differs: the resolved mode, and the configurations.
+        notes: Why figures may not be comparable.
+    """
+
+    kind: Literal["plan_difference"] = "plan_difference"
+    lanes: tuple[LaneChange, ...]
+    graphs: Figure
+    memory: Figure
+    seconds: Figure
+    expected_us: Figure
+    settings: tuple[FieldChange, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def changed_lanes(self) -> tuple[LaneChange, ...]:
+        """Lanes that gain or lose a size."""
+        return tuple(lane for lane in self.lanes if lane.added or lane.removed)
+
+
+def compare(old: Plan, new: Plan) -> PlanDifference:
+    """What changes if ``new`` is captured instead of ``old``."""
+    before, after = old.lanes(), new.lanes()
+    lanes = sorted({*before, *after}, key=lambda lane: (lane.mode.name, lane.uniform, lane.num_active_loras))
+    costs = [None if plan.predicted is None else plan.predicted.cost for plan in (old, new)]
+    memory = [None if cost is None else cost.total_bytes for cost in costs]
+    seconds = [None if cost is None else cost.seconds for cost in costs]
+    return PlanDifference(
+        lanes=tuple(_lane_change(lane, before.get(lane, ()), after.get(lane, ())) for lane in lanes),
+        graphs=Figure(old=len(old.keys), new=len(new.keys)),
+        memory=Figure(old=memory[0], new=memory[1]),
+        seconds=Figure(old=seconds[0], new=seconds[1]),
+        expected_us=Figure(old=old.expected_us, new=new.expected_us),
+        settings=tuple(_settings(old, new)),
+        notes=tuple(_notes(old, new)),
+    )
+
+
+def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tuple[FieldChange, ...]:
+    """What a plan was made for (old) and what is there now (new), where the two differ.
+
+    Args:
+        plan: A saved plan.
+        config: The configuration that it is to be captured with.
+        machine: The present machine; compared where the plan's figures were measured on one.
+    """
+    found: list[FieldChange] = []
+    if plan.config is not None:
+        ignored = (*DECIDED_BY_THE_PLAN, *_ELSEWHERE)
+        found += [c for c in _changes(plan.config, capture_config(config)) if not _under(c.name, ignored)]
+    elif plan.config_hash != config_hash(config):
+        found.append(FieldChange(name="config_hash", old=plan.config_hash, new=config_hash(config)))
+    if plan.machine is not None and machine is not None:
+        found += _changes(plan.machine.model_dump(), machine.model_dump())
+    return tuple(found)
+
+
+def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
+    """Settings of the configuration (new) that the plan decides otherwise than the one it was made from (old)."""
+    changes = _changes(plan.config or {}, capture_config(config)) if plan.config else ()
+    return tuple(change for change in changes if _under(change.name, DECIDED_BY_THE_PLAN))
+
+
+def fitted(plan: Plan, config: Config, machine: Machine | None = None, *, force: bool = False) -> Plan:
+    """The plan, made ready to be captured with a configuration; its keys stay as they are.
+
+    Args:
+        plan: A saved plan.
+        config: The configuration that it is to be captured with.
+        machine: The present machine, see ``mismatches``.
+        force: Take it also where it does not match, with a warning that says so.
+
+    Raises:
+        PlanMismatchError: the plan was made for something else; the message names each field.
+    """
+    wrong = mismatches(plan, config, machine)
+    described = [f"{c.name}: {_text(c.old)} in the plan, {_text(c.new)} now" for c in wrong]
+    if wrong and not force:
+        raise PlanMismatchError(
+            "the plan was made for something else" + "".join(f"\n  - {line}" for line in described),
+            remedy="Make the plan again for what is there now, or capture it as it is with --force.",
+        )
+    warning = (f"the plan was made for something else and was forced: {'; '.join(described)}",) if wrong else ()
+    present = {"config": capture_config(config), "config_hash": config_hash(config)}
+    return plan.model_copy(update={**present, "warnings": (*plan.warnings, *warning)})
+
+
+def _lane_change(lane: Lane, before: tuple[int, ...], after: tuple[int, ...]) -> LaneChange:
+    return LaneChange(
+        mode=lane.mode,
+        uniform=lane.uniform,
+        num_active_loras=lane.num_active_loras,
+        added=tuple(size for size in after if size not in before),
+        removed=tuple(size for size in before if size not in after),
+        kept=tuple(size for size in after if size in before),
+    )
+
+
+def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
+    if old.mode is not new.mode:
+        yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
+    if old.config is not None and new.config is not None:
+        yield from (c for c in _changes(old.config, new.config) if not _under(c.name, DECIDED_BY_THE_PLAN))
+    else:
+        bounds = ("query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras")
+        yield from _changes(*({name: getattr(plan, name) for name in bounds} for plan in (old, new)))
+    if old.machine is not None and new.machine is not None:
+        yield from _changes(old.machine.model_dump(), new.machine.model_dump())
+
+
+def _notes(old: Plan, new: Plan) -> Iterator[str]:
+    if old.predicted is not None and new.predicted is not None and old.predicted.source != new.predicted.source:
+        yield f"memory and start-up come from {old.predicted.source} before, from {new.predicted.source} after"
+    traffic = [(plan.evidence or {}).get("traffic_source") for plan in (old, new)]
+    if None not in traffic and traffic[0] != traffic[1]:
+        yield f"the expected steps are of different traffic: {traffic[0]} before, {traffic[1]} after"
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
+    """Leaves that differ, in the order of ``new``."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    names = [*after, *(name for name in before if name not in after)]
+    return [
+        FieldChange(name=name, old=before.get(name), new=after.get(name))
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner
+
+
+def _under(name: str, keys: tuple[str, ...]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def _text(value: Any) -> str:
+    """A value as JSON writes it; text without quotes."""
+    return "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+__all__ = [
+    "FieldChange",
+    "Figure",
+    "LaneChange",
+    "PlanDifference",
+    "compare",
+    "fitted",
+    "mismatches",
+    "unused_settings",
+]

@@ -1,0 +1,203 @@
+"""What graphs cost, from captures that were really made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cgplan.config import Config
+from cgplan.descriptors import BatchDescriptor
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning.allocator import ROUND_LARGE
+from cgplan.planning.costs import GraphCosts, Key, static_bytes
+
+
+def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
+    """The affine function through neighbouring points, extended beyond the outer ones; a lone point holds everywhere.
+
+    Args:
+        points: (number of tokens, value), ascending, each number once.
+        at: Number of tokens.
+    """
+    if len(points) == 1:
+        return points[0][1]
+    upper = next((i for i in range(1, len(points) - 1) if points[i][0] >= at), len(points) - 1)
+    (left, low), (right, high) = points[upper - 1], points[upper]
+    return low + (high - low) * (at - left) / (right - left)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredKey:
+    """What one captured key took.
+
+    Attributes:
+        mode, has_lora, num_tokens: Which key; of the LoRA cases those with adapters count as one.
+        driver_bytes: Device memory that the driver took for its nodes, on average.
+        seconds: Warm-ups and capture.
+    """
+
+    mode: CUDAGraphMode
+    has_lora: bool
+    num_tokens: int
+    driver_bytes: float
+    seconds: float
+
+
+class _Record(Protocol):
+    """A GraphRecord of a capture report."""
+
+    @property
+    def mode(self) -> CUDAGraphMode: ...
+    @property
+    def descriptor(self) -> BatchDescriptor: ...
+    @property
+    def nodes(self) -> int | None: ...
+    @property
+    def pool_growth(self) -> int: ...
+    @property
+    def driver_bytes(self) -> int | None: ...
+    @property
+    def warmup_seconds(self) -> float: ...
+    @property
+    def capture_seconds(self) -> float: ...
+
+
+class _Report(Protocol):
+    """A CaptureReport."""
+
+    @property
+    def records(self) -> Sequence[_Record]: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def origin(self) -> str: ...
+
+
+class MeasuredCosts(GraphCosts):
+    """Costs from captures that were really made; sizes between those that were captured are interpolated.
+
+    Args:
+        keys: What was captured.
+        pools: For each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
+        config: For the static buffers.
+        workspace_bytes, once_seconds: See GraphCosts.
+        bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
+        source: Where the figures come from.
+    """
+
+    estimated = False
+
+    def __init__(
+        self,
+        keys: Iterable[MeasuredKey],
+        pools: Mapping[CUDAGraphMode, Sequence[tuple[int, int]]],
+        config: Config,
+        *,
+        source: str,
+        workspace_bytes: int = 0,
+        once_seconds: float = 0.0,
+        bytes_per_node: Mapping[CUDAGraphMode, float] | None = None,
+    ) -> None:
+        self.source = source
+        self.bytes_per_node = dict(bytes_per_node or {})
+        self._config = config
+        self._workspace_bytes = workspace_bytes
+        self._once_seconds = once_seconds
+        self._keys = tuple(keys)
+        self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
+
+    @classmethod
+    def from_report(cls, report: _Report, config: Config) -> MeasuredCosts:
+        """Costs from a saved CaptureReport of the same model.
+
+        Driver memory, which the driver takes in chunks, is spread over the keys of a mode by their nodes. A report
+        says of a mode's largest size alone how large a pool it needs; those of smaller ones are taken in proportion.
+        """
+        records = tuple(report.records)
+        per_node = {mode: _driver_bytes_per_node(records, mode) for mode in {r.mode for r in records}}
+        once = _once_seconds(records)
+        keys, pools, pool = [], dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
+        for index, record in enumerate(records):
+            mode, descriptor = record.mode, record.descriptor
+            pool += record.pool_growth
+            largest = max(descriptor.num_tokens, *(size for size, _ in pools.get(mode, ((0, 0),))))
+            pools[mode] = ((0, 0), (largest, pool))
+            driver = per_node[mode] * (record.nodes or 1)
+            seconds = record.warmup_seconds + record.capture_seconds - (once if index == 0 else 0.0)
+            keys.append(MeasuredKey(mode, descriptor.has_lora, descriptor.num_tokens, driver, seconds))
+        counted = all(record.nodes is not None for record in records)
+        return cls(
+            keys,
+            pools,
+            config,
+            source=f"measured: {report.origin}",
+            workspace_bytes=report.workspace_bytes,
+            once_seconds=once,
+            bytes_per_node=per_node if counted else None,
+        )
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        """See GraphCosts. Between measured sizes rounded up as the allocator's segments are; 0 for other modes."""
+        points = self._pools.get(mode)
+        if not points:
+            return 0
+        above = next((nbytes for size, nbytes in points if size >= num_tokens), None)
+        if above is not None and (num_tokens, above) in points:
+            return above
+        nbytes = max(-(-math.ceil(interpolate(points, num_tokens)) // ROUND_LARGE) * ROUND_LARGE, 0)
+        return nbytes if above is None else min(nbytes, above)
+
+    def static_bytes(self, num_tokens: int) -> int:
+        """See GraphCosts."""
+        return static_bytes(self._config, num_tokens)
+
+    def driver_bytes(self, key: Key) -> int:
+        """See GraphCosts; on average, because the driver takes memory in chunks."""
+        return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
+
+    def seconds(self, key: Key) -> float:
+        """See GraphCosts."""
+        return max(self._of(key, lambda measured: measured.seconds), 0.0)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See GraphCosts."""
+        return self._workspace_bytes
+
+    @property
+    def once_seconds(self) -> float:
+        """See GraphCosts."""
+        return self._once_seconds
+
+    def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
+        """A figure of a key: from those like it, else from those of its mode, else from all."""
+        mode, descriptor = key
+        alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
+        by_size: dict[int, list[float]] = {}
+        for measured in alike or [k for k in self._keys if k.mode is mode] or self._keys:
+            by_size.setdefault(measured.num_tokens, []).append(value(measured))
+        points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
+        return interpolate(points, descriptor.num_tokens) if points else 0.0
+
+
+def _nondecreasing(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """A pool into which a size has been captured holds every smaller one."""
+    most, found = 0, []
+    for size, nbytes in sorted(points):
+        most = max(most, nbytes)
+        found.append((size, most))
+    return tuple(found)
+
+
+def _driver_bytes_per_node(records: Sequence[_Record], mode: CUDAGraphMode) -> float:
+    """Driver memory of a mode's keys over their nodes, or over the keys where nodes were not counted."""
+    mine = [record for record in records if record.mode is mode]
+    return sum(r.driver_bytes or 0 for r in mine) / max(sum(r.nodes or 1 for r in mine), 1)
+
+
+def _once_seconds(records: Sequence[_Record]) -> float:
+    """How much longer the first key took than the next one of its mode."""
+    seconds = [r.warmup_seconds + r.capture_seconds for r in records if r.mode is records[0].mode]
+    return max(seconds[0] - seconds[1], 0.0) if len(seconds) > 1 else 0.0

@@ -1,0 +1,112 @@
+"""What a capture was predicted to cost beside what it did cost, and what a budget allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cgplan.planning.costs import Key
+from cgplan.planning.plan import Lane
+from cgplan.reports.layout import describe_sizes, facts, filled
+from cgplan.reports.records import BudgetRecord, CaptureReport
+from cgplan.reports.units import format_bytes, format_seconds
+
+MOST_STOPS = 3
+
+
+def prediction_table(report: CaptureReport) -> RenderableType | None:
+    """Predicted against measured, key by key and in total; None where nothing was predicted or captured."""
+    predicted = report.plan.predicted
+    if predicted is None or not report.records:
+        return None
+    has_driver = any(r.driver_bytes is not None for r in report.records)
+    rows: list[dict[str, object]] = []
+    for record, cost in zip(report.records, predicted.keys, strict=True):
+        rows.append(
+            {
+                "key": _lane_of((record.mode, record.descriptor)),
+                "tokens": record.descriptor.num_tokens,
+                "pool\npredicted": format_bytes(cost.pool_bytes),
+                "\nmeasured": format_bytes(record.pool_growth),
+                "driver\npredicted": format_bytes(cost.driver_bytes) if has_driver else None,
+                " \nmeasured": format_bytes(record.driver_bytes),
+                "time\npredicted": format_seconds(cost.seconds),
+                "  \nmeasured": format_seconds(record.warmup_seconds + record.capture_seconds),
+            }
+        )
+    if not has_driver:
+        rows = [
+            {name: v for name, v in row.items() if name not in ("driver\npredicted", " \nmeasured")} for row in rows
+        ]
+    title = Text("Predicted against measured", style="bold")
+    return Group(title, filled(rows, left=("key",)), Text(), facts("Prediction", _totals(report)))
+
+
+def _totals(report: CaptureReport) -> list[tuple[str, str]]:
+    predicted = report.plan.predicted
+    if predicted is None:
+        return []
+    cost = predicted.cost
+    has_driver = report.driver_bytes is not None
+    driver = sum(k.driver_bytes for k in cost.keys) if has_driver else 0
+    workspace = cost.workspace_bytes if has_driver else 0
+    parts = [
+        ("static buffers", cost.static_bytes, report.static_bytes),
+        ("pool", sum(k.pool_bytes for k in cost.keys), report.pool_bytes),
+    ]
+    if has_driver:
+        parts += [("workspaces", workspace, report.workspace_bytes), ("driver", driver, report.graph_driver_bytes)]
+    parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
+    seconds = report.warmup_seconds + report.capture_seconds
+    return [
+        ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
+        *((name, _against(format_bytes(p), format_bytes(m), p, m)) for name, p, m in parts),
+        ("time", _against(format_seconds(cost.seconds), format_seconds(seconds), cost.seconds, seconds)),
+    ]
+
+
+def _against(predicted: str, measured: str, value: float, truth: float) -> str:
+    error = f": {(value - truth) / truth:+.1%}" if truth else ""
+    return f"{predicted} predicted, {measured} measured{error}"
+
+
+def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
+    """Limits and what was used of them, and the keys that have no graph."""
+    limits = []
+    if budget.memory is not None:
+        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used")
+    if budget.capture_time is not None:
+        limits.append(f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used")
+    if budget.max_graphs is not None:
+        limits.append(f"at most {budget.max_graphs} graphs")
+    if budget.reserve is not None:
+        limits.append(f"{format_bytes(budget.reserve)} kept free")
+    rows = [("budget", "; ".join(limits))]
+    if budget.left_out:
+        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit, the largest first"))
+    for stop in budget.stops[:MOST_STOPS]:
+        key = f"{_lane_of((stop.mode, stop.descriptor))}, {stop.descriptor.num_tokens} tokens"
+        rows.append(("stopped by", f"{stop.limit} at {key}: {stop.detail}"))
+    if len(budget.stops) > MOST_STOPS:
+        rows.append(("", f"and at {len(budget.stops) - MOST_STOPS} more keys"))
+    if budget.skipped:
+        rows.append(("not captured", f"{_counted(budget.skipped)}: padded to other sizes, or run eagerly"))
+    if budget.left_out or budget.skipped:
+        rows.append(("advice", "`cgplan plan` chooses the keys that gain most within the budget"))
+    return rows
+
+
+def _counted(keys: Sequence[Key]) -> str:
+    """``9 keys (FULL uniform: 8 to 64 by 8; PIECEWISE: 64)``."""
+    lanes: dict[str, list[int]] = {}
+    for key in keys:
+        lanes.setdefault(_lane_of(key), []).append(key[1].num_tokens)
+    listed = "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
+    return f"{len(keys)} key{'s' * (len(keys) > 1)} ({listed})"
+
+
+def _lane_of(key: Key) -> str:
+    mode, descriptor = key
+    return str(Lane(mode, descriptor.uniform, descriptor.num_active_loras))

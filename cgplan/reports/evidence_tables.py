@@ -1,0 +1,123 @@
+"""Why a plan has the graphs that it has, as tables and terminal plots."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cgplan.planning.evidence import Evidence, LadderPoint, ParetoPoint, SizeUse
+from cgplan.planning.plan import Lane
+from cgplan.reports.layout import describe_sizes, facts, filled
+from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, padding_text, pareto_text
+from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
+
+_MOST_POINTS = 12
+
+
+def render_evidence(evidence: Evidence) -> RenderableType:
+    """Verdict, Pareto curve, ladders beside it, what each graph runs, and where graphs bring nothing."""
+    parts: list[RenderableType] = [_head(evidence), Text(), _sizes(evidence)]
+    if evidence.pareto:
+        parts += [Text(), Text("Graphs against expected step time", style="bold")]
+        parts += [Text(pareto_text(pareto_plot(evidence))), Text(), _pareto(evidence)]
+    if evidence.ladders:
+        parts += [Text(), Text("Ladders on the same traffic", style="bold"), _ladders(evidence)]
+        parts.append(Text("  equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer"))
+    if evidence.uses:
+        parts += [Text(), Text("Padding and steps of each graph", style="bold")]
+        parts.append(Text(padding_text(padding_plot(evidence))))
+    if evidence.not_worth:
+        lines = [(f"{Lane(n.mode, n.uniform, 0)} {n.first} to {n.last}", n.reason) for n in evidence.not_worth]
+        parts += [Text(), facts("Sizes not worth a graph", lines)]
+    return Group(*parts)
+
+
+def pareto_plot(evidence: Evidence) -> ParetoPlot:
+    """The curve, the ladders and the plan."""
+    points = [Point("this plan", evidence.graphs, evidence.expected_us.plan)]
+    points += [Point(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
+    return ParetoPlot([p.graphs for p in evidence.pareto], [p.expected_us for p in evidence.pareto], points)
+
+
+def padding_plot(evidence: Evidence) -> PaddingPlot:
+    """One bar for each graph, and one for what runs eagerly."""
+    several = len(evidence.lanes) > 1
+    return PaddingPlot(
+        [_name(use, several) for use in evidence.uses],
+        [use.padding for use in evidence.uses],
+        [use.share for use in evidence.uses],
+    )
+
+
+def _name(use: SizeUse, several: bool) -> str:
+    if use.size is None:
+        return "eager"
+    return f"{Lane(use.mode, use.uniform, use.num_active_loras)} {use.size}" if several else str(use.size)
+
+
+def _head(evidence: Evidence) -> RenderableType:
+    expected, gap = evidence.expected_us, f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else ""
+    proof = "proven: no plan within the limits is better" if evidence.exact else f"lower bound reported{gap}"
+    cost = [] if evidence.bytes is None else [f"{format_bytes(evidence.bytes)}"]
+    cost += [] if evidence.seconds is None else [f"start-up {format_seconds(evidence.seconds)}"]
+    estimated = " (an estimate)" if evidence.costs_estimated else ""
+    rows = [
+        ("verdict", evidence.verdict),
+        ("traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"),
+        ("step times", evidence.times_source),
+        ("costs", "not known: give --costs" if evidence.costs_source is None else evidence.costs_source + estimated),
+        ("rule", evidence.rule),
+        ("graphs", ", ".join([str(evidence.graphs), *cost])),
+        (
+            "step",
+            f"{format_microseconds(expected.plan)} expected; eager {format_microseconds(expected.eager)}, with a graph "
+            f"for every size {format_microseconds(expected.bound)}",
+        ),
+        ("proof", f"{proof}; lower bound {format_microseconds(evidence.lower_bound_us)}"),
+        ("binding", ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"),
+    ]
+    if evidence.next_graph is not None:
+        worth = evidence.next_graph
+        rows.append(("next graph", f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"))
+    rows += [("note", text) for text in (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes)]
+    rows += [("warning", text) for text in evidence.warnings]
+    return facts("Why these graphs", rows)
+
+
+def _sizes(evidence: Evidence) -> RenderableType:
+    lanes: list[dict[str, object]] = [
+        {"lane": lane.lane, "graphs": len(lane.sizes), "sizes": describe_sizes(lane.sizes)} for lane in evidence.lanes
+    ]
+    return filled(lanes, left=("lane", "sizes")) if lanes else Text("No graph: every batch runs eagerly.")
+
+
+def _pareto(evidence: Evidence) -> RenderableType:
+    """The curve at powers of two, at the plan and at its end."""
+    ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
+    shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:_MOST_POINTS]
+    return filled([_cells(p) for p in shown], left=())
+
+
+def _cells(point: ParetoPoint | LadderPoint) -> dict[str, object]:
+    return {
+        "graphs": point.graphs,
+        "expected step": format_microseconds(point.expected_us),
+        "memory": None if point.bytes is None else format_bytes(point.bytes),
+        "start-up": None if point.seconds is None else format_seconds(point.seconds),
+    }
+
+
+def _ladders(evidence: Evidence) -> RenderableType:
+    rows = [
+        {
+            "ladder": ladder.name,
+            **_cells(ladder),
+            "padding": f"{ladder.padding:.1%}",
+            "unused": ladder.unused,
+            "equal": None if ladder.equal is None else ladder.equal.graphs,
+            "within 0.1%": None if ladder.alike is None else ladder.alike.graphs,
+            "gain": "no gain" if ladder.no_gain else f"{1 - evidence.expected_us.plan / ladder.expected_us:+.1%}",
+        }
+        for ladder in evidence.ladders
+    ]
+    return filled(rows, left=("ladder", "gain"))

@@ -1,0 +1,204 @@
+"""Pictures: the Pareto curve and the padding of each size, as plain text in a report and as SVG or PNG.
+
+They take plain numbers, so that whoever has them can draw them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cgplan.errors import OutputPathError
+from cgplan.reports.units import format_microseconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".svg", ".png")
+TEXT_ROWS = 14
+LEGEND_MARKS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MOST_BARS = 24
+_MARGIN = 10  # columns left of the axis
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A named point beside a curve, a ladder say: ``graphs`` of them give a step of ``microseconds``."""
+
+    name: str
+    graphs: int
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPlot:
+    """Expected step time by number of graphs.
+
+    Attributes:
+        graphs, microseconds: The curve: the best expected step with so many graphs; of equal length, at least one.
+        points: What stands beside it: ladders, and the plan that was chosen.
+    """
+
+    graphs: Sequence[int]
+    microseconds: Sequence[float]
+    points: Sequence[Point] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingPlot:
+    """How much of each size is padding.
+
+    Attributes:
+        names: Of each bar, a capture size say.
+        padding: Share of the rows that are padding, from 0 to 1, of the batches that run at that size.
+        share: Share of all steps that run at it, from 0 to 1; empty where no traffic says.
+    """
+
+    names: Sequence[str]
+    padding: Sequence[float]
+    share: Sequence[float] = ()
+
+
+def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
+    """The curve in ASCII: ``*`` is the curve, letters are the points, with a legend below.
+
+    The numbers of graphs stand on a logarithmic axis: the first few graphs matter most.
+    """
+    points = list(plot.points)[: len(LEGEND_MARKS)]
+    every_x = [*plot.graphs, *(p.graphs for p in points)]
+    every_y = [*plot.microseconds, *(p.microseconds for p in points)]
+    columns = width - _MARGIN - 2
+    low, high = min(every_y), max(every_y)
+
+    def column(graphs: float) -> int:
+        most = math.log1p(max(every_x)) - math.log1p(min(every_x))
+        return 0 if most == 0 else round((math.log1p(graphs) - math.log1p(min(every_x))) / most * (columns - 1))
+
+    def row(value: float) -> int:
+        return 0 if high == low else round((high - value) / (high - low) * (TEXT_ROWS - 1))
+
+    grid = [[" "] * columns for _ in range(TEXT_ROWS)]
+    for x, y in zip(plot.graphs, plot.microseconds, strict=True):
+        grid[row(y)][column(x)] = "*"
+    for mark, point in zip(LEGEND_MARKS, points, strict=False):
+        grid[row(point.microseconds)][column(point.graphs)] = mark
+    labels = {0: format_microseconds(high), TEXT_ROWS - 1: format_microseconds(low)}
+    lines = [f"{labels.get(i, ''):>{_MARGIN}} |{''.join(cells)}".rstrip() for i, cells in enumerate(grid)]
+    lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
+    lines.append(f"{'':>{_MARGIN + 2}}{_ticks(sorted({*every_x}), column, columns)}")
+    lines.append(f"{'':>{_MARGIN + 2}}{'graphs'.center(columns)}".rstrip())
+    legend = [("*", "the best with so many graphs, expected step time")]
+    legend += [
+        (mark, f"{p.name}: {p.graphs} graphs, {format_microseconds(p.microseconds)}")
+        for mark, p in zip(LEGEND_MARKS, points, strict=False)
+    ]
+    return "\n".join([*lines, *(f"  {mark}  {text}"[:width] for mark, text in legend)])
+
+
+def padding_text(plot: PaddingPlot, width: int = 80) -> str:
+    """One bar a size, as long as its share of padding; the largest shares of steps where there are too many bars."""
+    shown = _most_used(plot)
+    name_width = max(len("size"), *(len(plot.names[i]) for i in shown))
+    numbers = 16 if plot.share else 9
+    bar = max(width - name_width - numbers - 3, 10)
+    head = f"{'size':>{name_width}}  {'padding':>7}" + (f"{'steps':>7}" if plot.share else "")
+    lines = [head]
+    for i in shown:
+        share = f"{plot.share[i]:>7.1%}" if plot.share else ""
+        lines.append(
+            f"{plot.names[i]:>{name_width}}  {plot.padding[i]:>7.1%}{share}  {'#' * round(plot.padding[i] * bar)}"
+        )
+    if len(shown) < len(plot.names):
+        rest = len(plot.names) - len(shown)
+        lines.append(f"and {rest} more, {'with fewer steps' if plot.share else 'with less padding'}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise OutputPathError if ``path`` cannot be a picture: its suffix is none, or matplotlib is not installed."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise OutputPathError(
+            f"cannot draw {path}: a picture ends in {' or '.join(SUFFIXES)}",
+            remedy=f"Name it {path.with_suffix(SUFFIXES[0]).name}, say.",
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OutputPathError(
+            f"cannot draw {path}: matplotlib is not installed", remedy="Install it: pip install 'cgplan[plot]'"
+        )
+
+
+def picture(path: Path, pareto: ParetoPlot | None, padding: PaddingPlot | None) -> bytes:
+    """The plots that are there, below one another, in the format that the suffix of ``path`` names.
+
+    Raises OutputPathError as check_plot_path does. Nothing is written.
+    """
+    check_plot_path(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    count = sum(plot is not None for plot in (pareto, padding))
+    # A fixed salt and no date: equal plots give equal files.
+    with rc_context({"svg.hashsalt": "cgplan", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(8, 4.5 * max(count, 1)), layout="constrained")
+        if pareto is not None:
+            _draw_pareto(figure.add_subplot(count, 1, 1), pareto)
+        if padding is not None:
+            _draw_padding(figure.add_subplot(count, 1, count), padding)
+        data = BytesIO()
+        kind = path.suffix.lower().removeprefix(".")
+        figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return data.getvalue()
+
+
+def _draw_pareto(axes: Axes, plot: ParetoPlot) -> None:
+    axes.step(plot.graphs, plot.microseconds, where="post", marker=".", label="best with so many graphs")
+    for point in plot.points:
+        axes.plot([point.graphs], [point.microseconds], "o", label=f"{point.name} ({point.graphs})")
+    axes.set_xscale("symlog", linthresh=10)
+    ticks = [n for n in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(plot.graphs)]
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.set_xlabel("graphs")
+    axes.set_ylabel("expected step time (us)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_padding(axes: Axes, plot: PaddingPlot) -> None:
+    at = range(len(plot.names))
+    axes.bar(at, [100 * value for value in plot.padding], label="padding, of the rows at this size")
+    if plot.share:
+        axes.plot(at, [100 * value for value in plot.share], "k.", label="steps at this size, of all")
+    every = max(1, len(plot.names) // 16)
+    axes.set_xticks(list(at)[::every], list(plot.names)[::every], rotation=45, ha="right")
+    axes.set_xlabel("capture size (tokens)")
+    axes.set_ylabel("%")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
+
+
+def _ticks(values: Sequence[int], column: Callable[[float], int], columns: int) -> str:
+    """Numbers of graphs under the axis, as many as fit without touching."""
+    line = [" "] * columns
+    free_from = 0
+    last = str(values[-1])
+    for value in [*values[:-1], values[-1]]:
+        text = str(value)
+        start = min(column(value), columns - len(text))
+        room = columns - len(last) - 1
+        if start < free_from or (value != values[-1] and start + len(text) > room):
+            continue
+        line[start : start + len(text)] = text
+        free_from = start + len(text) + 1
+    return "".join(line).rstrip()
+
+
+def _most_used(plot: PaddingPlot) -> list[int]:
+    """Indices of the bars that are shown, in their order."""
+    weight = plot.share or plot.padding
+    ranked = sorted(range(len(plot.names)), key=lambda i: -weight[i])[:MOST_BARS]
+    return sorted(ranked)

@@ -1,0 +1,60 @@
+"""Costs of graphs without a GPU: a few keys are recorded on the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cgplan.config import Config
+from cgplan.errors import BackendError
+from cgplan.graphs import select_backend
+from cgplan.planning import Plan
+from cgplan.planning.costs import representative_keys
+from cgplan.planning.estimated_costs import EstimatedCosts, Recording
+from cgplan.runtime.budget import restricted
+from cgplan.runtime.failures import drop_locals
+from cgplan.runtime.graphed import GraphedModel
+from cgplan.runtime.key_capture import KeyCapture
+
+
+def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> EstimatedCosts:
+    """Record the representative keys of a plan on the tape, two or three of each mode, and free all of it again.
+
+    Recording a key costs its warm-ups and a few forwards of that size on the CPU. Other sizes follow from the
+    recorded ones: what a forward allocates is affine in the number of its rows.
+
+    Args:
+        config: Inputs, metadata and how to capture. With ``compiler: inductor`` the operators are recorded as they
+            were traced, because the tape cannot record compiled kernels.
+        model: The model, on the CPU.
+        plan: Which keys there are.
+
+    Raises:
+        CaptureError, ModelError: as CaptureSession.run.
+    """
+    backend, note = select_backend("cpu"), ""
+    if config.compilation.compiler == "inductor":
+        compilation = config.compilation.model_copy(update={"compiler": "eager", "use_inductor_graph_partition": False})
+        config = config.model_copy(update={"compilation": compilation})
+        note = "recorded without inductor, which fuses operators and so needs less"
+    keys = representative_keys(plan.keys, plan.max_num_seqs)
+    recordings: list[Recording] = []
+    graphed = GraphedModel(restricted(plan, keys, config), config, model, backend)
+    try:
+        log = backend.log_allocations(graphed.scope.pool)
+        if log is None:
+            raise BackendError(f"{backend.name} does not tell what captures allocate", remedy="Record on the tape.")
+        capture = KeyCapture.of(graphed)
+        with backend.session(), torch.no_grad():
+            for key in keys:
+                log.clear()
+                operators = capture.capture(*key).record(backend).nodes or 0
+                recordings.append(Recording.of(key, operators, log))
+    except BaseException as error:
+        drop_locals(error)
+        raise
+    finally:
+        graphed.free()
+    return EstimatedCosts(recordings, config, note)

@@ -1,0 +1,152 @@
+"""One key of a plan: warmed up, captured, measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import CaptureError
+from cgplan.graphs import GraphBackend, MemoryReading
+from cgplan.graphs.host_sync import find_host_sync
+from cgplan.modes import CUDAGraphMode
+from cgplan.reports.records import GraphRecord
+from cgplan.runtime.failures import explain_failure
+from cgplan.runtime.graphed import GraphedModel
+from cgplan.runtime.outputs import OutputRows
+from cgplan.runtime.wrapper import CUDAGraphEntry
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedKey:
+    """One key: its graphs, and (device memory, pool bytes) before and after the capture.
+
+    Attributes:
+        warmup_seconds: Time of the eager warm-ups.
+        reading_seconds: Time that the two readings took.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    entries: tuple[CUDAGraphEntry, ...]
+    before: tuple[MemoryReading, int]
+    after: tuple[MemoryReading, int]
+    warmup_seconds: float
+    reading_seconds: float
+
+    @property
+    def key(self) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """As plans hold it."""
+        return self.mode, self.descriptor
+
+    @property
+    def capture_seconds(self) -> float:
+        """From begin to instantiated graph, of all its graphs."""
+        return sum(entry.capture_seconds for entry in self.entries)
+
+    def record(self, backend: GraphBackend) -> GraphRecord:
+        """What a report holds of it. Counts the nodes, which takes time."""
+        nodes = [backend.num_nodes(graph) for entry in self.entries for graph in entry.segments]
+        return GraphRecord(
+            mode=self.mode,
+            descriptor=self.descriptor,
+            graphs=len(nodes),
+            nodes=None if None in nodes else sum(n or 0 for n in nodes),
+            eager_pieces=sum(entry.eager_pieces for entry in self.entries),
+            pool_growth=self.after[1] - self.before[1],
+            driver_bytes=driver_bytes(backend, self.before[0], self.after[0]),
+            warmup_seconds=self.warmup_seconds,
+            capture_seconds=self.capture_seconds,
+        )
+
+
+def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
+    """Free memory lost in between that torch's allocator did not reserve; None where there is no driver."""
+    if not backend.supports("driver_bytes") or after.free is None or before.free is None:
+        return None
+    return (before.free - after.free) - (after.reserved - before.reserved)
+
+
+class KeyCapture:
+    """Captures keys of a model, one at a time, inside the backend's session.
+
+    Args:
+        graphed: The model; the graphs are its own.
+        outputs: What the model's outputs are checked against.
+    """
+
+    def __init__(self, graphed: GraphedModel, outputs: OutputRows) -> None:
+        self._graphed = graphed
+        self._outputs = outputs
+        self._backend = graphed.backend
+
+    @classmethod
+    def of(cls, graphed: GraphedModel) -> KeyCapture:
+        """With the outputs that the configuration describes."""
+        config = graphed.config
+        rows = config.model.output_rows if config.model else "num_tokens"
+        return cls(graphed, OutputRows(rows, graphed.plan.query_len, config.compilation.outputs == "clone"))
+
+    @property
+    def outputs(self) -> OutputRows:
+        """How outputs are cut."""
+        return self._outputs
+
+    def capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> CapturedKey:
+        """Warm up and capture one key.
+
+        Raises:
+            CaptureError: the key could not be captured; its subclasses say why.
+            ModelError: the model failed before its capture began.
+        """
+        backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
+        views = graphed.views(descriptor)
+        try:
+            start = time.perf_counter()
+            for _ in range(graphed.config.compilation.cudagraph_num_of_warmups):
+                graphed.run_eager(descriptor, views)
+            backend.synchronize()
+            warm = time.perf_counter()
+            before = (backend.memory(), backend.pool_bytes(scope.pool))
+            read = time.perf_counter()
+            capturing = True
+            output = graphed.run_graphed(mode, descriptor, views)
+        except Exception as error:
+            failure = explain_failure(
+                error,
+                mode,
+                descriptor,
+                capturing=capturing,
+                free=backend.memory().free,
+                find_host_sync=lambda: find_host_sync(lambda: graphed.run_eager(descriptor, views), backend.device),
+            )
+            raise failure from (error if failure is not error else error.__cause__)
+        graphed.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
+        self._outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
+        entries, scope.entries = scope.entries, []
+        if not entries:
+            raise CaptureError(
+                f"nothing in the model captured for {mode} {descriptor}",
+                remedy="With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
+                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY.",
+            )
+        done = time.perf_counter()
+        after = (backend.memory(), backend.pool_bytes(scope.pool))
+        reading = (read - warm) + (time.perf_counter() - done)
+        return CapturedKey(mode, descriptor, tuple(entries), before, after, warm - start, reading)
+
+    def drop_all(self) -> None:
+        """Free all graphs that were captured so far, and their pool; more can be captured.
+
+        All, because library workspaces are shared: torch 2.12 and later release those of the capture stream with each
+        graph that is freed, whoever else still uses them.
+        """
+        scope = self._graphed.scope
+        self._backend.synchronize()
+        for wrapper in scope.wrappers:
+            wrapper.reset(scope)
+        scope.entries, scope.wrappers = [], []
+        self._backend.release_cached()

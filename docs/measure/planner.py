@@ -1,0 +1,83 @@
+"""The planner against the ladders, on a real trace and three synthetic ones.
+
+    python docs/measure/planner.py [--step-times bench.json] [--costs capture.json]
+
+Expected step time, padding, graphs and, with --costs, start-up and memory; "third" is the optimum with at most a third
+of the vllm ladder's graphs. Step times default to those of a decoder in Qwen3-0.6B's shape on one H200.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from cgplan.config import validate_config
+from cgplan.planning import build_plan
+from cgplan.planning.clock import step_clock
+from cgplan.planning.latency import StepTimes
+from cgplan.planning.measured_costs import MeasuredCosts
+from cgplan.planning.proposal import propose
+from cgplan.planning.traffic_files import read_traffic, synthetic_traffic
+from cgplan.reports import load_report
+
+TRACE = Path(__file__).parents[2] / "tests" / "data" / "azure_llm_code_2023.csv"
+SYNTHETIC = {
+    "chat": {"request_rate": 20, "prompt_median": 300, "prompt_p95": 1500, "output_median": 200, "output_p95": 800},
+    "summaries": {"request_rate": 8, "prompt_median": 3000, "prompt_p95": 7000, "output_median": 80, "output_p95": 200},
+    "burst": {"request_rate": 200, "prompt_median": 60, "prompt_p95": 200, "output_median": 60, "output_p95": 300},
+}
+
+
+def config_of(seqs, traffic=None):
+    sections = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "scheduler": {"max_num_seqs": seqs}}
+    return validate_config({**sections, **({"traffic": traffic} if traffic else {})})
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-times")
+    parser.add_argument("--costs")
+    options = parser.parse_args()
+    times = StepTimes.load(options.step_times) if options.step_times else StepTimes.default()
+    report = load_report(options.costs) if options.costs else None
+    print(f"step times: {times.source}")
+    print(
+        "traffic            seqs  steps    plan us  graphs  of vllm  third us | ladder us (graphs, equal, padding): "
+        "vllm, sglang, trtllm, powers_of_two; seconds of simulation, planning"
+    )
+    cases = [(f"azure code x{speed}", speed, None) for speed in (1, 2, 4, 8)]
+    cases += [(name, 1, section) for name, section in SYNTHETIC.items()]
+    for name, speed, section in cases:
+        for seqs in (64, 256, 512):
+            config = config_of(seqs, section)
+            costs = MeasuredCosts.from_report(report, config) if report else None
+            start = time.perf_counter()
+            clock = step_clock(build_plan(config), times)
+            if section:
+                traffic = synthetic_traffic(config, clock)
+            else:
+                traffic = read_traffic(TRACE, config=config, step_time=clock, speedup=speed)
+            simulated = time.perf_counter() - start
+            evidence = propose(config, traffic, times, costs).evidence
+            planned = time.perf_counter() - start - simulated
+            ladders = {ladder.name: ladder for ladder in evidence.ladders}
+            third = ladders["vllm"].graphs // 3
+            best = min((p for p in evidence.pareto if p.graphs <= third), key=lambda p: p.expected_us)
+            shown = [
+                f"{ladders[n].expected_us:8.0f} ({ladders[n].graphs}, {ladders[n].equal and ladders[n].equal.graphs}, "
+                f"{ladders[n].padding:.1%})"
+                for n in ("vllm", "sglang", "trtllm", "powers_of_two")
+            ]
+            print(
+                f"{name:18} {seqs:4} {traffic.total:6.0f} {evidence.expected_us.plan:10.0f} {evidence.graphs:7} "
+                f"{third:8} {best.expected_us:9.0f} | {' '.join(shown)}; {simulated:.2f}, {planned:.2f} s"
+            )
+            if costs is not None:
+                vllm = ladders["vllm"]
+                print(
+                    f"{'':24} plan {evidence.bytes / 2**20:.0f} MiB, {evidence.seconds:.2f} s; "
+                    f"vllm {vllm.bytes / 2**20:.0f} MiB, {vllm.seconds:.2f} s"
+                )
+
+
+if __name__ == "__main__":
+    main()

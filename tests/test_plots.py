@@ -1,0 +1,157 @@
+"""The Pareto curve and the padding of each size: as text, and as pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgplan.errors import OutputPathError
+from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, check_plot_path, padding_text, pareto_text, picture
+
+CURVE = ParetoPlot(
+    graphs=range(9),
+    microseconds=[5500, 3000, 2300, 2000, 1900, 1850, 1830, 1820, 1810],
+    points=[Point("vllm", 35, 1810.0), Point("plan", 3, 2000.0)],
+)
+BARS = PaddingPlot(names=["1", "8", "FULL uniform 64"], padding=[0.0, 0.5, 0.25], share=[0.7, 0.2, 0.1])
+
+
+def plotted(text: str) -> dict[str, list[tuple[int, int]]]:
+    """(row, column) of each mark inside the axes."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for row, line in enumerate(text.splitlines()):
+        if "|" in line:
+            for column, mark in enumerate(line.partition("|")[2]):
+                if mark != " ":
+                    found.setdefault(mark, []).append((row, column))
+    return found
+
+
+def test_the_curve_falls_from_left_to_right() -> None:
+    marks = plotted(pareto_text(CURVE))
+    curve = sorted(marks["*"] + marks["B"], key=lambda at: at[1])  # the plan stands on the curve
+    assert len(curve) == 9
+    assert [row for row, _ in curve] == sorted(row for row, _ in curve)
+    assert curve[0] == (0, 0)
+    (vllm,), (plan,) = marks["A"], marks["B"]
+    assert vllm[0] == 13, "the best of all stands at the bottom"
+    assert vllm[1] > max(column for _, column in curve)
+    assert plan in curve
+
+
+def test_the_axes_have_their_ends_and_the_legend_its_figures() -> None:
+    lines = pareto_text(CURVE).splitlines()
+    assert lines[0].split()[:3] == ["5.50", "ms", "|*"]
+    assert lines[13].split()[:2] == ["1.81", "ms"]
+    ticks = [int(n) for n in lines[15].split()]
+    assert ticks[0] == 0
+    assert ticks[-1] == 35
+    assert ticks == sorted(set(ticks))
+    assert lines[-2:] == ["  A  vllm: 35 graphs, 1.81 ms", "  B  plan: 3 graphs, 2.00 ms"]
+
+
+values = st.floats(0.001, 1e8)
+
+
+@given(
+    graphs=st.lists(st.integers(0, 10_000), min_size=1, max_size=100, unique=True),
+    data=st.data(),
+    width=st.integers(60, 120),
+)
+def test_any_curve_fits_and_is_ascii(graphs: list[int], data: st.DataObject, width: int) -> None:
+    times = data.draw(st.lists(values, min_size=len(graphs), max_size=len(graphs)))
+    names = data.draw(st.lists(st.tuples(st.integers(0, 20_000), values), max_size=40))
+    points = [Point(f"ladder {index}", n, value) for index, (n, value) in enumerate(names)]
+    text = pareto_text(ParetoPlot(graphs, times, points), width)
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= width
+    assert plotted(text)
+
+
+@given(
+    bars=st.lists(st.tuples(st.integers(1, 8192), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=60),
+    shares=st.booleans(),
+)
+def test_any_bars_fit(bars: list[tuple[int, float, float]], shares: bool) -> None:
+    plot = PaddingPlot(
+        [f"FULL uniform {n}" for n, *_ in bars], [p for _, p, _ in bars], [s for *_, s in bars] if shares else ()
+    )
+    text = padding_text(plot)
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= 80
+    assert ("more, with" in text) == (len(bars) > 24)
+
+
+def test_bars_are_as_long_as_the_padding() -> None:
+    head, *rows = padding_text(BARS).splitlines()
+    assert head.split() == ["size", "padding", "steps"]
+    assert [row.split("%")[0].split()[-1] for row in rows] == ["0.0", "50.0", "25.0"]
+    lengths = [row.count("#") for row in rows]
+    assert lengths[0] == 0
+    assert lengths[1] == pytest.approx(2 * lengths[2], abs=1)
+    assert "20.0%" in rows[1]
+
+
+def test_without_traffic_there_is_no_share_of_steps() -> None:
+    head, *rows = padding_text(PaddingPlot(["4"], [0.375])).splitlines()
+    assert head.split() == ["size", "padding"]
+    assert rows[0].count("%") == 1
+
+
+def test_of_many_bars_the_most_used_are_shown() -> None:
+    names = [str(n) for n in range(40)]
+    text = padding_text(PaddingPlot(names, [0.0] * 40, [n / 1000 for n in range(40)]))
+    shown = [int(line.split()[0]) for line in text.splitlines()[1:-1]]
+    assert shown == list(range(16, 40))
+    assert text.endswith("and 16 more, with fewer steps")
+
+
+# --- pictures -------------------------------------------------------------------------------------------------
+
+
+def test_an_svg_has_both_plots_in_words() -> None:
+    svg = picture(Path("plan.svg"), CURVE, BARS)
+    words = " ".join(ElementTree.fromstring(svg).itertext())
+    for word in ("expected step time (us)", "vllm (35)", "plan (3)", "capture size (tokens)", "FULL uniform 64"):
+        assert word in words
+    assert svg == picture(Path("plan.svg"), CURVE, BARS), "equal plots give equal files"
+
+
+def test_a_plot_that_is_not_there_is_left_out() -> None:
+    words = " ".join(ElementTree.fromstring(picture(Path("x.svg"), None, BARS)).itertext())
+    assert "capture size" in words
+    assert "expected step" not in words
+    assert "capture size" not in " ".join(ElementTree.fromstring(picture(Path("x.svg"), CURVE, None)).itertext())
+
+
+def test_a_png_is_one() -> None:
+    assert picture(Path("plan.PNG"), CURVE, None).startswith(b"\x89PNG\r\n")
+
+
+def test_drawing_does_without_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look for a display, and hold every figure."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it raises
+    assert picture(Path("plan.svg"), CURVE, BARS)
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.svg.gz"])
+def test_other_suffixes_are_refused(name: str) -> None:
+    with pytest.raises(
+        OutputPathError, match=re.escape(f"cannot draw {name}: a picture ends in .svg or .png")
+    ) as caught:
+        check_plot_path(Path(name))
+    assert ".svg" in caught.value.remedy
+
+
+def test_without_matplotlib_the_remedy_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OutputPathError, match="matplotlib is not installed") as caught:
+        picture(Path("plan.svg"), CURVE, None)
+    assert caught.value.remedy == "Install it: pip install 'cgplan[plot]'"
