@@ -431,6 +431,77 @@ def test_plan_checks_its_files_first(home: Path) -> None:
     assert "there is no folder" in refused(errors.OutputPathError, *asked, "--output", "none/plan.json")
 
 
+HISTOGRAM = "num_tokens,count\n1,500\n2,300\n7,200\n"
+TABLE = "mode,num_tokens,microseconds\neager,1,1000\neager,16,1000\nFULL,1,100\nFULL,8,300\nFULL,16,900\n"
+
+
+def use_traffic(home: Path) -> tuple[str, ...]:
+    (home / "traffic.csv").write_text(HISTOGRAM)
+    (home / "times.csv").write_text(TABLE)
+    return "plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "times.csv"
+
+
+def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
+    """Sizes that batches have are best: 2 and 7 for two graphs, where 1 costs 129 instead of 100 microseconds."""
+    command = use_traffic(home)
+    saved = Plan.model_validate_json(good(*command, "--max-graphs", "2", "--json").stdout)
+    assert saved.capture_sizes == (2, 7)
+    two, seven = 100 + 200 / 7, 100 + 200 * 6 / 7
+    assert saved.expected_us == pytest.approx(0.8 * two + 0.2 * seven)
+    shown = good(*command, "--max-graphs", "3").stdout
+    assert "sizes 3 (1, 2, 7)" in " ".join(shown.split())
+    assert "Ladders on the same traffic" in shown
+    assert "vllm" in shown
+
+
+def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:
+    """A request a second of 3 tokens each: one runs at a time."""
+    use_traffic(home)
+    rows = "".join(f"{second},4,3\n" for second in range(20))
+    (home / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    command = ("plan", "--config", "good.yaml", "--traffic", "trace.csv", "--step-times", "times.csv", "--json")
+    plan = Plan.model_validate_json(good(*command).stdout)
+    assert plan.capture_sizes == (1, 4)
+    assert plan.evidence is not None
+    assert plan.evidence["traffic_weight"] == 60
+
+
+def test_plan_prices_graphs_by_a_report(home: Path) -> None:
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    command = use_traffic(home)
+    plan = Plan.model_validate_json(good(*command, "--costs", "run.json", "--json").stdout)
+    assert plan.predicted is not None
+    assert len(plan.predicted.keys) == len(plan.keys)
+    assert plan.machine is None, "the tape's figures hold on any machine"
+    message = refused(errors.BudgetError, *command, "--costs", "run.json", "--capture-time", "0.001ms")
+    assert "budget.capture_time" in message
+    (home / "plan.json").write_text(plan.model_dump_json())
+    assert "not a capture report" in refused(errors.ReportError, *command, "--costs", "plan.json")
+
+
+@pytest.mark.parametrize("word", ["estimate", "measure"])
+def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
+    plan = Plan.model_validate_json(good(*use_traffic(home), "--costs", word, "--json").stdout)
+    assert plan.predicted is not None
+    assert plan.predicted.estimated is (word == "estimate")
+    ladder = Plan.model_validate_json(good("plan", "--config", "good.yaml", "--costs", word, "--json").stdout)
+    assert ladder.predicted is not None
+    assert len(ladder.predicted.keys) == 3
+
+
+def test_plan_without_traffic_has_no_use_for_its_options(home: Path) -> None:
+    use_traffic(home)
+    for option in (("--speedup", "2"), ("--step-times", "times.csv")):
+        assert "there is none" in refused(errors.ConfigError, "plan", "--config", "good.yaml", *option)
+
+
+def test_inspect_shows_the_split(home: Path) -> None:
+    command = ("inspect", "--config", "good.yaml", "--split")
+    assert "no PIECEWISE graph is planned" in good(*command).stdout
+    options = ("--set", "compilation.cudagraph_mode=PIECEWISE", "--set", "compilation.splitting_modules=[up]")
+    assert "eager up" in " ".join(good(*command, *options).stdout.split())
+
+
 def test_plan_diff(home: Path) -> None:
     good("plan", "--config", "good.yaml", "--output", "old.json")
     sizes = ("--set", "compilation.cudagraph_capture_sizes=[1, 8]")

@@ -4,22 +4,25 @@ report. No torch here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 import yaml
 from pydantic import BaseModel
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.cli.output import note, show
 from cgplan.config import LoadedConfig, read_config
-from cgplan.errors import ReportError
+from cgplan.errors import ConfigError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render
-from cgplan.reports.layout import cells, columns, describe_sizes
+from cgplan.reports.layout import cells, columns, describe_sizes, facts
+from cgplan.reports.tables import split_rows
 
 
 class Row(NamedTuple):
@@ -30,8 +33,11 @@ class Row(NamedTuple):
     origin: str
 
 
-def inspect_config(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Show the plan of a configuration and the origin of each value. Raises ConfigError and PlanError."""
+def inspect_config(path: Path, overrides: Sequence[str], *, as_json: bool, split: bool = False) -> None:
+    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too.
+
+    Raises ConfigError and PlanError, and for the split ModelError and CaptureError.
+    """
     loaded = read_config(path, overrides)
     plan = build_plan(loaded.config)
     if as_json:
@@ -40,7 +46,26 @@ def inspect_config(path: Path, overrides: Sequence[str], *, as_json: bool) -> No
     table = columns("key", "value", "origin", left=("key", "value", "origin"))
     for row in origin_rows(loaded, plan):
         table.add_row(*cells(*row))
-    show(Group(Text(f"Configuration {path}", style="bold"), table), render(plan))
+    pieces = (split_of(loaded),) if split else ()
+    show(Group(Text(f"Configuration {path}", style="bold"), table), render(plan), *pieces)
+
+
+def split_of(loaded: LoadedConfig) -> RenderableType:
+    """Which operators or modules of the model end up where; the model is built for it, and traced or searched."""
+    from cgplan.graphs import select_backend  # torch from here on
+    from cgplan.models.loading import load_model
+    from cgplan.runtime.describe import describe_split
+
+    config = loaded.config
+    if config.model is None or config.model.target is None:
+        raise ConfigError("there is no `model` with a target to split", remedy="Add model.target.")
+    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+        backend = select_backend(config.device)
+        built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+        found = describe_split(built.forward, config, backend)
+    if found is None:
+        return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
+    return facts("Split", split_rows(found))
 
 
 def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:

@@ -149,6 +149,9 @@ def inspect(
     specialize_active_lora: Annotated[
         bool, typer.Option("--specialize-active-lora", help="With --vllm: as vLLM's option.")
     ] = False,
+    split: Annotated[
+        bool, typer.Option("--split", help="With --config: build the model, and show how PIECEWISE would split it.")
+    ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
@@ -160,6 +163,10 @@ def inspect(
     """
     if [report, config, vllm].count(None) != 2:
         raise typer.BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
+    if split and (config is None or as_json):
+        raise typer.BadParameter(
+            "--split shows a configuration's model as a table: give --config FILE, without --json"
+        )
     if config is None and overrides:
         raise typer.BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
     options = (max_num_seqs, max_num_batched_tokens, num_speculative_tokens, max_loras, specialize_active_lora or None)
@@ -169,7 +176,7 @@ def inspect(
         from cgplan.cli.inspecting import inspect_config, inspect_report, inspect_vllm
 
         if config is not None:
-            inspect_config(config, overrides or (), as_json=as_json)
+            inspect_config(config, overrides or (), as_json=as_json, split=split)
         elif report is not None:
             inspect_report(report, as_json=as_json)
         elif vllm is not None:

@@ -70,13 +70,13 @@ def _capture(report: CaptureReport) -> RenderableType:
         return Group(head, Text(), facts("Graphs: none", _totals(report)))
     parts: list[RenderableType] = [head, Text(), _graphs(report.records, report.environment), Text()]
     if report.split is not None:
-        parts += [facts("Split", _split(report.split)), Text()]
+        parts += [facts("Split", split_rows(report.split)), Text()]
     if (predicted := prediction_table(report)) is not None:
         parts += [predicted, Text()]
     return Group(*parts, facts("Totals", _totals(report)))
 
 
-def _split(split: SplitRecord) -> list[tuple[str, str]]:
+def split_rows(split: SplitRecord) -> list[tuple[str, str]]:
     """Which operators are captured and which run eagerly."""
 
     def listed(counts: dict[str, int]) -> str:
