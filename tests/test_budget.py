@@ -629,7 +629,11 @@ def test_a_report_of_before_budgets_can_still_be_read() -> None:
 
 @pytest.mark.gpu
 def test_half_of_the_memory_is_enough_for_half_of_the_graphs_on_a_gpu() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, 4096), nn.ReLU(), nn.Linear(4096, WIDTH)).cuda().eval()
+    layers = nn.Sequential(nn.Linear(WIDTH, 4096), nn.ReLU(), nn.Linear(4096, WIDTH)).cuda().eval()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return layers(x)
+
     backend, ladder = select_backend("cuda"), {"cudagraph_capture_sizes": [512 * n for n in range(1, 17)]}
     whole = open_runner({}, backend=backend, model=model, compilation=ladder, scheduler={"max_num_seqs": 8192})
     limit = whole.report.graph_bytes // 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from cgplan import (
     AddressError,
@@ -551,6 +552,10 @@ class Cached(nn.Module):
         return F.scaled_dot_product_attention(states, rows[:, :, :4], rows[:, :, :4])[:, 0, 0] * 3
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 12),
+    reason="torch 2.11 does not trace this slice: attention asks for its size",
+)
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_a_dimension_that_is_as_long_as_the_largest_batch(backend: GraphBackend, compiler: str) -> None:
     if compiler == "inductor" and backend.device.type == "cpu":
