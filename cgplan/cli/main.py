@@ -164,9 +164,7 @@ def inspect(
     if [report, config, vllm].count(None) != 2:
         raise typer.BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
     if split and (config is None or as_json):
-        raise typer.BadParameter(
-            "--split shows a configuration's model as a table: give --config FILE, without --json"
-        )
+        raise typer.BadParameter("--split shows a configuration's model as a table: give --config FILE, without --json")
     if config is None and overrides:
         raise typer.BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
     options = (max_num_seqs, max_num_batched_tokens, num_speculative_tokens, max_loras, specialize_active_lora or None)
