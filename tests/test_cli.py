@@ -466,6 +466,30 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     assert plan.evidence["traffic_weight"] == 60
 
 
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+def test_plan_for_traffic_that_no_graph_could_serve(home: Path, mode: str) -> None:
+    use_traffic(home)
+    (home / "mixed.csv").write_text("num_tokens,count,num_reqs,uniform\n10,5,2,false\n")
+    command = ("plan", "--config", "good.yaml", "--traffic", "mixed.csv", "--step-times", "times.csv")
+    options = ("--set", f"compilation.cudagraph_mode={mode}")
+    plan = Plan.model_validate_json(good(*command, *options, "--json").stdout)
+    assert plan.keys == ()
+    assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
+
+
+def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
+    use_traffic(home)
+    good("bench", "--config", "good.yaml", "--output", "bench.json")
+    command = ("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "bench.json", "--json")
+    notes = " ".join(Plan.model_validate_json(good(*command).stdout).evidence["times_notes"])
+    assert "not of a GPU" in notes
+    assert "another configuration" not in notes
+    notes = " ".join(
+        Plan.model_validate_json(good(*command, "--set", "scheduler.max_num_seqs=64").stdout).evidence["times_notes"]
+    )
+    assert "measured with another configuration" in notes
+
+
 def test_plan_prices_graphs_by_a_report(home: Path) -> None:
     good("capture", "--config", "good.yaml", "--output", "run.json")
     command = use_traffic(home)
@@ -477,6 +501,7 @@ def test_plan_prices_graphs_by_a_report(home: Path) -> None:
     assert "budget.capture_time" in message
     (home / "plan.json").write_text(plan.model_dump_json())
     assert "not a capture report" in refused(errors.ReportError, *command, "--costs", "plan.json")
+    assert "the words estimate and measure" in refused(errors.ReportError, *command, "--costs", "mesure")
 
 
 @pytest.mark.parametrize("word", ["estimate", "measure"])

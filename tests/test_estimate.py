@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cgplan.config import Config, validate_config
+from cgplan.config import Config, Input, validate_config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureError, ModelError
 from cgplan.graphs import GraphBackend
@@ -456,3 +456,13 @@ def test_a_report_predicts_what_a_calibration_does() -> None:
     report = CaptureSession(plan, model, device, config).run().report
     saved, live = MeasuredCosts.from_report(report, config), calibrate(config, model, WithDriver(1500, 1), plan)
     assert saved.of(plan.keys).total_bytes == report.graph_bytes == live.of(plan.keys).total_bytes
+
+
+def test_a_larger_size_is_never_estimated_to_need_less() -> None:
+    """A block just below 10 MiB takes a segment of 20, a larger one only itself; a search relies on the order."""
+    inputs = {"x": Input(shape=("num_tokens", 1024), dtype="float32", pad=0)}
+    compilation = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [64, 512, 4000]}
+    config = validate_config({"inputs": inputs, "compilation": compilation, "device": "cpu"})
+    costs = estimate(config, lambda x: x + 1, build_plan(config))
+    pools = [costs.pool_bytes(CUDAGraphMode.FULL, size) for size in range(1, 4000, 13)]
+    assert pools == sorted(pools)

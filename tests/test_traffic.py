@@ -599,3 +599,12 @@ def test_without_a_traffic_section_there_is_nothing_to_plan_for() -> None:
     with pytest.raises(ConfigError, match="no traffic to plan for") as caught:
         synthetic_traffic(Config(), step_time)
     assert "`traffic` section" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "message"),
+    [(Batch(1 << 28, 4), 1.0, "tokens is too large"), (Batch(4, 4), 1e300, "has count 1e\\+300")],
+)
+def test_what_would_overflow_is_refused(batch: Batch, count: float, message: str) -> None:
+    with pytest.raises(TrafficError, match=message):
+        Traffic.of({batch: count}, "t")

@@ -5,7 +5,7 @@ torch is loaded for `--costs estimate` and `measure` alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +21,12 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare
 from cgplan.planning.emit import Engine, emit
-from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.plan import Machine, Predicted, config_hash
 from cgplan.planning.traffic import Traffic
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
+from cgplan.reports.records import BenchReport
 
 if TYPE_CHECKING:
     from cgplan.planning.latency import StepTimes
@@ -133,6 +134,7 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
     from cgplan.reports.evidence_tables import padding_plot, pareto_plot
 
     times = StepTimes.load(sources.step_times) if sources.step_times else StepTimes.default()
+    times = times.model_copy(update={"notes": (*times.notes, *_about_times(sources.step_times, config))})
     traffic = _traffic(config, sources, build_plan(config), times)
     proposal = propose(config, traffic, times, costs)
     again = _traffic(config, sources, proposal.plan, times)
@@ -140,6 +142,19 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
         proposal = propose(config, again, times, costs)
     plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
     return Made(plan, pareto_plot(evidence) if evidence.pareto else None, padding_plot(evidence))
+
+
+def _about_times(path: Path | None, config: Config) -> Iterator[str]:
+    """What to know of a bench whose times are used."""
+    if path is None or not path.read_text(encoding="utf-8").lstrip().startswith("{"):
+        return
+    report = load_report(path)
+    if not isinstance(report, BenchReport):
+        return
+    if report.environment.config_hash != config_hash(config):
+        yield f"the step times of {path} were measured with another configuration"
+    if report.environment.driver is None:
+        yield f"the step times of {path} are those of {report.environment.backend}, not of a GPU"
 
 
 def _traffic(config: Config, sources: Sources, plan: Plan, times: StepTimes) -> Traffic:

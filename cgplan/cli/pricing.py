@@ -35,6 +35,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     if given in WORDS:
         with redirect_stdout(sys.stderr):  # what a model prints is not the result
             return _of_model(loaded, given)
+    if not Path(given).exists():
+        raise ReportError(
+            f"--costs {given}: there is no such file",
+            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
+        )
     report = load_report(Path(given))
     if report.kind == "bench":
         report = report.capture

@@ -73,19 +73,21 @@ class Case:
 
     def _rule(self) -> str:
         if self.limits is None:
-            return f"no budget: the fewest graphs that bring {1 - CLOSE:.1%} of what a graph for every size would bring"
+            return f"no budget: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
         budget = self.config.budget
         names = ("max_graphs", "memory", "capture_time")
         given = ", ".join(f"{name} {getattr(budget, name):g}" for name in names if getattr(budget, name) is not None)
         return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
 
     def _binding(self, expected: float) -> tuple[Limit, ...]:
-        """What the next better plan of the curve breaks."""
-        graphs = self.curve.fewest(expected * (1 - WORTH))
-        if self.limits is None or graphs is None:
+        """What the next better plan of the curve breaks, or, beyond its end, a graph for every size."""
+        better, budget = expected * (1 - WORTH), self.config.budget
+        if self.limits is None or better < self.curve.problem.infinite_us:
             return ()
-        bytes_, seconds = price(self.costs, self.curve.keys(graphs))
-        budget = self.config.budget
+        point = self.curve.fewest(better)
+        keys = self.curve.all_keys() if point is None else self.curve.keys(point)
+        bytes_, seconds = price(self.costs, keys)
+        graphs = len(keys)
         broken: dict[Limit, bool] = {
             "max_graphs": budget.max_graphs is not None and graphs > budget.max_graphs,
             "memory": budget.memory is not None and bytes_ is not None and bytes_ > budget.memory,
@@ -105,7 +107,7 @@ class Case:
         unknown = [name for name in ("memory", "capture_time") if getattr(budget, name) is not None]
         if self.costs is None and unknown:
             names = " and ".join(f"budget.{name}" for name in unknown)
-            yield f"what graphs cost is not known: {names} did not bound the plan, and will bound the capture"
+            yield f"what graphs cost is not known: {names} did not bound the plan, they will bound the capture"
         merged = [case for case in plan.lora_cases if case not in apart]
         if merged:
             yield (
@@ -114,7 +116,7 @@ class Case:
             )
         if max(plan.lora_cases) > 0 and not any(curve.num_active_loras for curve in self.times.curves):
             yield f"steps with adapters were not measured: taken as {self.times.lora_overhead:.0%} longer"
-        if self.curve.graphs == MOST and (budget.max_graphs or 0) > MOST:
+        if (budget.max_graphs or 0) > MOST:
             yield f"no more than {MOST} graphs were planned for"
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
@@ -136,7 +138,8 @@ class Case:
             )
         if ladder.no_gain:
             away = ladder.expected_us / self.curve.problem.infinite_us - 1
-            less = "" if ladder.equal is None else f"; {_graphs(ladder.equal.graphs)} are as fast"
+            fewest = None if ladder.equal is None else ladder.equal.graphs
+            less = "" if fewest is None else f"; {_graphs(fewest)} {'is' if fewest == 1 else 'are'} as fast"
             return f"no gain in step time: with {whose} {_graphs(ladder.graphs)} it is {away:.2%} above the bound{less}"
         if change < -NO_GAIN:
             return f"steps {-change:.1%} shorter than with {whose} {_graphs(ladder.graphs)}, with {graphs}"

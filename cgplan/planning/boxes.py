@@ -50,6 +50,26 @@ class Prices:
 FREE = Prices()
 
 
+@dataclass(frozen=True)
+class _Corner:
+    """All that plans whose lanes end there are read from: tables as in Boxes, of one box.
+
+    Attributes:
+        ends: Of each lane but the last.
+        paths: Of each lane.
+        curves: Of each lane but the last: [K + 1].
+        last: Of the last lane, by its end: [K + 1, N + 1].
+        table, allowed: [K + 1, K + 1], as ``_tables`` returns them.
+    """
+
+    ends: Ints
+    paths: list[Paths]
+    curves: list[Floats]
+    last: Floats
+    table: Floats
+    allowed: Ints
+
+
 class Boxes:
     """Boxes of ends: [boxes, lanes but the last] indices into candidates, a lower and an upper one.
 
@@ -73,6 +93,7 @@ class Boxes:
         same = [lane.lane.mode is lanes[-1].lane.mode for lane in lanes]
         self.first = [i for i, with_last in enumerate(same) if not with_last]
         self.second = [i for i, with_last in enumerate(same[:-1]) if with_last]
+        self._last_corner: _Corner | None = None
         self._known: dict[int, tuple[Ints, Paths]] = {}  # of each lane, the last; the first lane's are always the same
         self.each = [self._each(group, caution) for group in (self.first, [*self.second, len(lanes) - 1])]
 
@@ -132,25 +153,31 @@ class Boxes:
 
     def sizes_at(self, ends: Ints, graphs: int) -> list[list[int]]:
         """Candidates of each lane, ascending, in the best plan of at most so many graphs whose lanes end there."""
+        if self._last_corner is None or not np.array_equal(self._last_corner.ends, ends):
+            self._last_corner = self._corner(ends)
+        corner = self._last_corner
+        counts = np.arange(corner.table.shape[0])
+        within = np.where(np.add.outer(counts, counts) <= graphs, corner.table, np.inf)
+        a, b = np.unravel_index(within.argmin(), within.shape)
+        room = corner.last[:, : int(corner.allowed[a, b]) + 1]
+        shares = dict(zip(self.first, _shares([corner.curves[i] for i in self.first], int(a)), strict=True))
+        *others, rest = _shares([*(corner.curves[i] for i in self.second), room.min(axis=1)], int(b))
+        shares |= dict(zip(self.second, others, strict=True))
+        chosen = [corner.paths[i].sizes(shares[i], int(end)) for i, end in enumerate(ends)]
+        return [*chosen, corner.paths[-1].sizes(rest, int(room[rest].argmin()))]
+
+    def _corner(self, ends: Ints) -> _Corner:
         passed = self._nothing_passed(1)
-        found: list[Paths] = []
+        paths: list[Paths] = []
         for index, end in enumerate(ends):
-            found.append(self._paths(index, passed)[0])
+            paths.append(self._paths(index, passed)[0])
             for number, _ in self._wanting(index):
                 passed[number] = np.maximum(passed[number], self.holds[number][index][end])
-        last, paths, _ = self._last(passed)
-        curves = [path.cost[:, 0, end][None] for path, end in zip(found, ends, strict=True)]
-        table, allowed = self._tables(curves, last, ends[None])
-        counts = np.arange(table.shape[1])
-        a, b = np.unravel_index(
-            np.where(np.add.outer(counts, counts) <= graphs, table[0], np.inf).argmin(), table[0].shape
-        )
-        room = last[0, :, : int(allowed[0, a, b]) + 1]
-        shares = dict(zip(self.first, _shares([curves[i][0] for i in self.first], int(a)), strict=True))
-        *others, rest = _shares([*(curves[i][0] for i in self.second), room.min(axis=1)], int(b))
-        shares |= dict(zip(self.second, others, strict=True))
-        chosen = [found[i].sizes(shares[i], int(end)) for i, end in enumerate(ends)]
-        return [*chosen, paths.sizes(rest, int(room[rest].argmin()))]
+        curves = [path.cost[:, 0, end] for path, end in zip(paths, ends, strict=True)]
+        last, of_last = self._last(passed)
+        table, allowed = self._tables([curve[None] for curve in curves], last, ends[None])
+        priced = last[0] + self.prices.byte * self._fixed(ends[None])
+        return _Corner(ends, [*paths, of_last], curves, priced, table[0], allowed[0])
 
     def _nothing_passed(self, boxes: int) -> list[Ints]:
         """Of each demand, how many of its tokens earlier lanes hold: [boxes]."""
@@ -178,7 +205,7 @@ class Boxes:
         self._known[index] = cases, paths
         return paths, which.ravel()
 
-    def _last(self, passed: list[Ints]) -> tuple[Floats, Paths, Ints]:
+    def _last(self, passed: list[Ints]) -> tuple[Floats, Paths]:
         """The last lane, with eager steps beyond it, by its end: [boxes, K + 1, N + 1]; and its paths."""
         index = len(self.problem.lanes) - 1
         paths, which = self._paths(index, passed)
@@ -186,7 +213,7 @@ class Boxes:
         for number, demand in self._wanting(index):
             held = np.maximum(self.holds[number][index], passed[number][:, None])
             eager += demand.eager[-1] - demand.eager[held]
-        return np.moveaxis(paths.cost[:, which], 0, 1) + eager[:, None], paths, which
+        return np.moveaxis(paths.cost[:, which], 0, 1) + eager[:, None], paths
 
     def _tables(self, curves: list[Floats], last: Floats, ends: Ints) -> tuple[Floats, Ints]:
         """[boxes, K + 1, K + 1] totals by graphs of the first mode and of the last lane's mode, inf where the budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,23 +30,37 @@ class Best:
     bound: float
 
 
-def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effort: int = 1 << 25) -> Best:
+def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effort: int = 1 << 24) -> Best:
     """The best plan within the limits; of those within ``tolerance`` (relative) of it, the one with the fewest graphs.
 
     Exact with one lane, and with two as long as the effort lasts, if nothing but graphs is limited or all keys of a
     mode cost the same; otherwise ``bound`` says how good it is. It may have no graph.
     """
+    limits = replace(limits, graphs=_payable(problem, limits))
     found = search(problem, limits, effort=effort)
     bound = float(found.bound[-1])
     chosen = _fewest(Boxes(problem, limits), found, tolerance)
     if limits.pays_for(*problem.costs_of(chosen)):
         return Best(chosen, min(float(found.value[-1]), problem.total_of(chosen)), bound)
-    plans = _cautious(problem, limits, effort // 4)
+    few = replace(limits, graphs=min(limits.graphs, sum(map(len, chosen)) + 1))  # fewer if keys are dearer, as a rule
+    plans = _cautious(problem, few, effort // 4)
     swept, bounds = _swept(problem, limits, effort // 4)
     nothing: Chosen = ((),) * len(problem.lanes)
     best = _filled(problem, limits, min([nothing, *plans, *swept], key=problem.total_of))
     total = problem.total_of(best)
     return Best(best, total, min(max(bound, *bounds), total))
+
+
+def _payable(problem: Problem, limits: Limits) -> int:
+    """How many graphs the limits pay for at most, if they are the cheapest."""
+    low, high = 0, limits.graphs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if limits.pays_for(middle, *problem.cheapest(middle)):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _fewest(boxes: Boxes, found: Found, tolerance: float) -> Chosen:
@@ -105,15 +119,17 @@ def _filled(problem: Problem, limits: Limits, chosen: Chosen) -> Chosen:
     while True:
         least, best = problem.total_of(chosen), chosen
         for at, lane in enumerate(problem.lanes):
-            for index in range(1, lane.sizes.size):
+            for index in _sample(lane.sizes.size):
                 more = tuple(
                     tuple(sorted({*sizes, index})) if number == at else sizes for number, sizes in enumerate(chosen)
                 )
-                if not limits.pays_for(*problem.costs_of(more)):
-                    continue
-                total = problem.total_of(more)
-                if total < least * (1 - PROVEN):
+                if limits.pays_for(*problem.costs_of(more)) and (total := problem.total_of(more)) < least:
                     least, best = total, more
-        if best is chosen:
+        if least >= problem.total_of(chosen) * (1 - PROVEN):
             return chosen
         chosen = best
+
+
+def _sample(size: int) -> range:
+    """Candidates, or some of them if there are very many."""
+    return range(1, size, 1 + size // 1024)

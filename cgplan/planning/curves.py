@@ -22,8 +22,9 @@ from cgplan.planning.plan import Lane, build_plan, capture_order
 from cgplan.planning.search import Found, search
 from cgplan.planning.traffic import Traffic
 
-FIRST, MOST = 64, 256  # graphs that curves go up to
-CLOSE = 0.005  # share of what graphs can bring at all that may be left when a curve has gone far enough
+FIRST, LAST = 64, 128  # graphs that curves go up to
+MOST = 256  # graphs of a plan
+CLOSE = 0.01  # share of what graphs can bring at all that may be left when a curve has gone far enough
 ALIKE = 1e-3  # relative difference that steps are called as long with
 WORTH = 1e-4  # relative gain below which graphs are not worth a word
 NO_GAIN = 0.01  # relative distance from the bound below which other sizes bring no gain in step time
@@ -45,14 +46,12 @@ class Curve:
 
     @classmethod
     def of(cls, problem: Problem, bounds: Bounds, costs: GraphCosts | None, most: int | None) -> Curve:
-        """A curve of 64 graphs; of 128 or 256 where that does not bring 99.5% of what graphs can bring, and no smaller
-        number is the limit (``most``).
-        """
+        """A curve of 64 graphs; of 128 where 64 do not bring 99% of what graphs can bring, or ``most`` allows more."""
         graphs = FIRST
         while True:
             found = search(problem, Limits(graphs), curve=True)
             curve = cls(problem, bounds, costs, found)
-            if graphs >= MOST or curve.enough() is not None or (most is not None and most <= graphs):
+            if graphs >= LAST or (curve.enough() is not None and (most or 0) <= graphs):
                 return curve
             graphs *= 2
 
@@ -71,13 +70,19 @@ class Curve:
         return int(enough[0]) if enough.size else None
 
     def enough(self) -> int | None:
-        """The fewest graphs that bring 99.5% of what a graph for every size would; None if the curve is too short."""
+        """The fewest graphs that bring 99% of what a graph for every size would; None if the curve is too short."""
         eager, bound = self.problem.eager_total / self.problem.weight, self.problem.infinite_us
         return self.fewest(bound + CLOSE * (eager - bound))
 
     def keys(self, graphs: int) -> tuple[Key, ...]:
         """The keys of a point, in capture order."""
+        if graphs == 0:
+            return ()
         return self.keys_of(self._boxes.sizes_at(self.found.ends[graphs], graphs))
+
+    def all_keys(self) -> tuple[Key, ...]:
+        """A key for every candidate of every lane."""
+        return self.keys_of(range(1, lane.sizes.size) for lane in self.problem.lanes)
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
         """The keys of chosen candidates, in capture order."""

@@ -123,6 +123,31 @@ class Problem:
         """Microseconds without graphs, times weight."""
         return self.eager_us + sum(float(demand.eager[-1]) for demand in self.demands)
 
+    def cheapest(self, graphs: int) -> tuple[float, float]:
+        """Bytes and seconds that so many graphs cost at least, whichever they are; inf if there are not so many."""
+        if graphs > sum(lane.sizes.size - 1 for lane in self.lanes):
+            return np.inf, np.inf
+        driver, seconds = (
+            np.concatenate([getattr(lane, cost)[1:] for lane in self.lanes]) for cost in ("driver", "seconds")
+        )
+        return (
+            self.workspace + float(np.sort(driver)[:graphs].sum()),
+            self.once + float(np.sort(seconds)[:graphs].sum()),
+        )
+
+    def bound_beyond(self, graphs: int, memory: float | None) -> float:
+        """Microseconds, times weight, that no plan with at least so many graphs is below: none takes longer than its
+        best time, if it is no larger than what the memory besides the keys pays for.
+        """
+        spare = np.inf if memory is None else memory - self.cheapest(graphs)[0]
+        total = self.eager_us
+        for demand in self.demands:
+            lanes = [self.lanes[index] for index in demand.lanes]
+            largest = max(int(lane.sizes[lane.pool + lane.static <= spare].max(initial=0)) for lane in lanes)
+            held = int(demand.below(np.array([largest]))[0])
+            total += float(demand.best[held] + demand.eager[-1] - demand.eager[held])
+        return total
+
     def total_of(self, chosen: Sequence[Sequence[int]]) -> float:
         """Microseconds, times weight, if these candidates of each lane are captured."""
         total = self.eager_us

@@ -186,6 +186,10 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
     traffic = [(plan.evidence or {}).get("traffic_source") for plan in (old, new)]
     if None not in traffic and traffic[0] != traffic[1]:
         yield f"the expected steps are of different traffic: {traffic[0]} before, {traffic[1]} after"
+    for name, words in (("times_source", "step times are from"), ("rule", "the number of graphs follows from")):
+        given = [(plan.evidence or {}).get(name) for plan in (old, new)]
+        if None not in given and given[0] != given[1]:
+            yield f"{words} {given[0]} before, from {given[1]} after"
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:

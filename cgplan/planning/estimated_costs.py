@@ -138,15 +138,19 @@ class EstimatedCosts(GraphCosts):
         return max(interpolate(points, descriptor.num_tokens), 0.0) if points else 0.0
 
     def _pool_bytes(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
-        """On the grid worked out, between its sizes interpolated; a smaller size never needs more."""
+        """On the grid worked out, between its sizes interpolated.
+
+        A larger size is never taken to need less, although it can: a block of 10 MiB reserves less than one that is a
+        little smaller. The search relies on that.
+        """
         recorded = [recording.num_tokens for recording in self._lanes[lane]]
         grid = _grid(recorded, num_tokens)
         upper = bisect_left(grid, num_tokens)
-        right = self._worked_out(lane, grid[upper])
-        if grid[upper] == num_tokens:
+        left = max((self._worked_out(lane, size) for size in grid[:upper]), default=0)
+        right = max(left, self._worked_out(lane, grid[upper]))
+        if upper == 0 or grid[upper] == num_tokens:
             return right
-        left = self._worked_out(lane, grid[upper - 1])
-        return _between((grid[upper - 1], left), (grid[upper], max(left, right)), num_tokens)
+        return _between((grid[upper - 1], left), (grid[upper], right), num_tokens)
 
     def _worked_out(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
         found = self._pools.get((*lane, num_tokens))

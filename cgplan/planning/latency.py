@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from cgplan.config.values import mode_by_name
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.planning.latency_files import REMEDY, bench_points, json_of, table_points, text_of
+from cgplan.planning.latency_files import (
+    LARGEST_SIZE,
+    LONGEST_STEP,
+    REMEDY,
+    bench_points,
+    json_of,
+    table_points,
+    text_of,
+)
 
 Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
 Floats = npt.NDArray[np.float64]
@@ -51,8 +58,10 @@ class Curve(BaseModel):
     @model_validator(mode="after")
     def _ascending(self) -> Curve:
         sizes, values = zip(*self.points, strict=True)
-        if not all(0 < value < math.inf for value in values) or sizes[0] < 1:
-            raise ValueError(f"{self.mode}: sizes are at least 1, times above 0")
+        if not all(0 < value <= LONGEST_STEP for value in values) or min(sizes) < 1 or max(sizes) > LARGEST_SIZE:
+            raise ValueError(
+                f"{self.mode}: sizes are from 1 to {LARGEST_SIZE}, times above 0 and at most {LONGEST_STEP:.0e} us"
+            )
         if any(a >= b for a, b in pairwise(sizes)) or any(a > b for a, b in pairwise(values)):
             raise ValueError(f"{self.mode}: points do not ascend")
         return self
@@ -112,7 +121,8 @@ class StepTimes(BaseModel):
                 points=tuple((size, float(height)) for (size, _), height in zip(raw, heights, strict=True)),
             )
             found.append(curve)
-            said += _notes(curve, raw)
+            has_full = any(other is CUDAGraphMode.FULL for other, _ in points)
+            said += _notes(curve, raw, floor=has_full and mode is not CUDAGraphMode.FULL)
         modes = {curve.mode for curve in found}
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             said.append(f"no PIECEWISE step times: FULL plus {PIECEWISE_SHARE:.0%} of what eager takes longer")
@@ -230,8 +240,8 @@ class StepTimes(BaseModel):
         return full + PIECEWISE_SHARE * np.maximum(eager - full, 0.0)
 
 
-def _notes(curve: Curve, raw: Sequence[tuple[int, float]]) -> list[str]:
-    """What was changed in a curve, and what is assumed beyond it."""
+def _notes(curve: Curve, raw: Sequence[tuple[int, float]], floor: bool) -> list[str]:
+    """What was changed in a curve, and what is assumed beyond it; ``floor``: no less than a FULL graph."""
     name = "eager" if curve.mode is CUDAGraphMode.NONE else str(curve.mode)
     if curve.num_active_loras:
         name += f" with {curve.num_active_loras} adapters"
@@ -248,5 +258,6 @@ def _notes(curve: Curve, raw: Sequence[tuple[int, float]]) -> list[str]:
     if len(curve.points) < 2:
         notes.append(f"{name} was measured at {last} tokens alone")
     else:
-        notes.append(f"{name} beyond {last} tokens: {curve.last_slope:.3g} us for each more, as before it")
+        least = ", and no less than a FULL graph takes" if floor else ""
+        notes.append(f"{name} beyond {last} tokens: {curve.last_slope:.3g} us for each more, as before it{least}")
     return notes

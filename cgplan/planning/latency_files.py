@@ -22,6 +22,7 @@ Points = dict[tuple[CUDAGraphMode, int], dict[int, float]]
 COLUMNS = ("mode", "num_tokens", "microseconds")
 LORA_COLUMN = "num_active_loras"
 LARGEST_SIZE = 1 << 20
+LONGEST_STEP = 1e15  # microseconds; more is a mistake, and sums of such steps would overflow
 REMEDY = "Give the JSON file of `cgplan bench --output`, or a CSV file with mode,num_tokens,microseconds."
 
 
@@ -32,7 +33,7 @@ class _Part(BaseModel):
 
 
 class _Timing(_Part):
-    median: float = Field(gt=0, allow_inf_nan=False)
+    median: float = Field(gt=0, le=LONGEST_STEP, allow_inf_nan=False)
 
 
 class _Descriptor(_Part):
@@ -136,7 +137,7 @@ def json_of(text: str, source: str) -> dict[str, Any]:
     """A JSON object. Raises StepTimeError for anything else."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a whole number of thousands of digits
         raise StepTimeError(f"{source}: not JSON: {error}", remedy=REMEDY) from None
     if not isinstance(data, dict):
         raise StepTimeError(f"{source}: no bench report: it is not an object", remedy=REMEDY)
@@ -169,6 +170,9 @@ def _time(text: str, where: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise StepTimeError(f"{where}: microseconds is {text!r}", remedy="Give a number above 0 in each row.")
+    if not 0 < value <= LONGEST_STEP:
+        raise StepTimeError(
+            f"{where}: microseconds is {text!r}",
+            remedy=f"Give a number above 0 in each row, {LONGEST_STEP:.0e} at most.",
+        )
     return value

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, model_validator
 
 from cgplan.config import Config
 from cgplan.config.values import mode_by_name
@@ -181,7 +181,7 @@ class Plan(BaseModel):
                     remedy="Make the plan again with this version of cgplan.",
                 )
             return cls.model_validate(data)
-        except (json.JSONDecodeError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:  # what pydantic and json raise
             raise ReportError(f"not a plan: {error}", remedy="Give a file that cgplan saved.") from None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from pydantic import BaseModel, ConfigDict
 
 from cgplan.config import Config
@@ -10,7 +13,7 @@ from cgplan.planning.account import Case
 from cgplan.planning.boxes import Limits
 from cgplan.planning.budget import Best, best_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.curves import WORTH, Curve
+from cgplan.planning.curves import MOST, WORTH, Curve
 from cgplan.planning.demand import Bounds, problem_of
 from cgplan.planning.evidence import Evidence
 from cgplan.planning.lanes import lanes_of, serve
@@ -33,7 +36,7 @@ def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCost
 
     All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to the next one. With
     a budget it is the best plan that the budget pays for, less graphs that together bring under 0.01%. Without one it
-    is the one with the fewest graphs that bring 99.5% of what a graph for every size would bring over eager steps.
+    is the one with the fewest graphs that bring 99% of what a graph for every size would bring over eager steps.
 
     LoRA cases whose step times are not told apart are planned as one, the largest of them. A key counts as one graph,
     also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a capture, not a plan.
@@ -54,10 +57,10 @@ def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCost
     lanes = lanes_of(base.mode, times.told_apart(base.lora_cases))
     problem = problem_of(lanes, traffic, times, bounds, costs)
     curve = Curve.of(problem, bounds, costs, config.budget.max_graphs)
-    limits = _limits(config, curve, costs)
+    limits = _limits(config, costs)
     if limits is not None:
         _check_one_graph(limits, curve)
-    best = _best(limits, curve)
+    best = _best(limits, curve, config.budget.max_graphs)
     keys = curve.keys_of(best.chosen)
     served = serve(keys, traffic, times)
     used = {(part.lane, part.size) for part in served}
@@ -83,24 +86,32 @@ def _without_keys(config: Config) -> Plan:
     return build_plan(bare).model_copy(update=of_config)
 
 
-def _limits(config: Config, curve: Curve, costs: GraphCosts | None) -> Limits | None:
+def _limits(config: Config, costs: GraphCosts | None) -> Limits | None:
     """The budget, None if there is none."""
     budget = config.budget
     known = costs is not None
     limits = Limits(
-        graphs=min(budget.max_graphs or curve.graphs, curve.graphs),
+        graphs=min(budget.max_graphs or MOST, MOST),
         memory=budget.memory if known else None,
         seconds=budget.capture_time if known else None,
     )
     return None if budget.max_graphs is None and limits.only_graphs else limits
 
 
-def _best(limits: Limits | None, curve: Curve) -> Best:
-    """The plan that the budget or the rule without one asks for."""
-    if not curve.problem.demands:
-        return Best((), curve.problem.eager_total, curve.problem.eager_total)
+def _best(limits: Limits | None, curve: Curve, most: int | None) -> Best:
+    """The plan that the budget or the rule without one asks for. Where the budget pays for more graphs than are planned
+    for, the bound is lower.
+    """
+    problem = curve.problem
+    if not problem.lanes:
+        return Best((), problem.eager_total, problem.eager_total)
     if limits is not None:
-        return best_plan(curve.problem, limits, tolerance=WORTH)
+        best = best_plan(problem, limits, tolerance=WORTH)
+        asked = most is not None and most <= limits.graphs
+        memory, seconds = problem.cheapest(limits.graphs + 1)
+        if asked or math.isinf(memory) or not limits.pays_for(limits.graphs, memory, seconds):
+            return best
+        return replace(best, bound=min(best.bound, problem.bound_beyond(limits.graphs + 1, limits.memory)))
     graphs = curve.enough()
     if graphs is None:
         graphs = curve.fewest(curve.expected_us(curve.graphs) * (1 + WORTH)) or 0

@@ -81,7 +81,10 @@ def _milliseconds(value: Any, where: str) -> float:
         raise TrafficError(
             f"{where}: timestamp {value!r:.40} is not a number", remedy="Write it as a number of milliseconds."
         )
-    return value * 1e3
+    try:
+        return value * 1e3
+    except OverflowError:
+        raise TrafficError(f"{where}: the timestamp is too large", remedy="Write it in milliseconds.") from None
 
 
 def _microseconds_between(first: datetime | float, moment: datetime | float, where: str) -> float:

@@ -73,13 +73,16 @@ def search(
     """The best plan within the limits, for each number of graphs up to ``limits.graphs``.
 
     Args:
-        problem: Candidates and demands, at least one of each.
+        problem: Candidates and demands.
         limits: What may be spent.
         prices: On bytes and seconds.
         caution: See Boxes.
         curve: Whether every number of graphs is to be proven, or the largest alone.
         effort: Candidates times graphs times boxes to go through at most.
     """
+    if not problem.lanes:
+        nothing = np.full(limits.graphs + 1, problem.eager_total)
+        return Found(nothing, nothing, np.zeros((limits.graphs + 1, 0), dtype=np.int64))
     boxes = Boxes(problem, limits, prices, caution)
     watched = slice(1 if curve else limits.graphs, None)
     tops = np.array([lane.sizes.size - 1 for lane in problem.lanes[:-1]], dtype=np.int64)

@@ -276,7 +276,7 @@ def _by_arrival(requests: Iterable[Request]) -> list[tuple[int, Request]]:
     """Requests with their arrival in nanoseconds, ascending."""
     checked = list(requests)
     for index, request in enumerate(checked):
-        if not math.isfinite(request.arrival_us) or request.context_tokens < 1 or request.generated_tokens < 0:
+        if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
             raise TrafficError(
                 f"request {index} cannot be: {request}",
                 remedy="A request has a finite arrival, a prompt of at least 1 token, and no negative output.",

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cgplan.errors import TrafficError
 
+MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may state
+MOST_WEIGHT = 1e18  # sums of times and weights stay finite
+
 
 class Batch(NamedTuple):
     """What the planner knows of one step: its size in tokens and requests, and the kind of graph that could run it."""
@@ -89,8 +92,15 @@ class Traffic(BaseModel):
 
 
 def _check(batch: Batch, count: float) -> None:
-    if not 0 <= count < float("inf"):
-        raise TrafficError(f"{batch} has count {count}", remedy="A count is a number from 0 up.")
+    if not 0 <= count <= MOST_WEIGHT:
+        raise TrafficError(
+            f"{batch} has count {count}", remedy=f"A count is a number from 0 up, to {MOST_WEIGHT:.0e} at most."
+        )
+    if batch.num_tokens > MOST_BATCHED_TOKENS:
+        raise TrafficError(
+            f"a batch of {batch.num_tokens} tokens is too large",
+            remedy=f"At most {MOST_BATCHED_TOKENS} tokens are allowed.",
+        )
     if batch.num_reqs < 1 or batch.num_tokens < batch.num_reqs or batch.num_active_loras < 0:
         raise TrafficError(
             f"{batch} cannot be a batch",

@@ -111,7 +111,7 @@ def read_vllm(
 def _parse(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{OPTION} {text!r} is not JSON: {error}",
             remedy="Give what vLLM's --compilation-config takes, in single quotes: "
