@@ -93,6 +93,11 @@ class Decoder(nn.Module):
         """Logits [rows, vocab_size] of hidden states [rows, hidden_size]."""
         return linear(hidden, self.lm_head.weight)
 
+    @property
+    def max_loras(self) -> int:
+        """Adapter slots."""
+        return self.config.max_loras
+
     def load_lora(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Copy an adapter into a slot, in place: graphs that were captured before serve it from now on.
 
@@ -128,7 +133,9 @@ class Decoder(nn.Module):
             module.load(slot, adapters.get(projection, {}))
 
     def remove_lora(self, slot: int) -> None:
-        """Zero a slot, in place. Raises ModelError where there is no such slot."""
+        """Zero a slot, in place: from the next replay on its rows are the base model's. Raises ModelError where there
+        is no such slot.
+        """
         self.load_lora(slot, {})
 
 
@@ -155,6 +162,25 @@ def build(**kwargs: Any) -> Decoder:
     Raises ModelError on an unknown name, a wrong type or an impossible shape.
     """
     return Decoder(DecoderConfig.parse(kwargs))
+
+
+def first_layers(model: Decoder, num_layers: int) -> Decoder:
+    """The first layers of a decoder as one of its own: a draft for speculative decoding that needs no training.
+
+    The weights are the given model's, not copies; the caches are its own. It has no LoRA adapters.
+
+    Args:
+        model: Where the weights come from.
+        num_layers: From 1 to as many as it has. Raises ModelError for another number.
+    """
+    most = model.config.num_layers
+    if not 1 <= num_layers <= most:
+        raise ModelError(f"no first {num_layers} layers: the decoder has {most}", remedy=f"Choose from 1 to {most}.")
+    with torch.device(model.norm.weight.device):
+        draft = build(**{**vars(model.config), "num_layers": num_layers, "max_loras": 0})
+    weights = model.state_dict()
+    draft.to(model.norm.weight.dtype).load_state_dict({name: weights[name] for name in draft.state_dict()}, assign=True)
+    return draft
 
 
 class ExampleBatch(NamedTuple):
@@ -250,4 +276,4 @@ def _example_places(
     return torch.cat([none, *places]), torch.cat([none, *slots])
 
 
-__all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch"]
+__all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch", "first_layers"]

@@ -41,6 +41,12 @@ class RunnerStats:
     eager: Counter[MissReason] = field(default_factory=Counter)
     padded_rows: int = 0
 
+    def reset(self) -> None:
+        """Forget all counts."""
+        self.replays.clear()
+        self.eager.clear()
+        self.padded_rows = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
