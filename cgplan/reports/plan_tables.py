@@ -15,9 +15,7 @@ from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.evidence import Evidence
 from cgplan.planning.plan import Lane
-from cgplan.reports.evidence_tables import render_evidence
 from cgplan.reports.layout import describe_sizes, facts, filled
 from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
 
@@ -44,18 +42,23 @@ def render_plan(plan: Plan) -> RenderableType:
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
     warnings = [("warning", text) for text in plan.warnings]
     head = facts("Plan", [*rows, *_predicted(plan), ("config", plan.config_hash), *warnings])
-    evidence = _evidence_of(plan)
-    if evidence is not None:
-        return Group(head, Text(), render_evidence(evidence))
+    why = _why(plan)
+    if why is not None:
+        return Group(head, Text(), why)
     if not plan.keys:
         return head
     return Group(head, Text(), _padding(_captured(plan), "no graph") if _has_one_list(plan) else _padding_by_lane(plan))
 
 
-def _evidence_of(plan: Plan) -> Evidence | None:
+def _why(plan: Plan) -> RenderableType | None:
     """Why the plan is as it is; None where it does not say, or not in the words of this version."""
+    if plan.evidence is None:
+        return None
+    from cgplan.planning.evidence import Evidence  # only here, so that a plan without evidence is shown at once
+    from cgplan.reports.evidence_tables import render_evidence
+
     try:
-        return None if plan.evidence is None else Evidence.model_validate(plan.evidence)
+        return render_evidence(Evidence.model_validate(plan.evidence))
     except ValidationError:
         return None
 

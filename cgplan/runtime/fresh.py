@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from cgplan.errors import CaptureError
-from cgplan.runtime.splitting import Piece, operator_name
+from cgplan.runtime.splitting import Piece, operator_name, storages_of
 
 _IN_PLACE = frozenset(
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
@@ -49,12 +49,12 @@ def fresh_arguments(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str,
 
 def _fresh_results(piece: fx.GraphModule) -> bool | dict[Any, bool]:
     """Whether an eager piece's result is fresh, or by index where it returns several."""
-    given = {storage for node in piece.graph.nodes if node.op == "placeholder" for storage in _storages(node)}
+    given = {storage for node in piece.graph.nodes if node.op == "placeholder" for storage in storages_of(node)}
     (output,) = (node for node in piece.graph.nodes if node.op == "output")
     result = output.args[0]
 
     def is_fresh(node: Any) -> bool:
-        return isinstance(node, fx.Node) and not set(_storages(node)) & given
+        return isinstance(node, fx.Node) and not set(storages_of(node)) & given
 
     if isinstance(result, tuple | list):
         return {index: is_fresh(node) for index, node in enumerate(result)}
@@ -63,10 +63,10 @@ def _fresh_results(piece: fx.GraphModule) -> bool | dict[Any, bool]:
 
 def _refuse_writes(segment: fx.GraphModule, fresh: Sequence[int]) -> None:
     arguments = [node for node in segment.graph.nodes if node.op == "placeholder"]
-    kept = {storage for i in fresh for storage in _storages(arguments[i])}
+    kept = {storage for i in fresh for storage in storages_of(arguments[i])}
     for node in segment.graph.nodes:
         for target in _written(node):
-            if kept & set(_storages(target)):
+            if kept & set(storages_of(target)):
                 raise CaptureError(
                     f"the model writes into what an eager piece returned: {operator_name(node)}, at {_line(node)}",
                     remedy="Make a new tensor instead (x = x * 2 for x.mul_(2)), or use "
@@ -95,13 +95,6 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if in_place and node.args and isinstance(node.args[0], fx.Node):
         yield node.args[0]
-
-
-def _storages(node: fx.Node) -> list[int]:
-    """The memory that a node's value lies in, by the fake tensors of the trace."""
-    value = node.meta.get("example_value", node.meta.get("val"))
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)]
 
 
 def _line(node: fx.Node) -> str:

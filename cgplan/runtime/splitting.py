@@ -145,8 +145,13 @@ def _works(node: fx.Node) -> bool:
     made = _tensors(value)
     if not made:
         return value is None and name.startswith("aten::")  # returns nothing, so it writes somewhere
-    given = {t.untyped_storage()._cdata for arg in node.all_input_nodes for t in _tensors(_value(arg))}
-    return any(t.untyped_storage()._cdata not in given for t in made)
+    given = {storage for arg in node.all_input_nodes for storage in storages_of(arg)}
+    return any(storage not in given for storage in storages_of(node))
+
+
+def storages_of(node: fx.Node) -> list[int]:
+    """The memory that a node's value lies in, by the fake tensors of the trace."""
+    return [t.untyped_storage()._cdata for t in _tensors(_value(node))]
 
 
 def _value(node: fx.Node) -> Any:
