@@ -236,13 +236,14 @@ class SpeculativeConfig(Section):
 
 
 class ReportConfig(Section):
-    """What `cgplan bench` measures."""
+    """What `cgplan bench` measures, and what profilers are told."""
 
     sizes: tuple[CaptureSize, ...] | None = Field(
         default=None, description="Batch sizes to measure, in tokens. Absent: every captured size."
     )
     repeats: Count = Field(default=30, description="Timed calls of each size and way of running.")
     warmups: CountOrZero = Field(default=3, description="Untimed calls before them.")
+    nvtx: Flag = Field(default=False, description="Make each call of a runner a named range (NVTX) for profilers.")
 
 
 class Config(Section):

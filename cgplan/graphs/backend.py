@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from cgplan.graphs.buffers import StaticBuffers
+from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.planning.allocator import Allocation
 
 Pool = Any
@@ -83,6 +86,26 @@ class GraphBackend(ABC):
     @abstractmethod
     def replay(self, graph: Graph) -> None:
         """Run the graph on the memory that it was captured with. On CUDA it is queued on the current stream."""
+
+    def launcher(self, graph: Graph) -> Callable[[], None]:
+        """``replay`` of one graph as a function of nothing, for a path on which every call counts."""
+        return partial(self.replay, graph)
+
+    def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
+        """What brings batches into static buffers. The caller owns both, and closes the copier first."""
+        return TorchCopier(buffers, copy_inputs=copy_inputs)
+
+    def stream_getter(self) -> Callable[[], int]:
+        """A function that returns the handle of the current stream; 0 where there are no streams."""
+        return int
+
+    def is_busy(self, stream: int) -> bool:  # noqa: ARG002
+        """Whether the device has not done yet all that was queued on a stream."""
+        return False
+
+    def annotate(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002
+        """A block that profilers of the device show under a name."""
+        return nullcontext()
 
     @abstractmethod
     def reset(self, graph: Graph) -> None:

@@ -8,12 +8,30 @@ from dataclasses import dataclass, field
 import torch
 
 from cgplan.config import Dim, Input
-from cgplan.errors import InputError
 
 
 def torch_dtype(spec: Input) -> torch.dtype:
     """The torch dtype that an input declares."""
     return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class Marks:
+    """How far batches reach into static buffers; rows behind that hold padding.
+
+    Attributes:
+        tokens, reqs: Of the last batch; rows behind it are padding.
+        exposed_tokens, exposed_reqs: What the caller may have written at any time, through ``expose``.
+    """
+
+    tokens: int = 0
+    reqs: int = 0
+    exposed_tokens: int = 0
+    exposed_reqs: int = 0
+
+    def extend(self, num_tokens: int, num_reqs: int) -> None:
+        """Say that the caller may have written the rows of such a batch, and that no padding was reset."""
+        self.tokens, self.reqs = max(self.tokens, num_tokens), max(self.reqs, num_reqs)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +41,9 @@ class StaticBuffer:
     Attributes:
         spec: The declaration.
         tensor: The memory; its address never changes.
+        row_dim: The dimension that counts rows of the batch, None for a fixed shape.
         rows: How its rows follow from the batch, None for a fixed shape.
-        filled: Rows from here on hold the padding value.
-        exposed: Rows up to here may have been written by the caller at any time, through ``expose``.
+        marks: How far batches reach; shared by the buffers of a model.
         written: Whether the model itself writes into it, so that padding does not last from one replay to the next.
         version: torch's count of writes to the memory when it was allocated.
     """
@@ -34,14 +52,13 @@ class StaticBuffer:
     tensor: torch.Tensor
     row_dim: int | None
     rows: Dim | None
-    filled: int = 0
-    exposed: int = 0
+    marks: Marks
     written: bool = False
     version: int = 0
     _views: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device) -> StaticBuffer:
+    def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks) -> StaticBuffer:
         """Memory for a batch of that size, all padding."""
         shape = [dim.size(num_tokens, num_reqs) for dim in spec.dims]
         start = 0 if spec.pad == "last" else spec.pad
@@ -49,7 +66,16 @@ class StaticBuffer:
             tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start)
         row_dim = spec.row_dim
         rows = None if row_dim is None else spec.dims[row_dim]
-        return cls(spec, tensor, row_dim, rows, version=tensor._version)
+        return cls(spec, tensor, row_dim, rows, marks, version=tensor._version)
+
+    @property
+    def filled(self) -> int:
+        """Rows from here on hold padding, in a batch that has been staged."""
+        return self.count(self.marks.tokens, self.marks.reqs)
+
+    def count(self, num_tokens: int, num_reqs: int) -> int:
+        """Rows of a batch; 0 for a fixed shape."""
+        return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
     def view(self, rows: int) -> torch.Tensor:
         """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept."""
@@ -57,28 +83,34 @@ class StaticBuffer:
             return self.tensor
         view = self._views.get(rows)
         if view is None:
-            view = self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
+            with torch.inference_mode(False):  # for the same reason as the memory
+                view = self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
         return view
 
     def pad(self, rows: int, padded_rows: int) -> None:
         """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch reached."""
         if self.row_dim is None:
             return
+        marks = self.marks
+        reach = self.count(max(marks.tokens, marks.exposed_tokens), max(marks.reqs, marks.exposed_reqs))
         if self.spec.pad == "last":
             if padded_rows > rows > 0:
                 tail = self.tensor.narrow(self.row_dim, rows, padded_rows - rows)
                 tail.copy_(self.tensor.narrow(self.row_dim, rows - 1, 1))
-        elif (end := max(self.filled, self.exposed, padded_rows if self.written else 0)) > rows:
+        elif (end := max(reach, padded_rows if self.written else 0)) > rows:
             self.tensor.narrow(self.row_dim, rows, end - rows).fill_(self.spec.pad)
-        self.filled = rows
+
+    def clear(self) -> None:
+        """Make every row padding again."""
+        self.tensor.fill_(0 if self.spec.pad == "last" else self.spec.pad)
+        self.version = self.tensor._version
 
     def restore(self) -> None:
-        """Make every row padding again, after warm-ups. A model that wrote into them will do so on every replay."""
+        """The same after warm-ups: a model that wrote into its padding will do so on every replay."""
         counted = self.tensor._version != self.version  # torch's operators count writes, kernels of others do not
         before = self.tensor.clone()
-        self.tensor.fill_(0 if self.spec.pad == "last" else self.spec.pad)
-        self.written = counted or not torch.equal(_bits(before), _bits(self.tensor))
-        self.filled = 0
+        self.clear()
+        self.written = self.written or counted or not torch.equal(_bits(before), _bits(self.tensor))
 
 
 class StaticBuffers:
@@ -89,10 +121,17 @@ class StaticBuffers:
         num_tokens: Tokens of the largest batch.
         num_reqs: Requests of the largest batch.
         device: Where the memory lies.
+
+    Attributes:
+        buffers: Each input's memory, by name.
+        marks: How far batches reach into them.
     """
 
     def __init__(self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device) -> None:
-        self.buffers = {name: StaticBuffer.allocate(spec, num_tokens, num_reqs, device) for name, spec in specs.items()}
+        self.marks = Marks()
+        self.buffers = {
+            name: StaticBuffer.allocate(spec, num_tokens, num_reqs, device, self.marks) for name, spec in specs.items()
+        }
         self._storages = {b.tensor.untyped_storage().data_ptr() for b in self.buffers.values()}
 
     @property
@@ -102,52 +141,30 @@ class StaticBuffers:
 
     def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
         """What a graph for this batch reads: views of the first rows of each buffer, by name."""
-        return {
-            name: buffer.view(buffer.rows.size(num_tokens, num_reqs) if buffer.rows else 0)
-            for name, buffer in self.buffers.items()
-        }
+        return {name: buffer.view(buffer.count(num_tokens, num_reqs)) for name, buffer in self.buffers.items()}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in one of the buffers."""
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def clear(self) -> None:
+        """Make every row padding again: what captures after the first batch have to begin with."""
+        for buffer in self.buffers.values():
+            buffer.clear()
+        self.marks.tokens = self.marks.reqs = 0
 
     def restore(self) -> None:
-        """Make every row padding again, after warm-ups."""
+        """The same after warm-ups and captures, with a look at what the model wrote into its padding."""
         for buffer in self.buffers.values():
             buffer.restore()
+        self.marks.tokens = self.marks.reqs = 0
 
     def expose(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
         """Views for the caller to write into; from now on their rows are never taken for padding."""
-        for buffer in self.buffers.values():
-            if buffer.rows is not None:
-                buffer.exposed = max(buffer.exposed, buffer.rows.size(num_tokens, num_reqs))
+        marks = self.marks
+        marks.exposed_tokens = max(marks.exposed_tokens, num_tokens)
+        marks.exposed_reqs = max(marks.exposed_reqs, num_reqs)
         return self.views(num_tokens, num_reqs)
-
-    def stage(self, values: Mapping[str, torch.Tensor], num_tokens: int, num_reqs: int, *, copy: bool) -> None:
-        """Bring a batch in, and padding behind it.
-
-        Args:
-            values: The batch by name, checked and unpadded. A tensor that is the buffer's own view stays as it is.
-            num_tokens, num_reqs: The batch that it is padded to.
-            copy: Whether tensors from elsewhere are copied in; False: they are refused with an InputError.
-        """
-        targets, sources, counts = [], [], []
-        for name, buffer in self.buffers.items():
-            value = values[name]
-            rows = 0 if buffer.row_dim is None else value.shape[buffer.row_dim]
-            counts.append(rows)
-            target = buffer.view(rows)
-            if value.data_ptr() == target.data_ptr() and value.stride() == target.stride():
-                continue
-            if not copy:
-                raise InputError(
-                    f"input {name!r} does not lie in its static buffer, and cudagraph_copy_inputs is false",
-                    remedy="Write into the tensors of runner.input_views(...), or set cudagraph_copy_inputs: true.",
-                )
-            ours = value.untyped_storage().data_ptr() in self._storages  # copies below may overwrite what is read
-            targets.append(target)
-            sources.append(value.clone() if ours else value)
-        with torch.no_grad():
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            for buffer, rows in zip(self.buffers.values(), counts, strict=True):
-                buffer.pad(rows, buffer.rows.size(num_tokens, num_reqs) if buffer.rows else 0)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,15 +14,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from cgplan.errors import BackendError, CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.graphs.buffers import StaticBuffers
+from cgplan.graphs.copy_kernel import load_copy_kernel
+from cgplan.graphs.copying import Copier, TorchCopier
+from cgplan.graphs.kernel_copying import KernelCopier
+from cgplan.graphs.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.graphs.quiet import collector_quiet
 
 
@@ -120,6 +125,32 @@ class CudaBackend(GraphBackend):
         if not graph.captured:
             raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
         graph.graph.replay()
+
+    def launcher(self, graph: CudaGraph) -> Callable[[], None]:
+        """torch's own replay."""
+        if not graph.captured:
+            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
+        return graph.graph.replay
+
+    def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
+        """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
+        kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
+        if kernel is None:
+            return TorchCopier(buffers, copy_inputs=copy_inputs)
+        blocks = StagingBlocks(partial(fence_behind, device=self.device), self.synchronize)
+        return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
+
+    def stream_getter(self) -> Callable[[], int]:
+        """The raw handle of the current stream of this GPU."""
+        return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
+
+    def is_busy(self, stream: int) -> bool:
+        """Whether work is queued on the stream, whoever queued it."""
+        return not stream_at(stream, self.device).query()
+
+    def annotate(self, name: str) -> AbstractContextManager[object]:
+        """An NVTX range."""
+        return torch.cuda.nvtx.range(name)
 
     def reset(self, graph: CudaGraph) -> None:
         """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""

@@ -25,8 +25,9 @@ from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.reports.units import format_bytes
-from cgplan.runtime.runner import GraphRunner, RunnerStats
+from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureProgress, CaptureSession
+from cgplan.runtime.stats import RunnerStats
 
 
 class GraphPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,34 @@ class OutputRows:
         if isinstance(output, torch.Tensor):  # the common case, without a walk over a tree
             return output[:rows].clone() if self.clone else output[:rows]
         return tree_map_only(torch.Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
+
+    def cutter(self, output: Any, num_tokens: int, num_reqs: int | None) -> Callable[[], Any]:
+        """``cut`` for an output that lies on the same memory each time: its views are made here, once.
+
+        Returns:
+            A function that gives the cut output: the same tensors on each call, or copies where ``clone`` says so, in
+            lists and dicts of their own, which the caller may change.
+        """
+        rows = self.count(num_tokens, num_reqs)
+        with torch.inference_mode(False), torch.no_grad():
+            views = tree_map_only(torch.Tensor, lambda t: t[:rows], output)
+        return _builder(views, self.clone)
+
+
+def _builder(value: Any, clone: bool) -> Callable[[], Any]:
+    """A function that builds an output anew, as far as it can be changed."""
+    if isinstance(value, torch.Tensor):
+        return value.clone if clone else lambda: value
+    if type(value) is tuple:
+        parts = [_builder(part, clone) for part in value]
+        return lambda: tuple([part() for part in parts])
+    if type(value) is list:
+        parts = [_builder(part, clone) for part in value]
+        return lambda: [part() for part in parts]
+    if type(value) is dict:
+        items = [(key, _builder(part, clone)) for key, part in value.items()]
+        return lambda: {key: part() for key, part in items}
+    return lambda: tree_map_only(torch.Tensor, lambda t: t.clone() if clone else t, value)
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -2,82 +2,43 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from operator import itemgetter
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CgplanError, DispatchMissError, InputError
+from cgplan.errors import CgplanError, InputError
 from cgplan.graphs import GraphBackend
+from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+from cgplan.planning import Plan
 from cgplan.reports.records import CaptureReport
-from cgplan.runtime.batch import Batch, BatchReader
+from cgplan.runtime.batch import BatchReader
 from cgplan.runtime.debug import DebugChecks
+from cgplan.runtime.dispatching import BatchRouter, Route
 from cgplan.runtime.graphed import GraphedModel
+from cgplan.runtime.launching import BatchLauncher, under_way
 from cgplan.runtime.outputs import OutputRows
+from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, Values, on_device
+from cgplan.runtime.staging import StagedBuffers
+from cgplan.runtime.stats import RunnerStats
 
-_MISS_REMEDY = {
-    MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
-}
-
-
-@dataclass(slots=True)
-class RunnerStats:
-    """What calls were answered with.
-
-    Attributes:
-        replays: Calls by (runtime mode, descriptor) of the graph that served them.
-        eager: Calls that ran eagerly, by reason.
-        padded_rows: Rows of padding that graphs computed besides the batches.
-    """
-
-    replays: Counter[tuple[CUDAGraphMode, BatchDescriptor]] = field(default_factory=Counter)
-    eager: Counter[MissReason] = field(default_factory=Counter)
-    padded_rows: int = 0
-
-    def reset(self) -> None:
-        """Forget all counts."""
-        self.replays.clear()
-        self.eager.clear()
-        self.padded_rows = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where a batch goes.
-
-    Attributes:
-        batch: Its rows.
-        uniform: Whether it counts as uniform decode.
-        num_active_loras: Distinct adapters in it.
-        mode, descriptor: What the dispatcher answered.
-    """
-
-    batch: Batch
-    uniform: bool
-    num_active_loras: int
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-
-    @property
-    def unpadded(self) -> BatchDescriptor:
-        """The batch as an eager forward sees it."""
-        tokens, reqs = self.batch.num_tokens, self.batch.num_reqs
-        uniform = self.uniform and reqs is not None
-        return BatchDescriptor(tokens, reqs, uniform, self.num_active_loras > 0, self.num_active_loras)
+MOST_PREPARED = 4096  # sizes of batches that are kept ready; the one that was prepared first goes first
+_NOT_MET = (LookupError, AttributeError, TypeError)  # what looking up a wrong call may raise
 
 
 class GraphRunner:
     """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees what it owns.
 
     It owns the static buffers, the graphs and their pool. Outputs are borrowed unless ``compilation.outputs`` is
-    ``clone``: views of graph memory, overwritten by the next call of this runner. Not for use from several threads.
+    ``clone``: views of graph memory, overwritten by the next call of this runner, and the same tensor objects each
+    time. Not for use from several threads, and on one stream at a time: a call from another stream is refused while
+    the stream of the last call still has work.
 
     Attributes:
         report: What the capture cost.
@@ -92,15 +53,43 @@ class GraphRunner:
         capture_again: Callable[[], GraphRunner],
     ) -> None:
         self.report = report
-        self.stats = RunnerStats()
-        self._graphed = graphed
-        self._outputs = outputs
+        self.stats = RunnerStats(graphed.plan)
         self._capture_again = capture_again
-        self._closed = False
-        self._in_call = threading.Lock()
-        self._debug = DebugChecks(graphed) if graphed.config.compilation.debug else None
-        self._dispatcher = CudagraphDispatcher(graphed.plan)
         self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
+        names = self._reader.names
+        self._num_inputs = len(names)
+        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+        self._pick = itemgetter(*names) if len(names) > 1 else lambda given: tuple([given[name] for name in names])
+        first = self._reader.counting("num_tokens") or self._reader.counting("num_reqs") or (0, 0)
+        self._counted = (*first, *(self._reader.counting("num_reqs") or first))
+        self._handed: list[weakref.ref[StagedBuffers]] = []
+        self._open(graphed, outputs)
+
+    def _open(self, graphed: GraphedModel, outputs: OutputRows) -> None:
+        self._graphed, self._outputs, self._closed = graphed, outputs, False
+        compilation = graphed.config.compilation
+        self._debug = DebugChecks(graphed) if compilation.debug else None
+        self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
+        self._launcher = BatchLauncher(graphed)
+        self._acquire, self._release, self._launch = (
+            self._launcher.acquire, self._launcher.release, self._launcher.launch,
+        )  # fmt: skip
+        self.graphs_changed()
+
+    def graphs_changed(self) -> None:
+        """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then."""
+        for reference in self._handed:
+            if (staged := reference()) is not None:
+                staged.retire()
+        self._handed.clear()
+        self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
+        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
+        self._router = BatchRouter(self.plan, self._reader)
+        self.stats.plan = self.plan
+        nvtx = self.config.report.nvtx
+        self._preparer = BatchPreparer(
+            self._graphed, self._outputs, self._copier, self._router, self.stats, self._debug, nvtx=nvtx
+        )
 
     @property
     def plan(self) -> Plan:
@@ -123,7 +112,8 @@ class GraphRunner:
         """Run one batch.
 
         Args:
-            inputs: Every declared input and metadata tensor, by name, unpadded, on the runner's device.
+            inputs: Every declared input and metadata tensor, by name, unpadded, on the runner's device or on the host.
+                Host tensors may be written to as soon as the call has returned.
             uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query length of 1 it
                 follows from the counts; for a longer one the batch is taken as mixed.
             num_active_loras: Distinct adapters in the batch.
@@ -136,46 +126,97 @@ class GraphRunner:
             CaptureError: autocast is not as it was at capture.
             AddressError: memory that the graph uses has moved, see ``compilation.address_check``.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
+            CgplanError: the runner is closed, or another call is under way.
         """
         if args:
             raise InputError("the runner takes no positional arguments", remedy="Pass every input by its name.")
-        if not self._in_call.acquire(blocking=False):
-            raise CgplanError(
-                "the runner was called while another call was under way", remedy="Call it from one thread at a time."
-            )
+        if not self._acquire(False):
+            raise under_way()
         try:
-            return self._call(self.route(inputs, uniform_decode, num_active_loras), inputs)
+            stats, began = self.stats, 0
+            if stats.until_timed:
+                stats.until_timed -= 1
+            else:
+                began = perf_counter_ns()
+            copy_in: CopyIn | None = None
+            try:  # see Note [The hot path] in prepared.py
+                values: Values = self._pick(inputs)
+                i, dim, j, other = self._counted
+                batch = self._batches[values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras]
+                if len(inputs) == self._num_inputs:
+                    for is_alike, way in batch.ways:
+                        if is_alike(*values):
+                            copy_in = way
+                            break
+            except _NOT_MET:
+                pass
+            if copy_in is None:
+                batch, values, copy_in = self._look_closer(inputs, uniform_decode, num_active_loras)
+            output = self._launch(batch, copy_in, values)
+            if began:
+                stats.add_time(perf_counter_ns() - began)
+            return output
         finally:
-            self._in_call.release()
+            self._release()
 
-    def _call(self, route: Route, inputs: Mapping[str, torch.Tensor]) -> Any:
-        self._graphed.check_autocast()
-        if route.mode is CUDAGraphMode.NONE:
-            self._count_miss(route)
-            return self._graphed.run_eager(route.unpadded, inputs)
-        self._graphed.check_addresses(route.mode, route.descriptor)
-        self._stage(route, inputs)
-        self.stats.replays[route.mode, route.descriptor] += 1
-        self.stats.padded_rows += route.descriptor.num_tokens - route.batch.num_tokens
-        if self._debug is not None:
-            return self._debug.replay(
-                route.mode, route.descriptor, lambda: self._replay(route), lambda output: self._cut(route, output)
-            )
-        return self._cut(route, self._replay(route))
+    def _look_closer(
+        self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int
+    ) -> tuple[PreparedBatch, Values, CopyIn]:
+        """Check a call that is not like an earlier one, and prepare its batch if it is the first of its size."""
+        route = self.route(inputs, uniform_decode, num_active_loras)
+        values = self._pick(inputs)
+        i, dim, j, other = self._counted
+        asked = (values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras)
+        batch = self._batches.get(asked)
+        if batch is None:
+            batch = self._preparer.prepare(route)
+            while len(self._batches) >= MOST_PREPARED:
+                self._batches.pop(next(iter(self._batches)))
+            self._batches[asked] = batch
+        return batch, values, batch.way(values)
 
-    def _replay(self, route: Route) -> Any:
-        """The padded output of a staged batch."""
-        entry = self._graphed.wrapper.entries.get(route.descriptor) if route.mode is CUDAGraphMode.FULL else None
-        if entry is not None:
-            self.backend.replay(entry.graph)
-            return entry.output
-        # PIECEWISE: the model's own code runs, with graphs inside
-        output = self._graphed.run_graphed(route.mode, route.descriptor, self._graphed.views(route.descriptor))
-        self._outputs.check(output, route.descriptor, self._graphed.padded_reqs(route.descriptor))
-        return output
+    def stage(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+    ) -> StagedBuffers:
+        """The static buffers' own views, to be written in place: no copy is made.
 
-    def _cut(self, route: Route, output: Any) -> Any:
-        return self._outputs.cut(output, route.batch.num_tokens, route.batch.num_reqs)
+        ::
+
+            with runner.stage(num_tokens=13) as buffers:
+                buffers["input_ids"].copy_(ids)
+            logits = buffers.output
+
+        Leaving the block runs the batch, see StagedBuffers.
+
+        Args:
+            num_tokens: Tokens of the batch, at most ``plan.max_capture_size``.
+            num_reqs: Requests; needed where an input counts them and it does not follow from the tokens.
+            uniform_decode, num_active_loras: As for a call.
+
+        Raises:
+            InputError: there cannot be such a batch, or it does not fit into the static buffers.
+            DispatchMissError, CgplanError: As for a call.
+        """
+        staged = self._staged.get((num_tokens, num_reqs, uniform_decode, num_active_loras))
+        return self._new_stage(num_tokens, num_reqs, uniform_decode, num_active_loras) if staged is None else staged
+
+    def _new_stage(
+        self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
+    ) -> StagedBuffers:
+        self._check_open()
+        route = self._router.of_counts(num_tokens, num_reqs, uniform_decode, num_active_loras)
+        views = self._graphed.buffers.views(num_tokens, route.batch.num_reqs or 0)
+        staged = StagedBuffers(self._launcher, self._preparer.prepare(route), views)
+        while len(self._staged) >= MOST_PREPARED:
+            self._staged.pop(next(iter(self._staged)))
+            self._handed = [reference for reference in self._handed if reference() is not None]
+        self._handed.append(weakref.ref(staged))
+        self._staged[num_tokens, num_reqs, uniform_decode, num_active_loras] = staged
+        return staged
 
     def run_eagerly(
         self,
@@ -191,50 +232,38 @@ class GraphRunner:
             inputs, uniform_decode, num_active_loras: As for a call.
             padded: Pad to the capture size, in the static buffers; False: run the tensors as they are.
         """
-        route = self.route(inputs, uniform_decode, num_active_loras)
-        if route.mode is CUDAGraphMode.NONE or not padded:
-            return self._graphed.run_eager(route.unpadded, inputs)
-        self._stage(route, inputs)
-        output = self._graphed.run_eager(route.descriptor, self._graphed.views(route.descriptor))
-        return self._outputs.cut(output, route.batch.num_tokens, route.batch.num_reqs)
+        if not self._acquire(False):
+            raise under_way()
+        try:
+            route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
+            tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
+            values = self._pick(inputs)
+            if route.mode is CUDAGraphMode.NONE or not padded:
+                tensors = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
+                return graphed.run_eager(route.unpadded, dict(tensors))
+            key = route.descriptor
+            copy = self._copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
+            copy.run(values, self._launcher.current_stream())
+            return self._outputs.cut(graphed.run_eager(key, graphed.views(key)), tokens, reqs)
+        finally:
+            self._release()
 
     def route(
         self, inputs: Mapping[str, torch.Tensor], uniform_decode: bool | None = None, num_active_loras: int = 0
     ) -> Route:
         """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
-        if self._closed:
-            raise CgplanError("the runner is closed", remedy="Capture again.")
-        batch = self._reader.read(inputs)
-        q, reqs, tokens = self.plan.query_len, batch.num_reqs, batch.num_tokens
-        if uniform_decode is None:
-            uniform_decode = q == 1 and (reqs is None or reqs == tokens)
-        elif uniform_decode and (tokens % q or (reqs is not None and reqs != tokens // q)):
-            raise InputError(
-                f"uniform_decode=True, but {tokens} tokens are not {'whole' if reqs is None else reqs} requests of {q}",
-                remedy="Pass uniform_decode=False for a mixed batch.",
-            )
-        if reqs is not None and reqs > min(tokens, self.plan.max_num_seqs):
-            raise InputError(
-                f"the batch has {reqs} requests, but {tokens} tokens and scheduler.max_num_seqs "
-                f"{self.plan.max_num_seqs} allow {min(tokens, self.plan.max_num_seqs)}",
-                remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
-            )
-        if num_active_loras:
-            self._check_loras(num_active_loras)
-        mode, descriptor = self._dispatcher.dispatch(tokens, uniform_decode, num_active_loras)
-        return Route(batch, uniform_decode, num_active_loras, mode, descriptor)
+        self._check_open()
+        return self._router.of_tensors(inputs, uniform_decode, num_active_loras)
 
     def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
         """Views of the static buffers for a batch, by name: write into them and pass them to the call.
 
-        Needed with ``cudagraph_copy_inputs: false``; otherwise it saves the copies. The runner owns the memory.
+        They may be written to at any time, so padding behind each batch is reset as far as they reach. ``stage`` does
+        without that, and is to be preferred. The runner owns the memory.
         """
-        if self._closed:
-            raise CgplanError("the runner is closed", remedy="Capture again.")
-        most = self.plan.max_capture_size
+        self._check_open()
+        self._router.check_size(num_tokens)
         reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else num_reqs
-        if not 0 < num_tokens <= most:
-            raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
         if not 0 < reqs <= min(num_tokens, self.plan.max_num_seqs):
             raise InputError(
                 f"{num_tokens} tokens are 1 to {min(num_tokens, self.plan.max_num_seqs)} requests, asked for {reqs}",
@@ -253,6 +282,7 @@ class GraphRunner:
         Calls that a graph would serve raise AddressError with that name until ``recapture``.
         """
         self._graphed.invalidate(name)
+        self.graphs_changed()  # each batch is looked at again
 
     def recapture(self) -> None:
         """Capture the same plan again, with the model's memory as it is now.
@@ -262,37 +292,30 @@ class GraphRunner:
         """
         self.close()
         fresh = self._capture_again()
-        self.report, self._graphed, self._outputs = fresh.report, fresh._graphed, fresh._outputs
-        self._debug = fresh._debug
-        self._closed = False
+        self.report = fresh.report
+        self.stats.captures += fresh.stats.captures
+        self._open(fresh._graphed, fresh._outputs)
 
     def close(self) -> None:
-        """Free graphs, pool and static buffers. Outputs that were handed out are no longer valid."""
-        if not self._closed:
-            self._closed = True
-            self._graphed.free()
+        """Free graphs, pool and static buffers. Outputs that were handed out are no longer valid.
 
-    def _stage(self, route: Route, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Bring a batch into the static buffers, with padding behind it."""
-        descriptor = route.descriptor
-        padded_reqs = self._graphed.padded_reqs(descriptor)
-        copy = self.config.compilation.cudagraph_copy_inputs
-        self._graphed.buffers.stage(inputs, descriptor.num_tokens, padded_reqs, copy=copy)
+        Raises:
+            CgplanError: a call is under way.
+        """
+        if not self._acquire(False):
+            raise under_way()
+        try:
+            if not self._closed:
+                self._closed = True
+                self.graphs_changed()
+                self._copier.close()
+                self._graphed.free()
+        finally:
+            self._release()
 
-    def _check_loras(self, num_active_loras: int) -> None:
-        most = self.plan.max_loras or 0
-        if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
-            raise InputError(
-                f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",
-                remedy="Raise lora.max_loras." if most else "Add a `lora` section to the configuration.",
-            )
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CgplanError("the runner is closed", remedy="Capture again.")
 
-    def _count_miss(self, route: Route) -> None:
-        reason = self._dispatcher.explain(route.batch.num_tokens, route.uniform, route.num_active_loras)
-        reason = reason or MissReason.NOTHING_CAPTURED
-        if self.config.compilation.on_miss == "error":
-            raise DispatchMissError(
-                f"no graph serves a batch of {route.batch.num_tokens} tokens: {reason}",
-                remedy=f"{_MISS_REMEDY.get(reason, 'Choose another cudagraph_mode')}, or set on_miss: eager.",
-            )
-        self.stats.eager[reason] += 1
+
+__all__ = ["GraphRunner", "Route", "RunnerStats"]

@@ -1,0 +1,109 @@
+"""Pinned memory that host tensors pass through on their way to the device, and how long the device reads it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+ALIGNMENT = 16
+LEAST_BYTES = 1 << 16
+# Blocks whose owner went away without `close`: the device may still read them, so they are kept until it cannot.
+_left_behind: list[torch.Tensor] = []
+
+
+class Fence(Protocol):
+    """A point in the device's work, as torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+
+def stream_at(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """torch's stream of a raw handle."""
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
+def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
+    """An event behind all work that is queued on a stream."""
+    event = torch.cuda.Event()
+    event.record(stream_at(handle, device))
+    return event
+
+
+def allocate_pinned(nbytes: int) -> torch.Tensor:
+    """A block that the device reads under the host's address."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class StagingBlocks:
+    """Two blocks of pinned memory, written in turns: one is filled while the device may still read the other.
+
+    A block takes as many batches as fit. When it is full, or the stream changes, a fence is put behind what reads it,
+    and before it is written again that fence is waited for: bytes in flight are never overwritten. Batches that the
+    host stages while the device is busy thus cost nothing but their own copies, until two blocks are full.
+
+    Args:
+        new_fence: Makes a fence behind all work that is queued on a stream, given by its handle.
+        wait: Waits for all work of the device.
+        allocate: Makes a block of so many bytes that the device can read under the host's address.
+    """
+
+    def __init__(
+        self,
+        new_fence: Callable[[int], Fence],
+        wait: Callable[[], None],
+        allocate: Callable[[int], torch.Tensor] = allocate_pinned,
+    ) -> None:
+        if _left_behind:
+            wait()
+            _left_behind.clear()
+        self._new_fence = new_fence
+        self._wait = wait
+        self._allocate = allocate
+        self._blocks: list[torch.Tensor] = []
+        self._fences: list[Fence | None] = [None, None]
+        self._turn = 0
+        self._at = self._end = 0
+        self._stream: int | None = None
+        self._on_loss = weakref.finalize(self, _left_behind.extend, self._blocks)
+        self._on_loss.atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both blocks; 0 before the first batch."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def take(self, nbytes: int, stream: int) -> int:
+        """The address of ``nbytes`` bytes to write now and to read on ``stream`` before the next ``take``."""
+        at = self._at
+        if at + nbytes > self._end or stream != self._stream:
+            at = self._next_block(nbytes, stream)
+        self._at = at + nbytes
+        return at
+
+    def close(self) -> None:
+        """Give the blocks back, once the device has read them."""
+        if self._blocks:
+            self._wait()
+        self._blocks.clear()
+        self._fences = [None, None]
+        self._at = self._end = 0
+
+    def _next_block(self, nbytes: int, stream: int) -> int:
+        if self._end and self._stream is not None:
+            self._fences[self._turn] = self._new_fence(self._stream)
+        self._turn = 1 - self._turn
+        if not self._blocks or self._blocks[0].nbytes < nbytes:
+            self.close()
+            size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+            self._blocks += [self._allocate(size), self._allocate(size)]
+        elif (fence := self._fences[self._turn]) is not None:
+            fence.synchronize()
+            self._fences[self._turn] = None
+        block = self._blocks[self._turn]
+        start = block.data_ptr()
+        self._at, self._end, self._stream = start, start + block.nbytes, stream
+        return start

@@ -1,0 +1,130 @@
+"""From what a caller asks for to where it goes: the rules that a batch has to keep, and the dispatcher's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import DispatchMissError, InputError
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+from cgplan.runtime.batch import Batch, BatchReader
+
+_MISS_REMEDY = {
+    MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a batch goes.
+
+    Attributes:
+        batch: Its rows.
+        uniform: Whether it counts as uniform decode.
+        num_active_loras: Distinct adapters in it.
+        mode, descriptor: What the dispatcher answered.
+    """
+
+    batch: Batch
+    uniform: bool
+    num_active_loras: int
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+
+    @property
+    def unpadded(self) -> BatchDescriptor:
+        """The batch as an eager forward sees it."""
+        tokens, reqs = self.batch.num_tokens, self.batch.num_reqs
+        uniform = self.uniform and reqs is not None
+        return BatchDescriptor(tokens, reqs, uniform, self.num_active_loras > 0, self.num_active_loras)
+
+
+class BatchRouter:
+    """Routes the batches of one plan.
+
+    Args:
+        plan: What is captured.
+        reader: Checks tensors and counts their rows.
+    """
+
+    def __init__(self, plan: Plan, reader: BatchReader) -> None:
+        self._plan = plan
+        self._reader = reader
+        self._dispatcher = CudagraphDispatcher(plan)
+
+    def of_tensors(self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int) -> Route:
+        """Where a batch of tensors goes. Raises InputError."""
+        return self._route(self._reader.read(inputs), uniform_decode, num_active_loras)
+
+    def of_counts(
+        self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
+    ) -> Route:
+        """Where a batch goes that will be written into the static buffers. Raises InputError.
+
+        Requests that are not given are as many as the tokens allow: one for each token of a decode batch, one for each
+        ``query_len`` tokens where the batch is said to be uniform. Elsewhere nothing follows, and they have to be given
+        if an input counts them.
+        """
+        plan, q = self._plan, self._plan.query_len
+        self.check_size(num_tokens)
+        if self._reader.counting("num_reqs") is None:
+            num_reqs = None
+        elif num_reqs is None:
+            if not uniform_decode and (q > 1 or num_tokens > plan.max_num_seqs):
+                raise InputError(
+                    f"a batch of {num_tokens} tokens does not tell how many requests it has",
+                    remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
+                )
+            num_reqs = num_tokens // q if uniform_decode else num_tokens
+        if num_reqs is not None and num_reqs < 1:
+            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
+        return self._route(Batch(num_tokens, num_reqs), uniform_decode, num_active_loras)
+
+    def check_size(self, num_tokens: int) -> None:
+        """Raise InputError if the static buffers do not hold so many tokens."""
+        most = self._plan.max_capture_size
+        if not isinstance(num_tokens, int) or not 0 < num_tokens <= most:
+            raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
+
+    def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
+        """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
+        tokens = route.batch.num_tokens
+        reason = self._dispatcher.explain(tokens, route.uniform, route.num_active_loras)
+        reason = reason or MissReason.NOTHING_CAPTURED
+        if on_miss == "error":
+            raise DispatchMissError(
+                f"no graph serves a batch of {tokens} tokens: {reason}",
+                remedy=f"{_MISS_REMEDY.get(reason, 'Choose another cudagraph_mode')}, or set on_miss: eager.",
+            )
+        return reason
+
+    def _route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int) -> Route:
+        q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
+        if uniform_decode is None:
+            uniform_decode = q == 1 and (reqs is None or reqs == tokens)
+        elif uniform_decode and (tokens % q or (reqs is not None and reqs != tokens // q)):
+            raise InputError(
+                f"uniform_decode=True, but {tokens} tokens are not {'whole' if reqs is None else reqs} requests of {q}",
+                remedy="Pass uniform_decode=False for a mixed batch.",
+            )
+        if reqs is not None and reqs > min(tokens, most):
+            raise InputError(
+                f"the batch has {reqs} requests, but {tokens} tokens and scheduler.max_num_seqs {most} allow "
+                f"{min(tokens, most)}",
+                remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
+            )
+        if num_active_loras:
+            self._check_loras(num_active_loras)
+        mode, descriptor = self._dispatcher.dispatch(tokens, uniform_decode, num_active_loras)
+        return Route(batch, uniform_decode, num_active_loras, mode, descriptor)
+
+    def _check_loras(self, num_active_loras: int) -> None:
+        most = self._plan.max_loras or 0
+        if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
+            raise InputError(
+                f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",
+                remedy="Raise lora.max_loras." if most else "Add a `lora` section to the configuration.",
+            )

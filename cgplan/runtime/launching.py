@@ -1,0 +1,89 @@
+"""The last steps of each call: what may have changed around it is looked at, then the batch is copied in and run."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cgplan.errors import CgplanError
+from cgplan.graphs.copying import CopyIn
+from cgplan.runtime.graphed import GraphedModel
+from cgplan.runtime.prepared import PreparedBatch, Values
+
+if TYPE_CHECKING:
+    from cgplan.runtime.staging import StagedBuffers
+
+
+class BatchLauncher:
+    """Runs prepared batches of one model, one at a time.
+
+    Args:
+        graphed: The model with its graphs.
+
+    Attributes:
+        acquire, release: Of the lock that each call takes; it is never waited for.
+        marks: How far batches reach into the static buffers.
+        current_stream: The handle of the current stream.
+        last_staged: The staged buffers whose output is the latest.
+    """
+
+    def __init__(self, graphed: GraphedModel) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release = lock.acquire, lock.release
+        self.marks = graphed.buffers.marks
+        self.current_stream = graphed.backend.stream_getter()
+        self.last_staged: weakref.ref[StagedBuffers] | None = None
+        self._graphed = graphed
+        self._stream: int | None = None
+        kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
+        self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
+        self._is_plain = False  # whether a call without autocast has passed
+        self._checks_once = graphed.config.compilation.address_policy != "always"
+
+    def launch(self, batch: PreparedBatch, copy_in: CopyIn, values: Values) -> Any:
+        """Copy a batch in and run it; the lock is held.
+
+        Raises:
+            CgplanError: the stream of the call before is another one, and still has work.
+            CaptureError, AddressError: as GraphRunner's call.
+        """
+        stream = self.current_stream()
+        if stream != self._stream:
+            self._take_stream(stream)
+        if not self._is_plain or self._is_autocast():
+            self._graphed.check_autocast()
+            self._is_plain = not self._is_autocast()
+        if batch.unchecked:
+            self._graphed.check_addresses(batch.route.mode, batch.route.descriptor)
+            batch.unchecked = not self._checks_once
+        replay = batch.replay
+        if replay is None:
+            return batch.run(copy_in, values, stream)
+        copy_in(values, stream)
+        batch.count.calls += 1
+        replay()
+        return batch.output()
+
+    def extend_marks(self, batch: PreparedBatch) -> None:
+        """Note that rows of a batch may have been written, and no padding was reset."""
+        self.marks.extend(batch.route.batch.num_tokens, batch.route.batch.num_reqs or 0)
+
+    def _take_stream(self, stream: int) -> None:
+        if self._stream is not None and self._graphed.backend.is_busy(self._stream):
+            raise CgplanError(
+                "the runner was called from another stream than before, whose work is not done",
+                remedy="Synchronise the first stream before the second one takes over, or capture a runner for each.",
+            )
+        self._stream = stream
+
+
+def under_way() -> CgplanError:
+    """The error of a call inside a call, or from a second thread."""
+    return CgplanError(
+        "the runner was called while another call was under way",
+        remedy="Call it from one thread at a time, and leave the block of staged buffers first.",
+    )
