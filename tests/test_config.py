@@ -160,7 +160,7 @@ def test_a_key_that_stands_twice(write: Any) -> None:
         ),
         ("\n\nshceduler: {}\n", "line 3: unknown key 'shceduler' (did you mean 'scheduler'?)"),
         ("cudagraph_mode: FULL\n", "line 1: unknown key 'cudagraph_mode' (it belongs under 'compilation')"),
-        ("report:\n  zzz: 1\n", "(allowed here: sizes, repeats, warmups)"),
+        ("report:\n  zzz: 1\n", "(allowed here: sizes, repeats, warmups, nvtx)"),
         (
             "inputs:\n  x:\n    dtype: int8\n    shape: [1]\n    pads: 0\n",
             "line 5: unknown key 'inputs.x.pads' (did you",

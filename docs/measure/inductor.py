@@ -44,30 +44,40 @@ def main(path, sizes, partition):
     compiled = runner._graphed.route.splitter.compilations
     print(f"{runner.report.environment.device}, torch {torch.__version__}; {path}")
     print(f"cgplan: {len(records)} sizes, {compiled} compilations for all of them, {seconds:.1f} s with captures")
+    batches = {size: example_batch({**config.inputs, **config.metadata}, size, size, backend.device) for size in sizes}
+    found = {size: graphed(runner, built.forward, backend, batch) for size, batch in batches.items()}
     print("tokens                  device us   host us   first call s   largest difference to eager")
-    for size in sizes:
-        inputs = example_batch({**config.inputs, **config.metadata}, size, size, backend.device)
-        eager = runner.run_eagerly(padded=False, **inputs).clone()
-        found = (runner(**inputs) - built.forward(**inputs)).abs().max().item()
-        device, host = measure(backend, lambda i=inputs: runner(**i))
-        print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{found:16.4f}")
-        torch._dynamo.reset()
-        peer = torch.compile(built.forward, mode="reduce-overhead", dynamic=False)
-        start = time.perf_counter()
-        for _ in range(3):  # it records at the second call, and replays from the third on
-            torch.compiler.cudagraph_mark_step_begin()
-            answer = peer(**inputs)
-        torch.cuda.synchronize()
-        first = time.perf_counter() - start
-        worst = (answer - eager).abs().max().item()
-
-        def step(call=peer, batch=inputs):
-            torch.compiler.cudagraph_mark_step_begin()
-            return call(**batch)
-
-        peer_device, peer_host = measure(backend, step)
+    for size, batch in batches.items():
+        eager, worst, device, host = found[size]
+        print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{worst:16.4f}")
+        peer_device, peer_host, first, worst = peer(built.forward, backend, batch, eager)
         print(f"{size:6} reduce-overhead{peer_device:11.0f}{peer_host:10.1f}{first:15.1f}{worst:16.4f}")
         print(f"{size:6} ratio         {device / peer_device:12.2f}{host / peer_host:10.2f}")
+
+
+def graphed(runner, forward, backend, inputs):
+    """The model's answer, how far cgplan's is from it, and microseconds of device and host; before any reset."""
+    eager = forward(**inputs).clone()
+    worst = (runner(**inputs) - eager).abs().max().item()
+    return eager, worst, *measure(backend, lambda: runner(**inputs))
+
+
+def peer(forward, backend, inputs, eager):
+    """Microseconds of device and host, seconds until it replays, and how far it is from the model's answer."""
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, mode="reduce-overhead", dynamic=False)
+
+    def step():
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(**inputs)
+
+    start = time.perf_counter()
+    for _ in range(3):  # it records at the second call, and replays from the third on
+        answer = step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    worst = (answer - eager).abs().max().item()
+    return *measure(backend, step), first, worst
 
 
 if __name__ == "__main__":
