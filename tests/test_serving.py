@@ -174,6 +174,17 @@ def test_speculation_gives_the_tokens_of_plain_decoding(layers: int, right: bool
     assert [line.rsplit(None, 1)[1] for line in lines[2:]] == ["5/5"] * 4
 
 
+def test_a_draft_is_right_as_often_as_the_later_layers_let_it() -> None:
+    speculative = example("speculative")
+    acceptance = {}
+    for scale in ("1", "0.05", "0"):
+        args = [*EXACT, "--requests", "5", "--tokens", "14", "--draft-layers", "1", "--later-layers", scale]
+        found = speculative.decode_all(speculative.parse(args))
+        assert found["speculative, with graphs"].tokens == found["plain, without graphs"].tokens
+        acceptance[scale] = found["speculative, with graphs"].acceptance
+    assert acceptance["1"] < 0.5 < acceptance["0.05"] < acceptance["0"] == 1.0
+
+
 def test_a_cache_that_does_not_hold_the_tokens() -> None:
     speculative = example("speculative")
     with pytest.raises(SystemExit, match="do not hold 64 new ones"):

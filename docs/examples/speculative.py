@@ -5,8 +5,9 @@ tokens are the same.
     python docs/examples/speculative.py --config configs/decoder_0_6b.yaml --set speculative.num_speculative_tokens=3
 
 The draft is the target's own first layers, so its weights need no memory and no training (the target's weights are
-random, too). How often it is right follows from ``--draft-layers``; a trained draft of that cost would be right more
-often. What is shown of the four ways is decoding alone, without the prefill.
+random, too). A draft of few layers is then never right, as no training brought it near the target; ``--later-layers
+0.02`` stands in for that training: it scales what the target's layers behind the draft's add, so that the draft agrees
+more often, at the cost of a real one. What is shown of the four ways is decoding alone, without the prefill.
 
 Plain decoding is the usual loop: each step takes a token for each request, and a batch's tensors go to the device.
 Speculative decoding leaves the requests' state there: a step is two replays, and one copy of the new tokens back.
@@ -132,7 +133,9 @@ def decode_all(args: argparse.Namespace) -> dict[str, Decoded]:
     target = load_model(
         config.model.target, config.model.kwargs, device=backend.device, base_dir=Path(args.config).parent
     ).module
-    draft = first_layers(target, args.draft_layers or max(target.config.num_layers // 2, 1))
+    draft_layers = args.draft_layers or max(target.config.num_layers // 2, 1)
+    scale_later_layers(target, draft_layers, args.later_layers)
+    draft = first_layers(target, draft_layers)
     work = Workload.random(config, target, args.requests or min(config.scheduler.max_num_seqs, 16), args.tokens)
     found = {}
     for name, graphs in (("without graphs", False), ("with graphs", True)):
@@ -143,6 +146,14 @@ def decode_all(args: argparse.Namespace) -> dict[str, Decoded]:
             decode_speculatively(manager, work)  # libraries warm up
             found[f"speculative, {name}"] = decode_speculatively(manager, work)
     return found
+
+
+@torch.no_grad()
+def scale_later_layers(target: Decoder, first: int, scale: float) -> None:
+    """Scale what the layers from ``first`` on add to the residual stream."""
+    for layer in list(target.layers)[first:]:
+        layer.self_attn.o_proj.weight.mul_(scale)
+        layer.mlp.down_proj.weight.mul_(scale)
 
 
 def _plain(config: Config, target: Decoder, backend: GraphBackend, work: Workload) -> Decoded:
@@ -189,6 +200,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=0, help="decoded together; 0: max_num_seqs, at most 16")
     parser.add_argument("--tokens", type=int, default=32, help="for each request")
     parser.add_argument("--draft-layers", type=int, default=0, help="layers of the draft; 0: half of the target's")
+    parser.add_argument("--later-layers", type=float, default=1.0, metavar="SCALE", help="of the layers behind those")
     return parser.parse_args(arguments)
 
 
