@@ -156,18 +156,15 @@ class LiveGraphs:
                 mode=key[0], descriptor=key[1], error=type(error).__name__, detail=error.message
             )
             drop_locals(error)
-            self._give_up(key)
+            self._give_up(key, pool_before)
             return
         except BaseException:
-            self._give_up(key)
+            self._give_up(key, None)
             raise
         if guard.add(captured, 0):
             del captured
             self._refuse(key)
-            self._give_up(key)
-            pools = self.graphed.pools
-            if pools.is_private and pools.nbytes > pool_before:  # else it would keep what the key has made it grow by
-                self._begin_anew(tuple(self._records))
+            self._give_up(key, pool_before)
             return
         self._records[key] = record = captured.record(backend)
         self.history.append(record)
@@ -177,12 +174,17 @@ class LiveGraphs:
             self._workspace_bytes = max(grown, 0)
         self._is_new = False
 
-    def _give_up(self, key: Key) -> None:
-        """Free what there is of a key that could not be captured."""
+    def _give_up(self, key: Key, pool_before: int | None) -> None:
+        """Free what there is of a key that could not be captured; where the pools held so many bytes before it, make
+        them give back what it has made them grow by: for that all graphs have to be captured again.
+        """
+        pools = self.graphed.pools
         self.graphed.scope.entries.clear()
         self.graphed.evict([key])
         self.graphed.backend.release_cached()
-        self._guard.release([key], self.graphed.pools.nbytes)
+        self._guard.release([key], pools.nbytes)
+        if pool_before is not None and pools.is_private and pools.nbytes > pool_before and self._records:
+            self._begin_anew(tuple(self._records))
 
     def _refuse(self, key: Key) -> None:
         stop = self._guard.stops[-1]

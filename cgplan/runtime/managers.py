@@ -18,7 +18,7 @@ from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.reports.replan import ReplanReport
 from cgplan.reports.units import format_bytes
-from cgplan.runtime.pools import GraphPool
+from cgplan.runtime.pools import GraphPool, check_pools
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureProgress, CaptureSession
 from cgplan.runtime.stats import RunnerStats
@@ -117,6 +117,7 @@ class CudaGraphManager:
                 f"{name!r} was given a pool of another backend ({pool.backend.name}, {pool.backend.device})",
                 remedy="Make one backend with select_backend and give it to the GraphPool and to all its members.",
             )
+        check_pools(config.compilation.pool, pool)
         self.config, self.backend, self.name = config, backend, name
         self.plan = build_plan(config) if plan is None else plan
         self.pool = GraphPool(backend) if pool is None else pool

@@ -114,6 +114,7 @@ class OnDemand:
         wanted = self._proposal(traffic, times, costs)
         way: Way = "proposed"
         new: tuple[Key, ...] = ()
+        known = set(live.failed)
         if apply:
             self._mark = self._stats.mark()
             way, new = self._exchange(wanted, reopen)
@@ -124,6 +125,7 @@ class OnDemand:
         if apply:
             self._stats.captures += len(new)
             self._stats.evictions += len(evicted)
+            self._stats.failures += len(set(live.failed) - known)
         return ReplanReport(
             difference=compare(old, wanted),
             way=way,

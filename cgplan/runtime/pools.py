@@ -101,6 +101,15 @@ class GraphPool:
         return self.backend.pool_bytes(self.handle)
 
 
+def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
+    """Raise CgplanError if a pool is given, and the policy asks for several."""
+    if given is not None and policy != "shared":
+        raise CgplanError(
+            f"compilation.pool is {policy}, but the runner was given a pool that it shares with others",
+            remedy="Set compilation.pool: shared, or give it no pool.",
+        )
+
+
 class RunnerPools:
     """The pools of one runner, made as keys need them.
 
@@ -117,11 +126,7 @@ class RunnerPools:
     """
 
     def __init__(self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None) -> None:
-        if given is not None and policy != "shared":
-            raise CgplanError(
-                f"compilation.pool is {policy}, but the runner was given a pool that it shares with others",
-                remedy="Set compilation.pool: shared, or give it no pool.",
-            )
+        check_pools(policy, given)
         self.generation = 1
         self._policy, self._backend, self._given = policy, backend, given
         self._pools: dict[Any, Any] = {}
@@ -176,4 +181,4 @@ class RunnerPools:
         self._old = [pool for pool in self._old if self._backend.pool_bytes(pool)]
 
 
-__all__ = ["GraphPool", "PoolPolicy", "PoolUse", "RunnerPools"]
+__all__ = ["GraphPool", "PoolPolicy", "PoolUse", "RunnerPools", "check_pools"]
