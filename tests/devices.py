@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from cgplan.graphs import MemoryReading
 from cgplan.graphs.backend import Feature
@@ -53,3 +56,28 @@ class WithDriver(TapeBackend):
         self.operators += operators
         needed = -(-self.operators * self.rate // self.chunk) * self.chunk
         self.taken = max(self.taken, needed) if self.keeps else needed
+
+
+class Watching(TapeBackend):
+    """A tape on which it matters whether somebody still holds an output, as on a GPU: all do while ``held``."""
+
+    held = False
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        return lambda: self.held
+
+
+class WithStreams(TapeBackend):
+    """A tape with streams: ``now`` is the current one, ``busy`` are those with work left."""
+
+    now = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy: set[int] = set()
+
+    def stream_getter(self) -> Callable[[], int]:
+        return lambda: self.now
+
+    def is_busy(self, stream: int) -> bool:
+        return stream in self.busy

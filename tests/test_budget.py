@@ -28,6 +28,7 @@ from cgplan.planning.costs import KeyCost
 from cgplan.planning.plan import Predicted
 from cgplan.reports import CaptureReport
 from cgplan.runtime.budget import fitting, restricted
+from cgplan.runtime.pools import GraphPool
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureSession
 
@@ -289,7 +290,7 @@ def test_workspaces_count() -> None:
 
 def test_what_others_captured_into_the_pool_does_not_count() -> None:
     device, config = WithDriver(rate=0), config_of({})
-    pool = device.new_pool()
+    pool = GraphPool(device)
     CaptureSession(build_plan(config), Model(), device, config, pool=pool).run()
     limited = config_of({"memory": 16 * ROW + KIB})  # not a byte of it is new
     runner = CaptureSession(build_plan(limited), Model(), device, limited, pool=pool).run()

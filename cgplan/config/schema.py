@@ -111,6 +111,18 @@ class CompilationConfig(Section):
         description="Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most "
         "max_num_batched_tokens.",
     )
+    capture_policy: Literal["eager", "lazy", "adaptive"] = Field(
+        default="eager",
+        description="When keys are captured. eager: all of the plan at once. lazy: each when a batch first asks for "
+        "it, at most one in a call. adaptive: the plan at once, and `runner.replan()` exchanges keys for those that "
+        "the batches since asked for.",
+    )
+    pool: Literal["shared", "per_mode", "per_graph"] = Field(
+        default="shared",
+        description="Which graphs share a memory pool. shared: all of a runner, which never run at once. per_mode: "
+        "those of one runtime mode. per_graph: none, so that an output lasts until the next replay of its own graph, "
+        "and an evicted graph gives its memory back at once; takes the most memory.",
+    )
     cudagraph_num_of_warmups: CountOrZero = Field(
         default=1, description="Eager runs of each key on the capture stream before it is captured."
     )

@@ -58,8 +58,8 @@ class GraphBackend(ABC):
         """A private memory pool for captured tensors, empty until the first capture."""
 
     @abstractmethod
-    def pool_bytes(self, pool: Pool) -> int:
-        """Bytes that the pool has reserved, whether its blocks are taken or free."""
+    def pool_bytes(self, *pools: Pool) -> int:
+        """Bytes that these pools have reserved together, whether their blocks are taken or free."""
 
     def log_allocations(self, pool: Pool) -> list[Allocation] | None:  # noqa: ARG002
         """The list that what captures take from the pool and give back is added to from now on; None where the device
@@ -120,6 +120,12 @@ class GraphBackend(ABC):
         """The same memory without holding its block, see Note [Lifetimes]. Returns ``tensor`` itself where the
         device cannot do that: the memory is then held, not reused.
         """
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
+        """A function that says whether anybody still holds this borrowed tensor, or a view of it: freeing its pool
+        would leave them a tensor on memory that is not there. Never, where memory lives as long as tensors on it do.
+        """
+        return lambda: False
 
     @abstractmethod
     def in_pool(self, tensor: torch.Tensor, pool: Pool) -> bool:

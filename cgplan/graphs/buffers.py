@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -158,6 +159,20 @@ class StaticBuffers:
         for buffer in self.buffers.values():
             buffer.restore()
         self.marks.tokens = self.marks.reqs = 0
+
+    @contextmanager
+    def on_padding(self) -> Iterator[None]:
+        """A block for captures between batches: all rows are padding in it, and after it what they were before."""
+        marks, kept = replace(self.marks), {name: buffer.tensor.clone() for name, buffer in self.buffers.items()}
+        self.clear()
+        try:
+            yield
+        finally:
+            self.restore()
+            with torch.no_grad():
+                for name, tensor in kept.items():
+                    self.buffers[name].tensor.copy_(tensor)
+            self.marks.extend(marks.tokens, marks.reqs)
 
     def expose(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
         """Views for the caller to write into; from now on their rows are never taken for padding."""

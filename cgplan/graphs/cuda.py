@@ -20,6 +20,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.errors import BackendError, CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
@@ -27,8 +28,10 @@ from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.graphs.kernel_copying import KernelCopier
+from cgplan.graphs.kernel_nodes import count_kernels, cuda_runtime
 from cgplan.graphs.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.graphs.quiet import collector_quiet
+from cgplan.graphs.workspaces import keep_workspaces
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +84,9 @@ class CudaBackend(GraphBackend):
         """An empty pool."""
         return CudaPool(torch.cuda.graph_pool_handle())
 
-    def pool_bytes(self, pool: CudaPool) -> int:
-        """Bytes of the allocator's segments that belong to the pool."""
-        return sum(segment["total_size"] for segment in self._segments(pool))
+    def pool_bytes(self, *pools: CudaPool) -> int:
+        """Bytes of the allocator's segments that belong to the pools."""
+        return sum(segment["total_size"] for segment in self._segments(*pools))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted."""
@@ -154,22 +157,27 @@ class CudaBackend(GraphBackend):
 
     def reset(self, graph: CudaGraph) -> None:
         """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""
-        graph.graph.reset()
-        graph.pool.graphs.discard(graph)
-        graph.captured = False
+        self._drop(graph)
+        if torch.cuda.current_stream(self.device) == self._stream:  # in a session, which goes on
+            keep_workspaces(self.device)
 
     def num_nodes(self, graph: CudaGraph) -> int | None:
         """Kernel nodes of the raw graph, child graphs included."""
-        runtime = _cuda_runtime()
+        runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return None
-        return _count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
+        return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without holding its block; ``tensor`` itself where this torch cannot do that."""
         if tensor.device != self.device or not self.supports("borrow"):
             return tensor
         return _unowned(tensor)
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        """Whether the tensor's storage is still there."""
+        held = StorageWeakRef(tensor.untyped_storage())
+        return lambda: not held.expired()
 
     def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
         """Whether its address is in a segment of the pool. Segments are listed anew once torch has reserved more."""
@@ -185,7 +193,7 @@ class CudaBackend(GraphBackend):
 
     def is_empty(self, graph: CudaGraph) -> bool:
         """Whether the raw graph has no node of any kind."""
-        runtime = _cuda_runtime()
+        runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return False
         return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2]) == 0
@@ -206,6 +214,7 @@ class CudaBackend(GraphBackend):
             torch.cuda.synchronize()
             try:
                 with collector_quiet(), torch.cuda.stream(self._stream):
+                    keep_workspaces(self.device)
                     yield
             finally:
                 torch.cuda.current_stream().wait_stream(self._stream)
@@ -213,7 +222,7 @@ class CudaBackend(GraphBackend):
     def supports(self, feature: Feature) -> bool:
         """Nodes are counted where cuda-bindings is installed, memory is borrowed where the probe passed."""
         if feature == "node_count":
-            return _cuda_runtime() is not None
+            return cuda_runtime() is not None
         if feature == "borrow":
             return _can_borrow(self.device)
         return feature == "driver_bytes"
@@ -247,58 +256,37 @@ class CudaBackend(GraphBackend):
         torch.cuda.synchronize(self.device)
         return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
 
-    def _segments(self, pool: CudaPool) -> list[dict[str, Any]]:
-        """The allocator's segments of a pool.
+    @staticmethod
+    def _drop(graph: CudaGraph) -> None:
+        graph.graph.reset()
+        graph.pool.graphs.discard(graph)
+        graph.captured = False
+
+    def _segments(self, *pools: CudaPool) -> list[dict[str, Any]]:
+        """The allocator's segments of some pools.
 
         Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a
         reference too many from the numbers of the pool's handle (pytorch pull request 196366), and the process
         crashes some time after the 256th pool.
         """
         segments = torch.cuda.memory._snapshot()["segments"]
-        index = self.device.index
-        return [s for s in segments if s["segment_pool_id"] == pool.handle and s["device"] == index]
+        index, handles = self.device.index, {pool.handle for pool in pools}
+        return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == index]
 
     def _forget(self, graph: CudaGraph) -> None:
         """What `capture_end` leaves undone when it raises, see Note [Failed captures]."""
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
-        self.reset(graph)
+        self._drop(graph)
         self._failed.append(graph.graph)
         small = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             small.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
             small.capture_end()
-        small.reset()
-
-
-@cache
-def _cuda_runtime() -> Any:
-    """cuda-bindings' runtime module, which torch's CUDA builds depend on; None if it is not installed."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    return runtime
-
-
-def _count_kernels(runtime: Any, graph: Any) -> int:
-    def checked(result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise BackendError(f"the CUDA runtime answered {result[0]}", remedy="Check the driver with nvidia-smi.")
-        return result[1]
-
-    count = runtime.cudaGraphGetNodes(graph)[2]
-    kinds = runtime.cudaGraphNodeType
-    total = 0
-    for node in checked(runtime.cudaGraphGetNodes(graph, count)):
-        kind = checked(runtime.cudaGraphNodeGetType(node))
-        if kind == kinds.cudaGraphNodeTypeKernel:
-            total += 1
-        elif kind == kinds.cudaGraphNodeTypeGraph:
-            total += _count_kernels(runtime, checked(runtime.cudaGraphChildGraphNodeGetGraph(node)))
-    return total
+            small.reset()
+            keep_workspaces(self.device)
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,9 +60,9 @@ class TapeBackend(GraphBackend):
         self._pools[pool] = weakref.WeakSet()
         return pool
 
-    def pool_bytes(self, pool: TapePool) -> int:
-        """Bytes that the pool has reserved, exact."""
-        return pool.nbytes
+    def pool_bytes(self, *pools: TapePool) -> int:
+        """Bytes that the pools have reserved, exact."""
+        return sum(pool.nbytes for pool in pools)
 
     def log_allocations(self, pool: TapePool) -> list[Allocation]:
         """The list that the pool's allocations are added to from now on, at the operators' real sizes."""

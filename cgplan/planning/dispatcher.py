@@ -20,6 +20,9 @@ class MissReason(StrEnum):
     MODE_EXCLUDED = "the caller excluded the mode of its graph"
     NO_LORA_CASE = "no graph for this number of active adapters"
     NO_GRAPH_FOR_MIXED = "mixed batches run eagerly in this mode"
+    NOT_CAPTURED_YET = "its graph is not captured yet"
+    CAPTURE_FAILED = "its graph could not be captured"
+    OVER_BUDGET = "the budget has no room for its graph"
 
 
 class _Row(dict[int, Answer]):

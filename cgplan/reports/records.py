@@ -121,6 +121,21 @@ class BudgetRecord(_Record):
     skipped: tuple[tuple[Mode, Descriptor], ...] = ()
 
 
+class FailedKey(_Record):
+    """A key that was to be captured while batches were served, and has no graph.
+
+    Attributes:
+        mode, descriptor: The key.
+        error: Name of the error's class; ``BudgetError`` where the budget did not allow it.
+        detail: What it said.
+    """
+
+    mode: Mode
+    descriptor: Descriptor
+    error: str
+    detail: str
+
+
 class SplitRecord(_Record):
     """Which parts of a PIECEWISE forward are captured and which run eagerly.
 
@@ -155,6 +170,10 @@ class CaptureReport(_Record):
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
         budget: What the budget allowed, None without one.
+        capture_policy, pool: As ``compilation`` has them.
+        generation: How often the pools began anew, from 1.
+        waiting: Keys that are captured when a batch first asks for them.
+        failed: Keys that were asked for and have no graph.
         warnings: What the user should know about.
     """
 
@@ -174,6 +193,11 @@ class CaptureReport(_Record):
     split: SplitRecord | None = None
     borrowed_outputs: bool
     budget: BudgetRecord | None = None
+    capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
+    pool: Literal["shared", "per_mode", "per_graph"] = "shared"
+    generation: int = 1
+    waiting: int = 0
+    failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property

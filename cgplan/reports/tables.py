@@ -62,7 +62,7 @@ def _warnings(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*_environment(report.environment), *mode_rows(report.plan), sizes_row(report.plan)]
+    rows = [*_environment(report.environment), *mode_rows(report.plan), sizes_row(report.plan), *_demand_rows(report)]
     if report.environment.backend == TAPE:
         rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
     head = facts("Capture", [*rows, *_warnings(report.warnings)])
@@ -74,6 +74,21 @@ def _capture(report: CaptureReport) -> RenderableType:
     if (predicted := prediction_table(report)) is not None:
         parts += [predicted, Text()]
     return Group(*parts, facts("Totals", _totals(report)))
+
+
+def _demand_rows(report: CaptureReport) -> list[tuple[str, str]]:
+    """When keys are captured and where, if not all at once into one pool; and those that failed since."""
+    rows = []
+    if report.capture_policy == "lazy":
+        keys = "1 key is" if report.waiting == 1 else f"{report.waiting} keys are"
+        rows.append(("captures", f"lazy: {keys} captured when a batch first asks for it"))
+    elif report.capture_policy == "adaptive":
+        rows.append(("captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"))
+    if report.pool != "shared":
+        rows.append(("pools", f"one for each {report.pool.removeprefix('per_')}"))
+    if report.generation > 1:
+        rows.append(("generation", f"{report.generation}: pools began anew so often"))
+    return rows + [("failed", f"{key.mode} {key.descriptor}: {key.error}: {key.detail}") for key in report.failed]
 
 
 def split_rows(split: SplitRecord) -> list[tuple[str, str]]:

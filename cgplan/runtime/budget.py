@@ -9,7 +9,7 @@ Note [What a budget counts]
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from cgplan.config import Config
@@ -123,25 +123,47 @@ class BudgetGuard:
         self._backend = backend
         self._start = start
         self._before = before
+        self._spent: float | None = None
         self._predicted = dict(zip(plan.keys, plan.predicted.keys, strict=True)) if plan.predicted else {}
         self.forget()
 
-    def forget(self) -> None:
-        """All graphs were freed; time goes on."""
+    def forget(self, *, in_service: bool = False) -> None:
+        """All graphs were freed; time goes on. ``in_service``: what lies outside of the pool stays as it was measured,
+        because others have allocated since.
+        """
         self._captured: list[CapturedKey] = []
         self._driver: list[int] = []
-        self._outside: int | None = None
+        self._outside: int | None = self._outside if in_service else None
+        self._pool_bytes = 0
+
+    def release(self, keys: Collection[Key], pool_bytes: int) -> None:
+        """Some graphs were freed, and the pools hold so many bytes now."""
+        kept = [pair for pair in zip(self._captured, self._driver, strict=True) if pair[0].key not in keys]
+        self._captured, self._driver = [captured for captured, _ in kept], [driver for _, driver in kept]
+        self._pool_bytes = pool_bytes - self.shared_bytes if kept else 0
+
+    def rest(self) -> None:
+        """Stop counting seconds until ``go_on``: batches are served in between."""
+        self._spent = self.used_seconds
+
+    def go_on(self, *, anew: bool = False) -> None:
+        """Count seconds again, ``anew`` from 0."""
+        self._start = time.perf_counter() - (0.0 if anew else self.used_seconds)
+        self._spent = None
+        if not self._captured and self._is_first:  # nothing of what was allocated since the session is of graphs
+            now = self._backend.memory()
+            self._before = MemoryReading(now.free, now.total, now.reserved - self.static_bytes)
 
     @property
     def used_bytes(self) -> int:
         """See Note [What a budget counts]."""
-        pool = self._captured[-1].after[1] - self.shared_bytes if self._captured else 0
+        pool = self._pool_bytes
         return max(self.static_bytes, self._outside or 0) + pool + sum(self._driver)
 
     @property
     def used_seconds(self) -> float:
         """Since the session began."""
-        return time.perf_counter() - self._start
+        return time.perf_counter() - self._start if self._spent is None else self._spent
 
     def stop_before(self, key: Key) -> bool:
         """Whether capturing ``key`` would pass a limit, as far as that can be foreseen."""
@@ -168,7 +190,8 @@ class BudgetGuard:
             return False
         if self._is_first:
             self._is_first, self.shared_bytes = False, captured.before[1]
-        self._captured.append(captured)
+        self._captured.append(replace(captured, entries=()))  # outputs are watched: nobody else may hold them
+        self._pool_bytes = captured.after[1] - self.shared_bytes
         self._driver.append(max(driver_bytes(self._backend, captured.before[0], captured.after[0]) or 0, 0))
         first = len(self._captured) == 1 and captured.key not in self._predicted
         rest = self._expected_of_driver(captured) * remaining if first else 0
@@ -224,8 +247,7 @@ class BudgetGuard:
         if not self._backend.supports("driver_bytes"):
             return 0
         self._backend.release_cached()
-        pool = self._captured[-1].after[1] - self.shared_bytes
-        return self._backend.memory().reserved - self._before.reserved - pool
+        return self._backend.memory().reserved - self._before.reserved - self._pool_bytes
 
     def _short_of_reserve(self, key: Key, growth: int, expected: str) -> bool:
         if self.budget.reserve is None:

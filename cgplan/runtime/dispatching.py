@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,14 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import DispatchMissError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+from cgplan.planning.costs import Key
 from cgplan.runtime.batch import Batch, BatchReader
 
 _MISS_REMEDY = {
     MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
+    MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
+    MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
+    MissReason.OVER_BUDGET: "Raise the budget",
 }
 
 
@@ -26,6 +30,7 @@ class Route:
         uniform: Whether it counts as uniform decode.
         num_active_loras: Distinct adapters in it.
         mode, descriptor: What the dispatcher answered.
+        wanted: The key that would serve it, where that is another one and may be captured; None elsewhere.
     """
 
     batch: Batch
@@ -33,6 +38,7 @@ class Route:
     num_active_loras: int
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
+    wanted: Key | None = None
 
     @property
     def unpadded(self) -> BatchDescriptor:
@@ -48,12 +54,23 @@ class BatchRouter:
     Args:
         plan: What is captured.
         reader: Checks tensors and counts their rows.
+        wanted: What may be captured when a batch asks for it; absent: nothing else.
+        reason_against: Why a wanted key has no graph.
     """
 
-    def __init__(self, plan: Plan, reader: BatchReader) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        reader: BatchReader,
+        wanted: Plan | None = None,
+        reason_against: Callable[[Key], MissReason] | None = None,
+    ) -> None:
         self._plan = plan
         self._reader = reader
         self._dispatcher = CudagraphDispatcher(plan)
+        self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
+        self._reason_against = reason_against
+        self._most_tokens = (plan if wanted is None else wanted).max_capture_size
 
     def of_tensors(self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int) -> Route:
         """Where a batch of tensors goes. Raises InputError."""
@@ -85,14 +102,18 @@ class BatchRouter:
 
     def check_size(self, num_tokens: int) -> None:
         """Raise InputError if the static buffers do not hold so many tokens."""
-        most = self._plan.max_capture_size
+        most = self._most_tokens
         if not isinstance(num_tokens, int) or not 0 < num_tokens <= most:
             raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
-        tokens = route.batch.num_tokens
-        reason = self._dispatcher.explain(tokens, route.uniform, route.num_active_loras)
+        tokens, reason = route.batch.num_tokens, None
+        if route.wanted is not None and self._reason_against is not None:
+            reason = self._reason_against(route.wanted)
+        else:
+            dispatcher = self._wanted or self._dispatcher
+            reason = dispatcher.explain(tokens, route.uniform, route.num_active_loras)
         reason = reason or MissReason.NOTHING_CAPTURED
         if on_miss == "error":
             raise DispatchMissError(
@@ -119,7 +140,12 @@ class BatchRouter:
         if num_active_loras:
             self._check_loras(num_active_loras)
         mode, descriptor = self._dispatcher.dispatch(tokens, uniform_decode, num_active_loras)
-        return Route(batch, uniform_decode, num_active_loras, mode, descriptor)
+        wanted: Key | None = None
+        if self._wanted is not None:
+            wanted = self._wanted.dispatch(tokens, uniform_decode, num_active_loras)
+            if wanted == (mode, descriptor) or wanted[0] is CUDAGraphMode.NONE:
+                wanted = None
+        return Route(batch, uniform_decode, num_active_loras, mode, descriptor, wanted)
 
     def _check_loras(self, num_active_loras: int) -> None:
         most = self._plan.max_loras or 0

@@ -43,12 +43,14 @@ def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> Estimated
     recordings: list[Recording] = []
     graphed = GraphedModel(restricted(plan, keys, config), config, model, backend)
     try:
-        log = backend.log_allocations(graphed.scope.pool)
-        if log is None:
-            raise BackendError(f"{backend.name} does not tell what captures allocate", remedy="Record on the tape.")
         capture = KeyCapture.of(graphed)
         with backend.session(), torch.no_grad():
             for key in keys:
+                log = backend.log_allocations(graphed.pools.of(key))
+                if log is None:
+                    raise BackendError(
+                        f"{backend.name} does not tell what captures allocate", remedy="Record on the tape."
+                    )
                 log.clear()
                 operators = capture.capture(*key).record(backend).nodes or 0
                 recordings.append(Recording.of(key, operators, log))

@@ -38,6 +38,7 @@ def explain_failure(
     capturing: bool,
     free: int | None,
     find_host_sync: Callable[[], HostSyncError | None],
+    all_freed: bool = True,
 ) -> CgplanError:
     """The typed error for what was raised while a key was warmed up or captured.
 
@@ -47,13 +48,15 @@ def explain_failure(
         capturing: Whether the capture had begun; before it, the model ran eagerly.
         free: Bytes of device memory that were free then, None if not known.
         find_host_sync: Runs the forward once more, eagerly, and names the operator that needs the host.
+        all_freed: Whether the failure ends a session, which gives up what it captured before.
     """
     key = f"{mode} {descriptor}"
     where = blamed_line(error.__traceback__)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        freed = "; everything captured in this session was freed" if all_freed else ""
         had = "" if free is None else f" with {format_bytes(free)} free on the device"
         return CaptureMemoryError(
-            f"out of memory at {key}{had}; everything captured in this session was freed: {_first_line(error)}",
+            f"out of memory at {key}{had}{freed}: {_first_line(error)}",
             remedy="Lower compilation.max_cudagraph_capture_size, give fewer cudagraph_capture_sizes or LoRA cases, "
             "or leave more memory free (a smaller KV cache, say).",
         )

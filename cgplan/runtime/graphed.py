@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from math import isqrt
 from types import FunctionType
 from typing import Any
 from weakref import finalize
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
@@ -18,8 +20,10 @@ from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
+from cgplan.planning.costs import Key
 from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.piecewise import PiecewiseModel
+from cgplan.runtime.pools import GraphPool, RunnerPools
 from cgplan.runtime.routes import choose_route
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
@@ -39,38 +43,47 @@ class _Metadata(dict[str, Any]):
 
 
 class GraphedModel:
-    """The model, its FULL graphs, their pool and static buffers. It owns all but the model and a given ``pool``.
+    """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:
         plan, config: What is captured.
         backend: The device.
+        most_tokens: Tokens of the largest key that the static buffers hold, and that a trace is made for.
+        pools: Where it is captured.
         wrapper: Holds the FULL graphs; in other modes it passes through.
         buffers: Static buffers for the largest key.
-        scope: Pool, and whether capturing is still allowed.
+        scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
         returns_nothing: Whether the model's output held no tensor.
     """
 
     def __init__(
-        self, plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend, pool: Any = None
+        self,
+        plan: Plan,
+        config: Config,
+        model: Callable[..., Any],
+        backend: GraphBackend,
+        pool: GraphPool | None = None,
     ) -> None:
         self.plan = plan
         self.config = config
         self.backend = backend
-        self.scope = CaptureScope(backend.new_pool() if pool is None else pool, backend)
+        self.most_tokens = plan.max_capture_size
+        self.pools = RunnerPools(config.compilation.pool, backend, pool)
+        self.scope = CaptureScope(None, backend)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self.route = choose_route(plan, config, model, backend)
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
-        self.wrapper = CUDAGraphWrapper(
-            self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
-        )
+        self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=options)
         self.returns_nothing = False
         self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
+        self._inference = torch.is_inference_mode_enabled()
+        self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._autocast = self._autocast_now()
         self._is_traced = self.route.splitter is None
         # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
@@ -79,7 +92,7 @@ class GraphedModel:
             self._finalizer = finalize(self, self.route.forward.forget)
 
     def _allocate_buffers(self) -> StaticBuffers:
-        tokens = self.plan.max_capture_size
+        tokens = self.most_tokens
         specs = {**self.config.inputs, **self.config.metadata}
         try:
             return StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
@@ -94,7 +107,58 @@ class GraphedModel:
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
-        self._state, self._before = self._state_now(before=self._before), None
+        if self._before is not None or self._state is None:  # else nothing was captured since the last time
+            self._state, self._before = self._state_now(before=self._before), None
+
+    @contextmanager
+    def captures_again(self) -> Iterator[None]:
+        """A block in which more keys may be captured, between batches: static buffers hold padding, and afterwards what
+        they held before; torch is in the state of the first captures.
+        """
+        self.backend.synchronize()
+        self.scope.is_open = True
+        try:
+            with torch.inference_mode(self._inference), self.buffers.on_padding():
+                with self.backend.session(), torch.no_grad():
+                    yield
+                self.backend.synchronize()
+        finally:
+            self.seal()
+
+    def evict(self, keys: Collection[Key]) -> None:
+        """Free the graphs of these keys; the plan stays as it is.
+
+        A graph whose output somebody still holds is freed when nobody does any more: on the next change, or by
+        ``sweep``. Its numbers are no longer valid all the same.
+        """
+        self.backend.synchronize()
+        for wrapper in self.scope.wrappers:
+            mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
+            self._retired += [(self._watch(output), free) for output, free in wrapper.take_out(self.scope, mine)]
+        self._checked.difference_update(keys)
+        self.sweep()
+        for key in keys:
+            self.pools.drop(key)
+
+    def _watch(self, output: Any) -> list[Callable[[], bool]]:
+        return [self.backend.watch(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+    def sweep(self) -> None:
+        """Free evicted graphs whose outputs nobody holds, and give memory back."""
+        waiting = []
+        for held, free in self._retired:
+            if any(is_held() for is_held in held):
+                waiting.append((held, free))
+            else:
+                free()
+        if len(waiting) < len(self._retired):
+            self._retired = waiting
+            self.backend.release_cached()
+
+    @property
+    def is_invalid(self) -> bool:
+        """Whether ``invalidate`` was called."""
+        return self._moved is not None
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""
@@ -120,9 +184,9 @@ class GraphedModel:
         enabled = torch.is_autocast_enabled(kind)
         return enabled, torch.get_autocast_dtype(kind) if enabled else torch.float32
 
-    def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+    def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
-        ``compilation.address_check`` says.
+        ``compilation.address_check`` says, or ``again``.
         """
         key = (mode, descriptor)
         if self._moved is not None:
@@ -130,7 +194,8 @@ class GraphedModel:
                 f"{mode} {descriptor} was captured before {self._moved!r} moved: a replay would use the old memory",
                 remedy="Call runner.recapture().",
             )
-        if self._state is None or (self.config.compilation.address_policy == "first" and key in self._checked):
+        once = self.config.compilation.address_policy == "first" and not again
+        if self._state is None or (once and key in self._checked):
             return
         self._state.check({"model": self._holder}, what=f"{mode} {descriptor}", may_grow=True)
         self._checked.add(key)
@@ -160,6 +225,10 @@ class GraphedModel:
         self.backend.synchronize()
         for wrapper in self.scope.wrappers:
             wrapper.reset(self.scope)
+        for _, free in self._retired:
+            free()
+        self._retired = []
+        self.pools.close()
         self.scope.pool, self.scope.is_open, self.scope.entries, self.scope.wrappers = None, False, [], []
         self.buffers.buffers.clear()
         self.route.remove()
@@ -186,7 +255,7 @@ class GraphedModel:
         could be taken for it, and the code would hold for that size alone. They are three at least, because one row is
         taken for a constant; so the batch has memory of its own.
         """
-        rows = _prime_below(self.plan.max_capture_size)
+        rows = _prime_below(self.most_tokens)
         mixed = self.plan.mode.has_mode(CUDAGraphMode.PIECEWISE)
         reqs = min(_prime_below(rows) if mixed and rows > 3 else rows, self.plan.max_num_seqs)
         specs = {**self.config.inputs, **self.config.metadata}

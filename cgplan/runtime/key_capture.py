@@ -22,10 +22,11 @@ from cgplan.runtime.wrapper import CUDAGraphEntry
 
 @dataclass(frozen=True, slots=True)
 class CapturedKey:
-    """One key: its graphs, and (device memory, pool bytes) before and after the capture.
+    """One key: its graphs, and (device memory, bytes of all pools) before and after the capture.
 
     Attributes:
         warmup_seconds: Time of the eager warm-ups.
+        capture_seconds: From begin to instantiated graph, of all its graphs.
         reading_seconds: Time that the two readings took.
     """
 
@@ -35,17 +36,13 @@ class CapturedKey:
     before: tuple[MemoryReading, int]
     after: tuple[MemoryReading, int]
     warmup_seconds: float
+    capture_seconds: float
     reading_seconds: float
 
     @property
     def key(self) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """As plans hold it."""
         return self.mode, self.descriptor
-
-    @property
-    def capture_seconds(self) -> float:
-        """From begin to instantiated graph, of all its graphs."""
-        return sum(entry.capture_seconds for entry in self.entries)
 
     def record(self, backend: GraphBackend) -> GraphRecord:
         """What a report holds of it. Counts the nodes, which takes time."""
@@ -76,19 +73,22 @@ class KeyCapture:
     Args:
         graphed: The model; the graphs are its own.
         outputs: What the model's outputs are checked against.
+        in_service: Whether a key that fails leaves the others as they are.
     """
 
-    def __init__(self, graphed: GraphedModel, outputs: OutputRows) -> None:
+    def __init__(self, graphed: GraphedModel, outputs: OutputRows, *, in_service: bool = False) -> None:
         self._graphed = graphed
+        self._in_service = in_service
         self._outputs = outputs
         self._backend = graphed.backend
 
     @classmethod
-    def of(cls, graphed: GraphedModel) -> KeyCapture:
+    def of(cls, graphed: GraphedModel, *, in_service: bool = False) -> KeyCapture:
         """With the outputs that the configuration describes."""
         config = graphed.config
         rows = config.model.output_rows if config.model else "num_tokens"
-        return cls(graphed, OutputRows(rows, graphed.plan.query_len, config.compilation.outputs == "clone"))
+        outputs = OutputRows(rows, graphed.plan.query_len, config.compilation.outputs == "clone")
+        return cls(graphed, outputs, in_service=in_service)
 
     @property
     def outputs(self) -> OutputRows:
@@ -103,6 +103,7 @@ class KeyCapture:
             ModelError: the model failed before its capture began.
         """
         backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
+        scope.pool = graphed.pools.of((mode, descriptor))
         views = graphed.views(descriptor)
         try:
             start = time.perf_counter()
@@ -110,7 +111,7 @@ class KeyCapture:
                 graphed.run_eager(descriptor, views)
             backend.synchronize()
             warm = time.perf_counter()
-            before = (backend.memory(), backend.pool_bytes(scope.pool))
+            before = (backend.memory(), graphed.pools.nbytes)
             read = time.perf_counter()
             capturing = True
             output = graphed.run_graphed(mode, descriptor, views)
@@ -122,6 +123,7 @@ class KeyCapture:
                 capturing=capturing,
                 free=backend.memory().free,
                 find_host_sync=lambda: find_host_sync(lambda: graphed.run_eager(descriptor, views), backend.device),
+                all_freed=not self._in_service,
             )
             raise failure from (error if failure is not error else error.__cause__)
         graphed.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
@@ -134,9 +136,11 @@ class KeyCapture:
                 "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY.",
             )
         done = time.perf_counter()
-        after = (backend.memory(), backend.pool_bytes(scope.pool))
+        scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
+        after = (backend.memory(), graphed.pools.nbytes)
         reading = (read - warm) + (time.perf_counter() - done)
-        return CapturedKey(mode, descriptor, tuple(entries), before, after, warm - start, reading)
+        captured = sum(entry.capture_seconds for entry in entries)
+        return CapturedKey(mode, descriptor, tuple(entries), before, after, warm - start, captured, reading)
 
     def drop_all(self) -> None:
         """Free all graphs that were captured so far, and their pool; more can be captured.
@@ -150,3 +154,4 @@ class KeyCapture:
             wrapper.reset(scope)
         scope.entries, scope.wrappers = [], []
         self._backend.release_cached()
+        self._graphed.pools.renew()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from cgplan.errors import CgplanError
 from cgplan.graphs.copying import CopyIn
 from cgplan.runtime.graphed import GraphedModel
+from cgplan.runtime.pools import PoolUse
 from cgplan.runtime.prepared import PreparedBatch, Values
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ class BatchLauncher:
 
     Args:
         graphed: The model with its graphs.
+        use: Who runs the graphs of its pools; shared by the runners of a shared pool.
+        name: What messages call the runner.
 
     Attributes:
         acquire, release: Of the lock that each call takes; it is never waited for.
@@ -31,14 +33,13 @@ class BatchLauncher:
         last_staged: The staged buffers whose output is the latest.
     """
 
-    def __init__(self, graphed: GraphedModel) -> None:
-        lock = threading.Lock()
-        self.acquire, self.release = lock.acquire, lock.release
+    def __init__(self, graphed: GraphedModel, use: PoolUse, name: str) -> None:
+        self.acquire, self.release = use.acquire, use.release
+        self._use, self._name = use, name
         self.marks = graphed.buffers.marks
         self.current_stream = graphed.backend.stream_getter()
         self.last_staged: weakref.ref[StagedBuffers] | None = None
         self._graphed = graphed
-        self._stream: int | None = None
         kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
         self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
         self._is_plain = False  # whether a call without autocast has passed
@@ -51,9 +52,9 @@ class BatchLauncher:
             CgplanError: the stream of the call before is another one, and still has work.
             CaptureError, AddressError: as GraphRunner's call.
         """
-        stream = self.current_stream()
-        if stream != self._stream:
-            self._take_stream(stream)
+        stream, use = self.current_stream(), self._use
+        if stream != use.stream or use.user is not self._name:
+            use.take_stream(stream, self._name, self._graphed.backend)
         if not self._is_plain or self._is_autocast():
             self._graphed.check_autocast()
             self._is_plain = not self._is_autocast()
@@ -72,18 +73,11 @@ class BatchLauncher:
         """Note that rows of a batch may have been written, and no padding was reset."""
         self.marks.extend(batch.route.batch.num_tokens, batch.route.batch.num_reqs or 0)
 
-    def _take_stream(self, stream: int) -> None:
-        if self._stream is not None and self._graphed.backend.is_busy(self._stream):
-            raise CgplanError(
-                "the runner was called from another stream than before, whose work is not done",
-                remedy="Synchronise the first stream before the second one takes over, or capture a runner for each.",
-            )
-        self._stream = stream
+    def check(self) -> None:
+        """What ``launch`` checks first, for work ahead of it; the lock is held. Raises as it does."""
+        self._use.take_stream(self.current_stream(), self._name, self._graphed.backend)
+        self._graphed.check_autocast()
 
-
-def under_way() -> CgplanError:
-    """The error of a call inside a call, or from a second thread."""
-    return CgplanError(
-        "the runner was called while another call was under way",
-        remedy="Call it from one thread at a time, and leave the block of staged buffers first.",
-    )
+    def under_way(self) -> CgplanError:
+        """The error of a call inside a call, or from a second thread."""
+        return self._use.under_way(self._name)

@@ -1,18 +1,10 @@
-"""CudaGraphManager: one model's sizes, graphs and pool, for an engine that embeds them; GraphPool: what several share.
-
-Note [Sharing a pool]
-    Graphs of one pool reuse one another's memory: what a capture left behind is overwritten by the next one's replay.
-    That is safe for graphs that never run at once, and a server's models do not: the target waits for the draft's
-    tokens, the draft for what the target accepted. So both fit into the memory that the larger one needs. The pool
-    refuses what would break that: a call while another member's call is under way, and a call on another stream while
-    the last stream still has work. An output is valid until the next call of any member, not only of its own model.
+"""CudaGraphManager: one model's sizes, graphs and pool, for an engine that embeds them, alone or beside others in one
+pool; see Note [Sharing a pool] in pools.py.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,63 +16,12 @@ from cgplan.graphs import GraphBackend, select_backend
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport
+from cgplan.reports.replan import ReplanReport
 from cgplan.reports.units import format_bytes
+from cgplan.runtime.pools import GraphPool, check_pools
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureProgress, CaptureSession
 from cgplan.runtime.stats import RunnerStats
-
-
-class GraphPool:
-    """A graph pool that several managers capture into, see Note [Sharing a pool].
-
-    It holds no memory of its own: memory comes with the first capture and is free again once all members are closed,
-    in any order.
-
-    Args:
-        backend: The device; all members have to use this very object.
-
-    Attributes:
-        handle: What the backend calls the pool.
-    """
-
-    def __init__(self, backend: GraphBackend) -> None:
-        self.backend = backend
-        self.handle = backend.new_pool()
-        self._lock = threading.Lock()
-        self._user = ""
-        self._stream: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the pool has reserved on the device."""
-        return self.backend.pool_bytes(self.handle)
-
-    @contextmanager
-    def in_use(self, name: str) -> Iterator[None]:
-        """A block in which ``name`` runs or captures graphs of the pool. Raises CgplanError if another one does."""
-        if not self._lock.acquire(blocking=False):
-            raise CgplanError(
-                f"{name!r} was called while a call of {self._user!r} was under way, and both capture into one pool",
-                remedy="Call the members of a pool from one thread at a time, or give each its own GraphPool.",
-            )
-        try:
-            self._check_stream(name)
-            self._user = name
-            yield
-        finally:
-            self._lock.release()
-
-    def _check_stream(self, name: str) -> None:
-        if self.backend.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self.backend.device)
-        if self._stream is not None and stream != self._stream and not self._stream.query():
-            raise CgplanError(
-                f"{name!r} was called on another stream than {self._user!r} before, whose work is not done, and both "
-                "capture into one pool",
-                remedy="Synchronise the first stream before the second one takes over, or give each its own GraphPool.",
-            )
-        self._stream = stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +85,7 @@ class CudaGraphManager:
         config: Inputs, sizes and modes.
         model: Any callable or nn.Module, on the device already. The caller owns it.
         backend: The device; absent: the pool's, or what ``config.device`` says.
-        pool: Where it captures; absent: a pool of its own.
+        pool: Where it captures; absent: a pool of its own, or several, as ``compilation.pool`` says.
         plan: What it captures; absent: ``build_plan(config)``.
         name: What messages and reports call the model.
         progress: Called before each key.
@@ -155,6 +96,7 @@ class CudaGraphManager:
     Raises:
         PlanError: no plan follows from the configuration.
         BackendError: the device is not there, or is not the pool's.
+        CgplanError: a pool is given, and ``compilation.pool`` asks for several.
     """
 
     def __init__(
@@ -175,10 +117,12 @@ class CudaGraphManager:
                 f"{name!r} was given a pool of another backend ({pool.backend.name}, {pool.backend.device})",
                 remedy="Make one backend with select_backend and give it to the GraphPool and to all its members.",
             )
+        check_pools(config.compilation.pool, pool)
         self.config, self.backend, self.name = config, backend, name
         self.plan = build_plan(config) if plan is None else plan
         self.pool = GraphPool(backend) if pool is None else pool
-        self._session = CaptureSession(self.plan, model, backend, config, progress=progress, pool=self.pool.handle)
+        given = self.pool if pool is not None or config.compilation.pool == "shared" else None
+        self._session = CaptureSession(self.plan, model, backend, config, progress=progress, pool=given, name=name)
         self._runner: GraphRunner | None = None
 
     @property
@@ -193,9 +137,7 @@ class CudaGraphManager:
 
     @property
     def runner(self) -> GraphRunner:
-        """The runner behind ``run``; calls of its own go past the pool's checks. Raises CgplanError before ``capture``
-        and after ``close``.
-        """
+        """The runner behind ``run``. Raises CgplanError before ``capture`` and after ``close``."""
         if self._runner is None:
             raise CgplanError(f"{self.name!r} has no graphs", remedy="Call capture() first.")
         return self._runner
@@ -214,8 +156,13 @@ class CudaGraphManager:
         """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured already."""
         if self._runner is not None:
             raise CgplanError(f"{self.name!r} is captured already", remedy="Call recapture(), or close() first.")
-        with self.pool.in_use(self.name):
+        use = self.pool.use
+        if not use.acquire(False):
+            raise use.under_way(self.name)
+        try:
             self._runner = self._session.run()
+        finally:
+            use.release()
         return self._runner.report
 
     def run(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **batch: torch.Tensor) -> Any:
@@ -224,9 +171,11 @@ class CudaGraphManager:
         Returns:
             Valid until the next call of any member of the pool, unless ``compilation.outputs`` is ``clone``.
         """
-        runner = self.runner
-        with self.pool.in_use(self.name):
-            return runner(uniform_decode=uniform_decode, num_active_loras=num_active_loras, **batch)
+        return self.runner(uniform_decode=uniform_decode, num_active_loras=num_active_loras, **batch)
+
+    def replan(self, **options: Any) -> ReplanReport:
+        """Exchange graphs for those that the batches since the last time deserve, see GraphRunner.replan."""
+        return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
         """Capture the plan again, with the model's memory as it is now. The old graphs are freed first."""

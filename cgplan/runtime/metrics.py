@@ -48,6 +48,9 @@ class StatsCollector:
         )
         captures = core.CounterMetricFamily("cgplan_captures", "Keys that were captured.", labels=["runner"])
         evictions = core.CounterMetricFamily("cgplan_evictions", "Captured keys given up again.", labels=["runner"])
+        failures = core.CounterMetricFamily(
+            "cgplan_capture_failures", "Keys that could not be captured.", labels=["runner"]
+        )
         host = core.SummaryMetricFamily(
             "cgplan_host_seconds", "Host time of the calls that were timed, until they returned.", labels=["runner"]
         )
@@ -62,8 +65,9 @@ class StatsCollector:
             tokens.add_metric([name, "padding"], stats.padded_rows)
             captures.add_metric([name], stats.captures)
             evictions.add_metric([name], stats.evictions)
+            failures.add_metric([name], stats.failures)
             host.add_metric([name], stats.timed_calls, stats.timed_nanoseconds / 1e9)
-        yield from (hits, eager, tokens, captures, evictions, host)
+        yield from (hits, eager, tokens, captures, evictions, failures, host)
 
 
 def prometheus_text(runners: Mapping[str, RunnerStats]) -> str:

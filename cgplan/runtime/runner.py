@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from operator import itemgetter
+from collections.abc import Mapping
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
-from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CgplanError, InputError
-from cgplan.graphs import GraphBackend
+from cgplan.errors import InputError
 from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning import Plan
-from cgplan.reports.records import CaptureReport
-from cgplan.runtime.batch import BatchReader
-from cgplan.runtime.debug import DebugChecks
-from cgplan.runtime.dispatching import BatchRouter, Route
-from cgplan.runtime.graphed import GraphedModel
-from cgplan.runtime.launching import BatchLauncher, under_way
-from cgplan.runtime.outputs import OutputRows
-from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, Values, on_device
+from cgplan.runtime.dispatching import Route
+from cgplan.runtime.prepared import PreparedBatch, Values, on_device
+from cgplan.runtime.runner_state import RunnerState
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
 
@@ -32,79 +23,17 @@ MOST_PREPARED = 4096  # sizes of batches that are kept ready; the one that was p
 _NOT_MET = (LookupError, AttributeError, TypeError)  # what looking up a wrong call may raise
 
 
-class GraphRunner:
+class GraphRunner(RunnerState):
     """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees what it owns.
 
-    It owns the static buffers, the graphs and their pool. Outputs are borrowed unless ``compilation.outputs`` is
+    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
     ``clone``: views of graph memory, overwritten by the next call of this runner, and the same tensor objects each
     time. Not for use from several threads, and on one stream at a time: a call from another stream is refused while
     the stream of the last call still has work.
 
     Attributes:
-        report: What the capture cost.
         stats: What calls were answered with so far.
     """
-
-    def __init__(
-        self,
-        graphed: GraphedModel,
-        outputs: OutputRows,
-        report: CaptureReport,
-        capture_again: Callable[[], GraphRunner],
-    ) -> None:
-        self.report = report
-        self.stats = RunnerStats(graphed.plan)
-        self._capture_again = capture_again
-        self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
-        names = self._reader.names
-        self._num_inputs = len(names)
-        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-        self._pick = itemgetter(*names) if len(names) > 1 else lambda given: tuple([given[name] for name in names])
-        first = self._reader.counting("num_tokens") or self._reader.counting("num_reqs") or (0, 0)
-        self._counted = (*first, *(self._reader.counting("num_reqs") or first))
-        self._handed: list[weakref.ref[StagedBuffers]] = []
-        self._open(graphed, outputs)
-
-    def _open(self, graphed: GraphedModel, outputs: OutputRows) -> None:
-        self._graphed, self._outputs, self._closed = graphed, outputs, False
-        compilation = graphed.config.compilation
-        self._debug = DebugChecks(graphed) if compilation.debug else None
-        self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
-        self._launcher = BatchLauncher(graphed)
-        self._acquire, self._release, self._launch = (
-            self._launcher.acquire, self._launcher.release, self._launcher.launch,
-        )  # fmt: skip
-        self.graphs_changed()
-
-    def graphs_changed(self) -> None:
-        """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then."""
-        for reference in self._handed:
-            if (staged := reference()) is not None:
-                staged.retire()
-        self._handed.clear()
-        self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
-        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
-        self._router = BatchRouter(self.plan, self._reader)
-        self.stats.plan = self.plan
-        nvtx = self.config.report.nvtx
-        self._preparer = BatchPreparer(
-            self._graphed, self._outputs, self._copier, self._router, self.stats, self._debug, nvtx=nvtx
-        )
-
-    @property
-    def plan(self) -> Plan:
-        """What was captured."""
-        return self._graphed.plan
-
-    @property
-    def config(self) -> Config:
-        """What was asked for."""
-        return self._graphed.config
-
-    @property
-    def backend(self) -> GraphBackend:
-        """The device."""
-        return self._graphed.backend
 
     def __call__(
         self, *args: Any, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor
@@ -131,7 +60,7 @@ class GraphRunner:
         if args:
             raise InputError("the runner takes no positional arguments", remedy="Pass every input by its name.")
         if not self._acquire(False):
-            raise under_way()
+            raise self._launcher.under_way()
         try:
             stats, began = self.stats, 0
             if stats.until_timed:
@@ -163,17 +92,31 @@ class GraphRunner:
         self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int
     ) -> tuple[PreparedBatch, Values, CopyIn]:
         """Check a call that is not like an earlier one, and prepare its batch if it is the first of its size."""
-        route = self.route(inputs, uniform_decode, num_active_loras)
-        values = self._pick(inputs)
+        route, demand = self.route(inputs, uniform_decode, num_active_loras), self._demand
+        values: Values = self._pick(inputs)
+        if demand.may_capture(route):
+            values = demand.safe(values)
+            self._capture_for(route)
+            route = self.route(inputs, uniform_decode, num_active_loras)
         i, dim, j, other = self._counted
         asked = (values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras)
         batch = self._batches.get(asked)
         if batch is None:
             batch = self._preparer.prepare(route)
-            while len(self._batches) >= MOST_PREPARED:
-                self._batches.pop(next(iter(self._batches)))
-            self._batches[asked] = batch
+            if not demand.is_open(route):
+                while len(self._batches) >= MOST_PREPARED:
+                    self._batches.pop(next(iter(self._batches)))
+                self._batches[asked] = batch
         return batch, values, batch.way(values)
+
+    def _capture_for(self, route: Route) -> None:
+        """Capture what a batch asks for; the lock is held."""
+        self._launcher.check()
+        try:
+            if route.wanted is not None:
+                self._demand.capture(route.wanted)
+        finally:
+            self.graphs_changed()
 
     def stage(
         self,
@@ -208,14 +151,23 @@ class GraphRunner:
         self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
     ) -> StagedBuffers:
         self._check_open()
-        route = self._router.of_counts(num_tokens, num_reqs, uniform_decode, num_active_loras)
+        counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
+        route, demand = self._router.of_counts(*counts), self._demand
+        if demand.may_capture(route) and self._acquire(False):  # not inside another block, whose rows are written
+            try:
+                self._capture_for(route)
+            finally:
+                self._release()
+            route = self._router.of_counts(*counts)
         views = self._graphed.buffers.views(num_tokens, route.batch.num_reqs or 0)
         staged = StagedBuffers(self._launcher, self._preparer.prepare(route), views)
-        while len(self._staged) >= MOST_PREPARED:
-            self._staged.pop(next(iter(self._staged)))
-            self._handed = [reference for reference in self._handed if reference() is not None]
         self._handed.append(weakref.ref(staged))
-        self._staged[num_tokens, num_reqs, uniform_decode, num_active_loras] = staged
+        if not demand.is_open(route):
+            while len(self._staged) >= MOST_PREPARED:
+                self._staged.pop(next(iter(self._staged)))
+            self._staged[counts] = staged
+        if len(self._handed) > 2 * MOST_PREPARED:
+            self._handed = [reference for reference in self._handed if reference() is not None]
         return staged
 
     def run_eagerly(
@@ -233,7 +185,7 @@ class GraphRunner:
             padded: Pad to the capture size, in the static buffers; False: run the tensors as they are.
         """
         if not self._acquire(False):
-            raise under_way()
+            raise self._launcher.under_way()
         try:
             route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
             tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
@@ -275,47 +227,6 @@ class GraphRunner:
         """The backend's graph of a FULL key, to replay bare. None if the key has none."""
         entry = self._graphed.wrapper.entries.get(descriptor) if mode is CUDAGraphMode.FULL else None
         return None if entry is None else entry.graph
-
-    def invalidate(self, name: str) -> None:
-        """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
-
-        Calls that a graph would serve raise AddressError with that name until ``recapture``.
-        """
-        self._graphed.invalidate(name)
-        self.graphs_changed()  # each batch is looked at again
-
-    def recapture(self) -> None:
-        """Capture the same plan again, with the model's memory as it is now.
-
-        The old graphs, pool and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. Raises as CaptureSession.run does; the runner is then closed.
-        """
-        self.close()
-        fresh = self._capture_again()
-        self.report = fresh.report
-        self.stats.captures += fresh.stats.captures
-        self._open(fresh._graphed, fresh._outputs)
-
-    def close(self) -> None:
-        """Free graphs, pool and static buffers. Outputs that were handed out are no longer valid.
-
-        Raises:
-            CgplanError: a call is under way.
-        """
-        if not self._acquire(False):
-            raise under_way()
-        try:
-            if not self._closed:
-                self._closed = True
-                self.graphs_changed()
-                self._copier.close()
-                self._graphed.free()
-        finally:
-            self._release()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CgplanError("the runner is closed", remedy="Capture again.")
 
 
 __all__ = ["GraphRunner", "Route", "RunnerStats"]

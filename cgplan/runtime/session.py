@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import CapturedKey, KeyCapture, driver_bytes
+from cgplan.runtime.live import LiveGraphs
+from cgplan.runtime.pools import GraphPool, PoolUse
 from cgplan.runtime.runner import GraphRunner
 
 
@@ -44,8 +46,9 @@ class CaptureSession:
         backend: The device.
         config: Inputs, metadata, budget and how to capture.
         progress: Called before each key.
-        pool: The backend's pool to capture into, one of the session's own if absent. Runners that share a pool must
-            never run at once (see GraphPool).
+        pool: A pool to capture into that other runners use too, and that has the same backend; absent: pools of its
+            own, as ``compilation.pool`` says.
+        name: What messages call the runner.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class CaptureSession:
         config: Config,
         *,
         progress: Callable[[CaptureProgress], None] | None = None,
-        pool: Any = None,
+        pool: GraphPool | None = None,
+        name: str = "runner",
     ) -> None:
         self._plan = plan
         self._model = model
@@ -64,33 +68,45 @@ class CaptureSession:
         self._config = config
         self._progress = progress or (lambda _: None)
         self._pool = pool
+        self._name = name
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
 
-        Without a budget, a key that cannot be captured is an error. With one, running out of memory is no error: the
-        keys before it are kept, and the report says where it stopped.
+        With ``capture_policy: lazy`` nothing is captured yet. Without a budget, a key that cannot be captured is an
+        error. With one, running out of memory is no error: the keys before it are kept, and the report says where it
+        stopped.
 
         Raises:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
                 everything of this session is freed and the model runs as before.
             ModelError: the model failed before its capture began.
         """
-        backend, config = self._backend, self._config
+        config, use = self._config, PoolUse() if self._pool is None else self._pool.use
         if self._plan.config_hash != config_hash(config):
             raise PlanError(
                 f"the plan was made from configuration {self._plan.config_hash}, not from {config_hash(config)}",
                 remedy="Pass build_plan(config) of the same configuration.",
             )
+        lazy = config.compilation.capture_policy == "lazy"
+        return GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
+
+    def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
+        """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
+        for no more.
+        """
+        backend, config = self._backend, self._config
         backend.release_cached()
         before, start = backend.memory(), time.perf_counter()
-        plan, left_out = fitting(self._plan, config, before.free)
+        plan, left_out = fitting(asked, config, before.free) if keys is None else (asked, ())
         guard = BudgetGuard(config, plan, backend, before, start)
         graphed = self._open(plan, guard)
+        wanted = graphed.plan
+        first = [key for key in wanted.keys if keys is None or key in keys]
         captured: list[CapturedKey] = []
         try:
             with backend.session(), torch.no_grad():
-                captured += self._capture_all(KeyCapture.of(graphed), guard, graphed.plan.keys)
+                captured += self._capture_all(KeyCapture.of(graphed), guard, first)
                 graphed.buffers.restore()
                 backend.synchronize()
         except BaseException as error:
@@ -98,16 +114,17 @@ class CaptureSession:
             captured.clear()  # the traceback holds this frame
             graphed.free()
             raise
-        if graphed.plan.keys and not captured:  # the static buffers are of no use either
+        if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
             graphed.free()
             graphed = GraphedModel(restricted(plan, (), config), config, self._model, backend, self._pool)
         graphed.plan = restricted(plan, [c.key for c in captured], config)
         graphed.seal()
         report = self._report(graphed, captured, before, start)
-        skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys))
+        skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
         budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
         report = report.model_copy(update={"budget": budget})
-        return GraphRunner(graphed, KeyCapture.of(graphed).outputs, report, self.run)
+        del captured
+        return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
 
     def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
         """The model with buffers for the plan; for no key, if there is a budget and no memory for them."""
@@ -164,7 +181,7 @@ class CaptureSession:
         records = tuple(c.record(backend) for c in captured)
         end = time.perf_counter()
         backend.release_cached()
-        after, pool = backend.memory(), backend.pool_bytes(graphed.scope.pool)
+        after, pool = backend.memory(), graphed.pools.nbytes
         shared = captured[0].before[1] if captured else pool  # others had captured into it before
         outside = after.reserved - before.reserved - (pool - shared) if backend.supports("driver_bytes") else 0
         warnings = self._warnings(graphed, [r.descriptor for r in records if r.nodes == 0])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cgplan.errors import CgplanError, InputError
-from cgplan.runtime.launching import BatchLauncher, under_way
+from cgplan.runtime.launching import BatchLauncher
 from cgplan.runtime.prepared import PreparedBatch
 
 _NO_OUTPUT = object()
@@ -48,7 +48,7 @@ class StagedBuffers(dict[str, torch.Tensor]):
                 "the graphs that these buffers were staged for are gone", remedy="Call runner.stage(...) again."
             )
         if not launcher.acquire(False):
-            raise under_way()
+            raise launcher.under_way()
         if self._batch.copy is None:  # it runs eagerly, and resets no padding
             launcher.extend_marks(self._batch)
         self._output = _NO_OUTPUT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +18,8 @@ from cgplan.planning.vllm_log import COLUMNS
 
 T = TypeVar("T")
 Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
+
+Mark = Mapping[Asked, int]
 
 MOST_BATCHES = 100_000
 NEVER = 1 << 62
@@ -65,6 +67,7 @@ class StatsRecord(BaseModel):
         real_tokens, padding_tokens: Tokens of all batches, and of the padding that graphs computed besides.
         timed_calls, host_microseconds: Calls whose time on the host was taken, and the sum of it.
         captures, evictions: Keys that were captured, and captured keys that were given up again.
+        failures: Captures that failed, or that the budget did not allow, while batches were served.
         batches: (batch, calls) of all batches as they were asked for.
     """
 
@@ -78,6 +81,7 @@ class StatsRecord(BaseModel):
     host_microseconds: float
     captures: int
     evictions: int
+    failures: int = 0
     batches: tuple[tuple[Batch, int], ...]
 
 
@@ -91,6 +95,7 @@ class RunnerStats:
         plan: What is captured now.
         captures: Keys captured so far.
         evictions: Keys whose graphs were freed to make room for others.
+        failures: Captures that failed, or that the budget did not allow, while batches were served.
         timed_calls: Calls, not staged blocks, whose time was taken.
         timed_nanoseconds: The sum of their times on the host: from entry to return, in which the device may lag behind.
         until_timed: Calls until the next one that is timed.
@@ -100,6 +105,7 @@ class RunnerStats:
         self.plan = plan
         self.captures = len(plan.keys)
         self.evictions = 0
+        self.failures = 0
         self.timed_calls = 0
         self.timed_nanoseconds = 0
         self._counts: dict[Asked, BatchCount] = {}
@@ -208,6 +214,7 @@ class RunnerStats:
             host_microseconds=self.host_microseconds,
             captures=self.captures,
             evictions=self.evictions,
+            failures=self.failures,
             batches=tuple(sorted(_added((self._batch(c), c.calls) for c in self.counts).items())),
         )
 
@@ -225,16 +232,28 @@ class RunnerStats:
 
         return prometheus_text({runner: self})
 
-    def traffic(self) -> Traffic:
+    def mark(self) -> Mark:
+        """The counts as they are now, for ``traffic`` since then."""
+        return {asked: count.calls for asked, count in self._counts.items()}
+
+    def traffic(self, since: Mark | None = None) -> Traffic:
         """The batches that were asked for, those that ran eagerly too, as the planner reads them: exact.
 
+        Args:
+            since: What ``mark`` returned earlier: only batches since then count; after a ``reset``, those since that.
+
         Raises:
-            TrafficError: nothing was called yet.
+            TrafficError: nothing was called.
         """
-        notes = []
-        if any(count.num_reqs is None for count in self.counts):
-            notes.append("batches that tell no number of requests count as many as their tokens allow")
-        return Traffic.of([(self._batch(c), c.calls) for c in self.counts], "runner.stats", notes)
+        found, notes = [], []
+        for asked, count in self._counts.items():
+            before = (since or {}).get(asked, 0)
+            calls = count.calls - (before if before <= count.calls else 0)
+            if calls:
+                found.append((self._batch(count), calls))
+                if count.num_reqs is None:
+                    notes = ["batches that tell no number of requests count as many as their tokens allow"]
+        return Traffic.of(found, "runner.stats", notes)
 
     def _batch(self, count: BatchCount) -> Batch:
         reqs = count.num_reqs

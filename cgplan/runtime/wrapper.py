@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -162,6 +163,15 @@ class CUDAGraphWrapper:
             self._free(entry.graph)
             del self.entries[key]
             self._checked.discard(key)
+
+    def take_out(
+        self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
+    ) -> list[tuple[Any, Callable[[], None]]]:
+        """Forget the graphs of these batches of one scope; for each its output, and a function that frees it."""
+        taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
+        self._checked.difference_update(taken)
+        entries = [self.entries.pop(key) for key in taken]
+        return [(entry.output, partial(self._free, entry.graph)) for entry in entries]
 
     def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
         return descriptor

@@ -1,0 +1,49 @@
+"""Workspaces of cuBLAS that outlive every graph that was captured with them.
+
+Note [Workspaces]
+    cuBLAS computes in a workspace that torch allocates on the first matrix product of a thread on a stream, and keeps
+    by (handle, stream). Graphs are captured with its address. Two things can go wrong with graphs that come and go:
+
+    1. without a warm-up, the first product stands in a capture. Then the workspace lies in that graph's pool, and all
+       graphs captured later on the stream rely on a pool that is not theirs;
+    2. from torch 2.12 on, freeing a graph drops the workspaces of the stream that it was captured on, whoever else was
+       captured there (pytorch issue 193402): other graphs would write into memory that is no longer theirs.
+
+    So a session begins with a small product, whose workspace torch puts into a pool that nothing else allocates from
+    and that lives as long as the process. When torch drops the workspace, its memory stays in that pool, and the next
+    session finds it there again, at the same address.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def _pool(device: int) -> torch.cuda.MemPool:
+    """The pool of a device's workspaces."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
+
+
+@cache
+def _operands(device: int) -> tuple[torch.Tensor, ...]:
+    """Matrices to multiply; they lie beside other small tensors, because they stay, too."""
+    with torch.inference_mode(False), torch.cuda.stream(torch.cuda.default_stream(device)):
+        matrix = torch.zeros(16, 16, device=f"cuda:{device}")
+        return matrix, matrix[0], torch.zeros_like(matrix)
+
+
+@torch.no_grad()
+def keep_workspaces(device: torch.device) -> None:
+    """Have the current stream's workspaces allocated where they stay, see Note [Workspaces]; nothing in a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    matrix, vector, result = _operands(index)
+    autocast = torch.autocast("cuda", enabled=False)
+    with autocast, torch.cuda.use_mem_pool(_pool(index), device=index):
+        torch.mm(matrix, matrix, out=result)
+        torch.addmm(vector, matrix, matrix, out=result)  # the way through cuBLASLt

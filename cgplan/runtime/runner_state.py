@@ -1,0 +1,222 @@
+"""What a runner holds, and how it changes between its calls, which are in runner.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any
+
+from cgplan.config import Config
+from cgplan.errors import CgplanError
+from cgplan.graphs import GraphBackend
+from cgplan.planning import Plan
+from cgplan.planning.costs import GraphCosts, Key
+from cgplan.planning.latency import StepTimes
+from cgplan.planning.traffic import Traffic
+from cgplan.reports.records import CaptureReport
+from cgplan.reports.replan import ReplanReport
+from cgplan.runtime.batch import BatchReader
+from cgplan.runtime.debug import DebugChecks
+from cgplan.runtime.dispatching import BatchRouter
+from cgplan.runtime.launching import BatchLauncher
+from cgplan.runtime.live import LiveGraphs
+from cgplan.runtime.on_demand import OnDemand
+from cgplan.runtime.pools import PoolUse
+from cgplan.runtime.prepared import BatchPreparer, PreparedBatch
+from cgplan.runtime.staging import StagedBuffers
+from cgplan.runtime.stats import RunnerStats
+
+
+class RunnerState:
+    """The graphs of a model with all that calls are prepared from, made anew whenever graphs come or go.
+
+    Args:
+        live: The model with its graphs.
+        capture: Captures a plan, of its keys those given; absent: as a session does.
+        use: Who runs the graphs of its pools.
+        name: What messages call the runner.
+
+    Attributes:
+        stats: What calls were answered with so far.
+    """
+
+    def __init__(
+        self,
+        live: LiveGraphs,
+        capture: Callable[[Plan, Collection[Key] | None], LiveGraphs],
+        use: PoolUse,
+        name: str,
+    ) -> None:
+        graphed = live.graphed
+        self.stats = RunnerStats(graphed.plan)
+        self._capture_plan, self._use, self._name = capture, use, name
+        self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
+        names = self._reader.names
+        self._num_inputs = len(names)
+        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+        self._pick = itemgetter(*names) if len(names) > 1 else lambda given: tuple([given[name] for name in names])
+        first = self._reader.counting("num_tokens") or self._reader.counting("num_reqs") or (0, 0)
+        self._counted = (*first, *(self._reader.counting("num_reqs") or first))
+        self._handed: list[weakref.ref[StagedBuffers]] = []
+        self._demand = OnDemand(live, self.stats)
+        self._open()
+
+    def _open(self) -> None:
+        """Take the graphs that ``_demand`` holds."""
+        live = self._demand.live
+        self._graphed, self._outputs, self._closed = live.graphed, live.outputs, False
+        graphed, compilation = live.graphed, live.graphed.config.compilation
+        self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
+        self._launcher = BatchLauncher(graphed, self._use, self._name)
+        self._acquire, self._release, self._launch = (
+            self._launcher.acquire, self._launcher.release, self._launcher.launch,
+        )  # fmt: skip
+        self.graphs_changed()
+
+    def graphs_changed(self) -> None:
+        """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then."""
+        for reference in self._handed:
+            if (staged := reference()) is not None:
+                staged.retire()
+        self._handed.clear()
+        self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
+        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
+        live = self._demand.live
+        wanted = live.wanted if self._demand.is_lazy else None
+        self._router = BatchRouter(self.plan, self._reader, wanted, live.reason_against)
+        self.stats.plan = self.plan
+        self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
+        nvtx = self.config.report.nvtx
+        self._preparer = BatchPreparer(
+            self._graphed, self._outputs, self._copier, self._router, self.stats, self._debug, nvtx=nvtx
+        )
+
+    @property
+    def report(self) -> CaptureReport:
+        """What the captures cost, those since the session included."""
+        return self._demand.live.report
+
+    @property
+    def plan(self) -> Plan:
+        """What is captured now."""
+        return self._graphed.plan
+
+    @property
+    def wanted(self) -> Plan:
+        """What may be captured: with ``capture_policy: lazy`` all that batches can ask for, elsewhere ``plan``."""
+        return self._demand.live.wanted if self._demand.is_lazy else self.plan
+
+    @property
+    def config(self) -> Config:
+        """What was asked for."""
+        return self._graphed.config
+
+    @property
+    def backend(self) -> GraphBackend:
+        """The device."""
+        return self._graphed.backend
+
+    def invalidate(self, name: str) -> None:
+        """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
+
+        Calls that a graph would serve raise AddressError with that name until ``recapture``.
+        """
+        self._graphed.invalidate(name)
+        self.graphs_changed()  # each batch is looked at again
+
+    def recapture(self) -> None:
+        """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
+
+        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
+        no longer valid. Raises as CaptureSession.run does; the runner is then closed.
+        """
+        live = self._demand.live
+        keys = live.keys if self._demand.is_lazy else None
+        self.close()
+        self._demand.live = self._capture_plan(live.asked, keys)
+        self._open()
+        self.stats.captures += len(self.plan.keys)
+
+    @contextmanager
+    def no_capture(self) -> Iterator[None]:
+        """A block in which no call captures: a batch whose graph is not there runs by a larger one, or eagerly."""
+        with self._demand.forbidden():
+            yield
+
+    def retry_failed(self) -> None:
+        """Forget which keys could not be captured (``report.failed``): the next batch that asks for one tries again."""
+        self._demand.live.failed.clear()
+        self.graphs_changed()
+
+    def replan(
+        self,
+        *,
+        traffic: Traffic | None = None,
+        times: StepTimes | None = None,
+        costs: GraphCosts | None = None,
+        apply: bool = True,
+    ) -> ReplanReport:
+        """Plan anew for the batches that were asked for, inside the budget, and exchange the graphs for those.
+
+        Sizes that the new plan lacks are evicted; new ones are captured, the largest first, into the pools that are
+        there, or all into new ones, see Note [Generations] in pools.py. Outputs that were handed out are no longer
+        valid. A key that cannot be captured does not raise: ``report.failed`` of the runner says why.
+
+        Args:
+            traffic: What to plan for; absent: the batches since the last replan.
+            times: Step times; absent: measured now, on padding.
+            costs: What graphs cost; absent: what captures so far have cost.
+            apply: False: propose only.
+
+        Returns:
+            What changed; it prints as tables.
+
+        Raises:
+            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or captures are
+                forbidden.
+            TrafficError: no batch was asked for since.
+            BudgetError: the budget does not pay for a single graph.
+            AddressError: the model's memory has moved: ``recapture`` first.
+        """
+        self._check_open()
+        if not self._acquire(False):
+            raise self._launcher.under_way()
+        try:
+            self._launcher.check()
+            return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
+        finally:
+            if self._demand.live.graphed is not self._graphed:
+                self._open()
+            self.graphs_changed()
+            self._release()
+
+    def _reopen(self, plan: Plan) -> LiveGraphs:
+        """Give all memory back, and make static buffers for a plan, without a graph yet."""
+        self._free()
+        return self._capture_plan(plan, ())
+
+    def close(self) -> None:
+        """Free graphs, pools and static buffers. Outputs that were handed out are no longer valid.
+
+        Raises:
+            CgplanError: a call is under way.
+        """
+        if not self._acquire(False):
+            raise self._launcher.under_way()
+        try:
+            if not self._closed:
+                self._free()
+        finally:
+            self._release()
+
+    def _free(self) -> None:
+        self._closed = True
+        self.graphs_changed()
+        self._copier.close()
+        self._graphed.free()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CgplanError("the runner is closed", remedy="Capture again.")
