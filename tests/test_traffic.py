@@ -405,6 +405,12 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
         (HEAD.replace("ContextTokens", "ContextToken") + "1,1,1\n", 1, "(did you mean 'ContextTokens'?)", "a request"),
         ("TIMESTAMP,ContextTokens\n1,1\n", 1, "column 'GeneratedTokens' is missing", "a request trace has TIMESTAMP"),
         (HEAD.replace("\n", ",Adapter\n") + "1,1,1,2\n", 2, "the request uses an adapter, but", "Add a `lora` section"),
+        (
+            HEAD.replace("\n", ",Adapter\n") + "1,1,1,\n1,1,1,sql-lora\n",
+            3,
+            "Adapter is 'sql-lora', not a whole number from 0",
+            "Write adapters as numbers from 0 up, one for each name, and leave the field empty for none",
+        ),
         (MOON % 5 + MOON % 4, 2, "timestamp 4 is before that of the row above", "Sort the rows"),
         (MOON % '"5"', 1, "timestamp '5' is not a number", "milliseconds"),
         (MOON % "true", 1, "timestamp True is not a number", "milliseconds"),

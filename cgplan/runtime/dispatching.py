@@ -12,9 +12,16 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 from cgplan.runtime.batch import Batch, BatchReader
 
-_MISS_REMEDY = {
-    MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
-}
+
+def _miss_remedy(plan: Plan, reason: MissReason) -> str:
+    """What to do so that a graph serves such a batch. Of a plan that was chosen for traffic or read from a file, the
+    configuration does not decide the sizes.
+    """
+    if plan.file is not None or plan.evidence is not None:
+        which = f"the plan {plan.file}" if plan.file is not None else "a plan for traffic"
+        return f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
+    sizes = reason is MissReason.TOO_LARGE
+    return "Add the size to cudagraph_capture_sizes" if sizes else "Choose another cudagraph_mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class BatchRouter:
         if on_miss == "error":
             raise DispatchMissError(
                 f"no graph serves a batch of {tokens} tokens: {reason}",
-                remedy=f"{_MISS_REMEDY.get(reason, 'Choose another cudagraph_mode')}, or set on_miss: eager.",
+                remedy=f"{_miss_remedy(self._plan, reason)}, or set on_miss: eager.",
             )
         return reason
 
