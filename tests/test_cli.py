@@ -369,7 +369,7 @@ def test_plan_shows_and_saves_the_plan(home: Path) -> None:
     result = good("plan", "--config", "good.yaml", "--output", "plan.json")
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
-    assert plan.model_copy(update={"notes": ()}) == build_plan(load_config("good.yaml"))
+    assert plan.model_copy(update={"notes": (), "lint": ()}) == build_plan(load_config("good.yaml"))
     assert result.stdout == render_text(plan) + "\n"
     assert "saved plan.json" in result.stderr
     assert good("plan", "--config", "good.yaml", "--json").stdout == (home / "plan.json").read_text()

@@ -130,7 +130,7 @@ def _said(plan: Plan) -> Iterator[str]:
     """What a plan's report would say, for those who are not shown it."""
     yield from announcements(plan)
     evidence = plan.evidence or {}
-    yield from (f"warning: {text}" for text in evidence.get("warnings", ()))
+    yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
     yield from (f"note: {text}" for text in plan.notes)
     yield from (f"note: {text}" for text in (plan.predicted.notes if plan.predicted else ()))
 
@@ -197,21 +197,24 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
     plan = build_plan(loaded.config)
     if costs is not None:
         plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
-    plan = plan.model_copy(update=_without_traffic(plan))
+    plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
 
 
-def _without_traffic(plan: Plan) -> dict[str, tuple[str, ...]]:
+def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
     """What to say of a plan that no traffic was given for."""
+    from cgplan.planning.lint import lint_without_traffic  # numpy from here on
+
     notes = (
         "there is no traffic to plan for, so nothing was optimised: these are the sizes of the configuration "
         f"({plan.sizes_source}). Give --traffic FILE, or a `traffic` section, to have them chosen",
     )
     limits = [f"budget.{name}" for name in plan.budget or {} if name != "reserve"]  # that bounds captures alone
-    if not limits:
-        return {"notes": notes}
-    warning = f"{' and '.join(limits)} did not bound this plan: without traffic a budget bounds the capture alone"
-    return {"notes": notes, "warnings": (*plan.warnings, warning)}
+    named = " and ".join(limits)
+    unbounded = (
+        (f"{named} did not bound this plan: without traffic a budget bounds the capture alone",) if limits else ()
+    )
+    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(config, plan))}
 
 
 def _evenly_padded(plan: Plan) -> PaddingPlot:

@@ -105,7 +105,12 @@ class Case:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
             return f"{why}: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
         names = ("max_graphs", "memory", "capture_time") if known else ("max_graphs",)
-        given = ", ".join(f"{name} {getattr(budget, name):g}" for name in names if getattr(budget, name) is not None)
+        units = {"max_graphs": (1, ""), "memory": (2**20, " MiB"), "capture_time": (1, " s")}
+        given = ", ".join(
+            f"{name} {getattr(budget, name) / units[name][0]:.4g}{units[name][1]}"
+            for name in names
+            if getattr(budget, name) is not None
+        )
         return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
 
     def _binding(self, expected: float) -> tuple[Limit, ...]:

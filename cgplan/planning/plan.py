@@ -129,7 +129,8 @@ class Plan(BaseModel):
         machine: Where the figures were measured, if they were.
         evidence: Why these keys, in the words of the planner that chose them; absent where a list or ladder did.
         budget: The budget of that configuration in JSON, the limits that are set; None in plans that do not say.
-        notes: What was not planned, and why.
+        notes, lint: Of a plan that was not made for traffic: what was not planned, and what to beware of. The evidence
+            of other plans says that.
         file: The file that the plan was read from, to be captured in place of what the configuration says.
     """
 
@@ -156,6 +157,7 @@ class Plan(BaseModel):
     evidence: dict[str, Any] | None = None
     budget: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    lint: tuple[str, ...] = ()
     file: str | None = None
 
     @model_validator(mode="after")

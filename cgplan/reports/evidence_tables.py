@@ -90,7 +90,8 @@ def _head(evidence: Evidence) -> RenderableType:
     ]
     if evidence.next_graph is not None:
         worth = evidence.next_graph
-        rows.append(("next graph", f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"))
+        brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
+        rows.append(("next graph", brings if worth.percent >= 1e-3 else "would bring nothing"))
     notes = (*evidence.traffic_notes, *evidence.times_notes, *evidence.costs_notes, *evidence.notes)
     return facts("Why these graphs", [*rows, *(("note", text) for text in notes)])
 

@@ -40,7 +40,7 @@ def render_plan(plan: Plan) -> RenderableType:
     if plan.max_loras is not None:
         cases = ", ".join(map(str, plan.lora_cases))
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
-    said = [("note", text) for text in plan.notes] + [("warning", text) for text in plan.warnings]
+    said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
     head = facts("Plan", [*rows, *predicted_rows(plan), ("config", plan.config_hash), *said])
     why = _why(plan)
     if why is not None:
