@@ -368,8 +368,8 @@ def test_torch_is_not_imported(home: Path, arguments: list[str]) -> None:
 def test_plan_shows_and_saves_the_plan(home: Path) -> None:
     result = good("plan", "--config", "good.yaml", "--output", "plan.json")
     plan = load_report("plan.json")
-    assert plan == build_plan(load_config("good.yaml"))
     assert isinstance(plan, Plan)
+    assert plan.model_copy(update={"notes": (), "lint": ()}) == build_plan(load_config("good.yaml"))
     assert result.stdout == render_text(plan) + "\n"
     assert "saved plan.json" in result.stderr
     assert good("plan", "--config", "good.yaml", "--json").stdout == (home / "plan.json").read_text()
@@ -421,7 +421,7 @@ def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
     message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--capture-time", "soon")
     assert "budget.capture_time" in message
     noted = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--json").stderr
-    assert "note: a budget bounds plans that are made from traffic" in noted
+    assert "warning: budget.memory did not bound this plan: without traffic" in noted
 
 
 def test_plan_checks_its_files_first(home: Path) -> None:
@@ -520,6 +520,98 @@ def test_plan_without_traffic_has_no_use_for_its_options(home: Path) -> None:
         assert "there is none" in refused(errors.ConfigError, "plan", "--config", "good.yaml", *option)
 
 
+def test_plan_says_that_there_is_no_traffic(home: Path) -> None:
+    shown = " ".join(good("plan", "--config", "good.yaml").stdout.split())
+    assert "note there is no traffic to plan for, so nothing was optimised" in shown
+    assert "Give --traffic FILE, or a `traffic` section" in shown
+    result = good("plan", "--config", "good.yaml", "--emit", "vllm")
+    assert "note: there is no traffic to plan for" in result.stderr
+    assert "no traffic to plan for" not in good(*use_traffic(home)).stdout
+    bounded = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--set", "budget.reserve=1GiB").stdout
+    assert "budget.memory did not bound this plan" in " ".join(bounded.split())
+
+
+def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
+    command = (*use_traffic(home), "--memory", "2GiB", "--capture-time", "5s")
+    lines = good(*command).stdout.splitlines()
+    verdict = next(index for index, line in enumerate(lines) if line.startswith("  verdict"))
+    after = " ".join(" ".join(lines[verdict : verdict + 8]).split())
+    assert "warning budget.memory and budget.capture_time did not bound this plan" in after
+    assert "--costs estimate" in after
+    assert "budget.memory and budget.capture_time not looked at" in " ".join(" ".join(lines).split())
+    assert "warning: budget.memory" in good(*command, "--emit", "vllm").stderr
+    assert "did not bound" not in good(*command, "--costs", "estimate").stdout
+
+
+def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None:
+    sizes = "compilation.cudagraph_capture_sizes=[1, 8]"
+    good("capture", "--config", "good.yaml", "--set", sizes, "--output", "run.json")
+    command = (*use_traffic(home), "--costs", "run.json")
+    plan = Plan.model_validate_json(good(*command, "--json").stdout)
+    assert plan.predicted is not None
+    assert plan.predicted.notes == ("the costs of run.json are those of cpu (tape), not of a GPU",)
+    other = ("--set", "model.kwargs={width: 32}", "--set", "scheduler.max_num_seqs=7")
+    for arguments in (command, ("plan", "--config", "good.yaml", "--costs", "run.json")):
+        plan = Plan.model_validate_json(good(*arguments, *other, "--json").stdout)
+        assert plan.predicted is not None
+        (note, _) = plan.predicted.notes
+        assert note == (
+            "the costs of run.json were measured with another configuration, and are taken as they are: "
+            "model.kwargs.width was absent, is 32 here; "
+            "scheduler.max_num_seqs was 256, is 7 here"
+        )
+        assert "was 256, is 7 here" in " ".join(good(*arguments, *other).stdout.split())
+    assert note in Plan.model_validate_json(good(*command, *other, "--json").stdout).evidence["costs_notes"]
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        (("plan", "--config", "{}"), errors.ConfigFileError),
+        (("plan", "--config", "good.yaml", "--traffic", "{}"), errors.TrafficError),
+        (("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "{}"), errors.StepTimeError),
+        (("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--costs", "{}"), errors.ReportError),
+        (("plan", "--config", "good.yaml", "--costs", "{}"), errors.ReportError),
+        (("plan", "diff", "{}", "plan.json"), errors.ReportError),
+        (("plan", "diff", "plan.json", "{}"), errors.ReportError),
+        (("capture", "--config", "good.yaml", "--plan", "{}"), errors.ReportError),
+        (("inspect", "{}"), errors.ReportError),
+        (("inspect", "--config", "good.yaml", "--costs", "{}"), errors.ReportError),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_files_that_cannot_be_read_are_named(
+    home: Path, option: tuple[str, ...], error: type[errors.CgplanError]
+) -> None:
+    use_traffic(home)
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    (home / "binary.dat").write_bytes(b"good\n\xff\xfe\x00")
+    (home / "folder").mkdir()
+    (home / "digits.json").write_text('{"kind": ' + "1" * 5000 + "}")
+    for name in ("binary.dat", "folder", "missing.dat", "digits.json"):
+        if name != "digits.json" or error is errors.ReportError:
+            assert name in refused(error, *(part.format(name) for part in option))
+
+
+def test_inspect_shows_what_each_lora_case_adds(home: Path) -> None:
+    lora = ("--set", "lora.max_loras=2")
+    asked = ("inspect", "--config", "good.yaml", *lora)
+    shown = good(*asked).stdout
+    assert "What each LoRA case adds" in shown
+    assert re.search(r"^0 +3 +- +-$", shown, re.MULTILINE)
+    assert re.search(r"^any number +3 +- +-$", shown, re.MULTILINE)
+    assert "give --costs FILE, --costs estimate or --costs measure" in shown
+    good("capture", "--config", "good.yaml", *lora, "--output", "run.json")
+    for source in ("estimate", "measure", "run.json"):
+        shown = good(*asked, "--costs", source).stdout
+        assert re.search(r"^any number +3 +[\d.]+ \w+ +[\d.]+ [mu]s$", shown, re.MULTILINE)
+        assert "what the plan would save without that case alone" in shown
+        plan = Plan.model_validate_json(good(*asked, "--costs", source, "--json").stdout)
+        assert plan.predicted is not None
+        assert len(plan.predicted.keys) == 6
+    assert "What each LoRA case adds" not in good("inspect", "--config", "good.yaml", "--costs", "run.json").stdout
+
+
 def test_inspect_shows_the_split(home: Path) -> None:
     command = ("inspect", "--config", "good.yaml", "--split")
     assert "no PIECEWISE graph is planned" in good(*command).stdout
@@ -535,6 +627,11 @@ def test_plan_diff(home: Path) -> None:
     assert shown.startswith("old.json -> new.json\n")
     assert re.search(r"^FULL +8 +2, 4 +1$", shown, re.MULTILINE)
     assert re.search(r"^graphs +3 +2 +-1 +-33\.3%$", shown, re.MULTILINE)
+    assert "settings the same" in " ".join(shown.split())
+    good("plan", "--config", "good.yaml", "--memory", "2GiB", "--max-graphs", "3", "--output", "bounded.json")
+    shown = good("plan", "diff", "old.json", "bounded.json").stdout
+    assert re.search(r"^  budget.memory +absent -> 2.0 GiB$", shown, re.MULTILINE)
+    assert re.search(r"^  budget.max_graphs +absent -> 3$", shown, re.MULTILINE)
     data = json.loads(good("plan", "diff", "old.json", "new.json", "--json").stdout)
     assert data["lanes"][0]["removed"] == [2, 4]
 
@@ -544,7 +641,9 @@ def test_plan_diff_reads_plans_only(home: Path) -> None:
     assert "run.json is a capture report, not a plan" in refused(
         errors.ReportError, "plan", "diff", "run.json", "run.json"
     )
-    assert "cannot read none.json" in refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
+    message = refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
+    assert "no such file: none.json" in message
+    assert "Did you mean run.json?" in message
 
 
 # capture --plan
@@ -580,6 +679,7 @@ def test_a_plan_of_any_keys_is_captured_and_run(home: Path) -> None:
     report = BenchReport.model_validate_json(result.stdout)
     assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in report.records] == [
         (1, "FULL", 1),
+        (1, "PIECEWISE", 0),  # the same size as a mixed batch
         (3, "PIECEWISE", 1),
         (9, "NONE", 0),
     ]
@@ -1002,7 +1102,7 @@ def test_inspect_of_a_configuration_without_the_option(home: Path) -> None:
 
 
 def test_inspect_of_a_missing_report(home: Path) -> None:
-    assert "cannot read missing.json" in refused(errors.ReportError, "inspect", "missing.json")
+    assert "no such file: missing.json" in refused(errors.ReportError, "inspect", "missing.json")
 
 
 @pytest.mark.parametrize(
@@ -1017,6 +1117,7 @@ def test_inspect_of_a_missing_report(home: Path) -> None:
         ["inspect", "--vllm", "{}", "--config", "good.yaml"],
         ["inspect", "--vllm", "{}", "--set", "device=cpu"],
         ["inspect", "--config", "good.yaml", "--max-num-seqs", "4"],
+        ["inspect", "run.json", "--costs", "estimate"],
         ["plan"],
         ["plan", "diff", "plan.json"],
         ["plan", "--config", "good.yaml", "diff", "a.json", "b.json"],

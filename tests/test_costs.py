@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgplan.config import Config, Input
+from cgplan.config import Config, Input, validate_config
 from cgplan.config.values import DType
 from cgplan.descriptors import BatchDescriptor
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
+from cgplan.planning.case_costs import case_costs
 from cgplan.planning.costs import GraphCosts, Key, KeyCost, PlanCost, representative_keys, static_bytes
 from cgplan.planning.measured_costs import MeasuredCosts, MeasuredKey, interpolate
 from cgplan.reports import CaptureReport, Environment, GraphRecord
@@ -259,3 +260,29 @@ def test_a_report_without_node_counts_spreads_the_driver_over_keys() -> None:
     costs = MeasuredCosts.from_report(a_report(nodes=None), CONFIG)
     assert costs.driver_bytes(key(8)) == MIB
     assert costs.bytes_per_node == {}
+
+
+def test_what_each_lora_case_adds() -> None:
+    """Cases share the pool and what the first graph brings; each has its own keys."""
+    config = validate_config(
+        {
+            "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 8]},
+            "lora": {"max_loras": 2, "specialize_active_lora": True},
+        }
+    )
+    plan = build_plan(config)
+    keys = [
+        MeasuredKey(FULL, has_lora, size, MIB * (2 if has_lora else 1), 0.25 if has_lora else 0.125)
+        for has_lora in (False, True)
+        for size in (1, 8)
+    ]
+    costs = MeasuredCosts(keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB)
+    found = case_costs(plan, costs)
+    assert [(case.num_active_loras, case.graphs) for case in found] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert [case.bytes for case in found] == [2 * MIB, *[4 * MIB] * 3]
+    assert [case.seconds for case in found] == [0.25, *[0.5] * 3]
+    assert {(case.bytes, case.seconds) for case in case_costs(plan, None)} == {(None, None)}
+    assert case_costs(build_plan(CONFIG), costs) == ()
+    one = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1], "cudagraph_specialize_lora": False}
+    alone = case_costs(build_plan(validate_config({"compilation": one, "lora": {"max_loras": 2}})), costs)
+    assert [(case.num_active_loras, case.graphs, case.bytes) for case in alone] == [(3, 1, (1 + 2 + 32) * MIB)]

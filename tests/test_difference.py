@@ -100,6 +100,18 @@ def test_plans_without_a_configuration_are_compared_by_their_bounds() -> None:
     assert compare(old, plan_of("FULL", [4], seqs=7)).settings == (FieldChange(name="max_num_seqs", old=256, new=7),)
 
 
+def test_budgets_that_differ_are_named() -> None:
+    old = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
+    new = build_plan(config_of(budget={"memory": "2GiB", "capture_time": "5s"}))
+    assert compare(old, new).settings == (
+        FieldChange(name="budget.memory", old=1 << 30, new=2 << 30),
+        FieldChange(name="budget.capture_time", old=None, new=5.0),
+        FieldChange(name="budget.max_graphs", old=4, new=None),
+    )
+    assert compare(old, old).settings == ()
+    assert compare(old.model_copy(update={"budget": None}), new).settings == (), "nothing is known of it"
+
+
 def test_machines_that_differ_are_named() -> None:
     old = plan_of("FULL", [4]).model_copy(update={"machine": H200})
     new = plan_of("FULL", [4]).model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})})

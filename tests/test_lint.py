@@ -14,6 +14,7 @@ from cgplan.planning.latency import StepTimes
 from cgplan.planning.lint import (
     beyond_the_scheduler,
     lint,
+    lint_without_traffic,
     lora_cases,
     scheduler_cliffs,
     traffic_cliffs,
@@ -151,6 +152,11 @@ def test_sizes_that_are_no_multiples_of_the_query_length() -> None:
     (warning,) = uneven_sizes(config, build_plan(config))
     assert "cudagraph_capture_sizes 4, 10 are not multiples of 3" in warning
     assert "captured at 6, 12" in warning
+    config = config_of("FULL_DECODE_ONLY", [1, 3, 7], spec=2)
+    (warning,) = uneven_sizes(config, build_plan(config))
+    assert "1, 7 are not multiples of 3" in warning
+    assert "captured at 3 instead and dropped at 7" in warning
+    assert build_plan(config).capture_sizes == (3,)
     even = config_of("FULL_DECODE_ONLY", [3, 9], spec=2)
     assert list(uneven_sizes(even, build_plan(even))) == []
     assert list(uneven_sizes(config_of("FULL", [5]), plan_of("FULL", [5]))) == []
@@ -224,3 +230,36 @@ def test_modes_that_the_traffic_never_uses() -> None:
     (unused, absent) = unused_modes(only, seen, serve(only.keys, seen, TIMES))
     assert "1 FULL graph" in unused
     assert "no uniform decode batch" in absent
+
+
+# --- without traffic ------------------------------------------------------------------------------------------
+
+
+def test_sizes_alone_tell_of_cliffs_and_wide_steps() -> None:
+    config = config_of("FULL_DECODE_ONLY", [1, 8, 40], lora={"max_loras": 2})
+    cliff, step = lint_without_traffic(config, build_plan(config))
+    assert "uniform decode batches of 64 tokens, the largest graph holds 40" in cliff
+    assert step == "FULL uniform: batches of 9 to 40 tokens run at 40, 39% of which is padding on average"
+
+
+@pytest.mark.parametrize("ladder", ["vllm", "sglang", "trtllm", "powers_of_two"])
+@pytest.mark.parametrize("spec", [0, 2])
+def test_ladders_have_no_warning(ladder: str, spec: int) -> None:
+    config = config_of("FULL_AND_PIECEWISE", spec=spec, seqs=64, tokens=512)
+    compilation = config.compilation.model_copy(update={"cudagraph_capture_sizes": ladder})
+    config = config.model_copy(update={"compilation": compilation})
+    assert lint_without_traffic(config, build_plan(config)) == ()
+
+
+def test_steps_of_a_request_more_are_those_of_uniform_decode() -> None:
+    config = config_of("FULL_DECODE_ONLY", [3, 60], spec=2, seqs=20)
+    (step,) = lint_without_traffic(config, build_plan(config))
+    assert step == "FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"
+
+
+def test_many_wide_steps_are_counted() -> None:
+    sizes = [3**n for n in range(9)]
+    config = config_of("FULL", sizes, tokens=8192, seqs=64)
+    steps = lint_without_traffic(config, build_plan(config))
+    assert len(steps) == 4
+    assert steps[-1] == "FULL: and 3 more steps as wide"

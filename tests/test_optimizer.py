@@ -18,9 +18,10 @@ from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.demand import Bounds, Problem, problem_of
 from cgplan.planning.lanes import expected_step, key_of, lanes_of, serve
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.optimizer import best_paths
+from cgplan.planning.optimizer import Paths, best_paths
 from cgplan.planning.plan import Lane
 from cgplan.planning.search import search
+from cgplan.planning.solved import Solved
 from cgplan.planning.traffic import Batch, Traffic
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -237,6 +238,47 @@ def test_paths_are_the_least_of_all(
                 for i, j in pairwise([0, *sizes])
             )
             assert cost == pytest.approx(before[number])
+
+
+SUMS = np.cumsum(np.arange(3 * 30).reshape(1, 3, 30) % 7, axis=2).astype(np.float64) * (np.arange(30) > 0)
+TIMES = np.cumsum(np.arange(30) % 3)[None].astype(np.float64)
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 6])
+def test_paths_go_on_from_those_for_fewer_graphs(first: int) -> None:
+    whole = best_paths(SUMS, TIMES, 6)
+    known = best_paths(SUMS, TIMES, first)
+    assert np.array_equal(known.cost, whole.up_to(first).cost)
+    again = best_paths(SUMS, TIMES, 6, known=known)
+    assert np.array_equal(again.cost, whole.cost)
+    assert np.array_equal(again.parent, whole.parent)
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 20, 5000, 0])
+def test_paths_that_were_found_are_not_looked_for_again(most_bytes: int) -> None:
+    solved, asked = Solved(most_bytes), list[tuple[list[int], int | None]]()
+
+    def found(names: list[int], graphs: int) -> list[Paths]:
+        def solve(numbers: list[int], known: Paths | None) -> Paths:
+            asked.append((numbers, None if known is None else known.graphs))
+            return best_paths(SUMS[:, [names[n] for n in numbers]], TIMES, graphs, known=known)
+
+        paths = solved.paths(names, graphs, solve)
+        for name, path in zip(names, paths, strict=True):
+            alone = best_paths(SUMS[:, [name]], TIMES, graphs)
+            assert np.array_equal(path.cost, alone.cost)
+            assert np.array_equal(path.parent, alone.parent)
+        return paths
+
+    found([0, 1], 2)
+    found([1], 2)
+    found([2, 1], 4)
+    found([1, 2], 3)
+    if most_bytes == 1 << 20:
+        assert asked == [([0, 1], None), ([0], None), ([1], 2)]
+    elif most_bytes == 0:
+        assert all(known is None for _, known in asked)
+        assert len(asked) == 4
 
 
 @settings(max_examples=80, deadline=None)

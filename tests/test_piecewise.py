@@ -567,6 +567,27 @@ def test_a_dimension_that_is_as_long_as_the_largest_batch(backend: GraphBackend,
         torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
 
 
+def test_a_plan_without_piecewise_keys_is_not_traced(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed batches run the model itself then, and need no trace at capture."""
+    monkeypatch.setattr(PiecewiseBackend, "__call__", lambda *_: pytest.fail("traced"))
+    config = validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+            "compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [2, 4]},
+            "device": backend.device.type,
+        }
+    )
+    plan = build_plan(config)
+    plan = plan.model_copy(update={"keys": tuple(key for key in plan.keys if key[0] is CUDAGraphMode.FULL)})
+    model = Attends(layers=2).to(backend.device)
+    runner = CaptureSession(plan, model, backend, config).run()
+    assert runner.report.split is None
+    x = torch.randn(3, 8).to(backend.device)
+    torch.testing.assert_close(runner(x=x, uniform_decode=True), model(x))
+    torch.testing.assert_close(runner(x=x, uniform_decode=False), model(x))
+    assert (sum(runner.stats.replays.values()), sum(runner.stats.eager.values())) == (1, 1)
+
+
 # --- inductor ---------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,23 @@ def test_the_axes_have_their_ends_and_the_legend_its_figures() -> None:
     assert lines[-2:] == ["  A  vllm: 35 graphs, 1.81 ms", "  B  plan: 3 graphs, 2.00 ms"]
 
 
+def test_points_on_the_same_place_share_a_letter_and_are_both_explained() -> None:
+    points = [
+        Point("vllm", 35, 1810.0),
+        Point("sglang", 35, 1810.1),
+        Point("plan", 1, 3000.0),
+        Point("other", 35, 1810.0),
+    ]
+    text = pareto_text(ParetoPlot(CURVE.graphs, CURVE.microseconds, points))
+    assert len(plotted(text)["A"]) == 1
+    assert text.splitlines()[-4:] == [
+        "  A  vllm: 35 graphs, 1.81 ms",
+        "  A  sglang: 35 graphs, 1.81 ms",
+        "  B  plan: 1 graph, 3.00 ms",
+        "  A  other: 35 graphs, 1.81 ms",
+    ]
+
+
 values = st.floats(0.001, 1e8)
 
 
@@ -72,7 +89,10 @@ def test_any_curve_fits_and_is_ascii(graphs: list[int], data: st.DataObject, wid
     text = pareto_text(ParetoPlot(graphs, times, points), width)
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= width
-    assert plotted(text)
+    marks = plotted(text)
+    letters = re.findall(r"^  ([A-Z])  ladder", text, re.MULTILINE)
+    assert len(letters) == min(len(points), 26)
+    assert set(letters) == set(marks) - {"*"}, "each point stands in the picture"
 
 
 @given(

@@ -22,7 +22,9 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.evidence import Evidence, LadderPoint
 from cgplan.planning.lanes import Routes, expected_step, padded_share, serve
 from cgplan.planning.latency import StepTimes
+from cgplan.planning.left_out import Gains
 from cgplan.planning.lint import lint
+from cgplan.planning.plan import Lane
 from cgplan.planning.proposal import Proposal, propose
 from cgplan.planning.traffic import Batch, Traffic
 from cgplan.planning.traffic_files import read_traffic
@@ -271,6 +273,76 @@ def test_too_little_time_for_one_graph() -> None:
 # --- costs that are not known ---------------------------------------------------------------------------------
 
 
+def left_out_of(evidence: Evidence) -> dict[tuple[str, int, str], tuple[int, ...]]:
+    return {(part.mode.name, part.num_active_loras, part.reason): part.sizes for part in evidence.left_out}
+
+
+def test_each_key_that_is_left_out_has_its_reason() -> None:
+    sizes = [1, 2, 8, 40, 64, 300]
+    config = config_of("FULL_AND_PIECEWISE", sizes, budget={"max_graphs": 2})
+    seen = traffic({Batch(1, 1, True): 1e5, Batch(8, 8, True): 1e5, Batch(40, 40, True): 1.0, Batch(50, 2): 9000.0})
+    evidence = evidence_of(config, seen)
+    assert sizes_of(evidence) == [(1, 8)]
+    assert left_out_of(evidence) == {
+        ("FULL", 0, "no batch would run in it"): (2,),  # between 1 and 8 there is none
+        ("FULL", 0, "no gain"): (40, 64),  # one step in 200,000
+        ("PIECEWISE", 0, "no gain"): (40, 300),  # the same one, and an eager step takes 3100 us, too
+        ("PIECEWISE", 0, "no batch would run in it"): (1, 2, 8),
+        ("PIECEWISE", 0, "budget.max_graphs"): (64,),
+    }
+    without = evidence_of(config_of("FULL_AND_PIECEWISE", sizes), seen)
+    assert not any("budget" in reason for *_, reason in left_out_of(without))
+
+
+def test_limits_that_leave_a_key_out_are_named_together() -> None:
+    seen = traffic({Batch(1, 1, True): 1.0, Batch(60, 60, True): 1.0})
+    least = COSTS.of(build_plan(config_of(sizes=[60])).keys)
+    budget = {"memory": least.total_bytes + MIB, "capture_time": least.seconds + 0.1}
+    evidence = evidence_of(config_of(sizes=[1, 60, 64], budget=budget), seen, COSTS)
+    assert sizes_of(evidence) == [(1,)]
+    assert left_out_of(evidence) == {("FULL", 0, "budget.memory, budget.capture_time"): (60, 64)}
+    slow = config_of(sizes=[1, 60, 64], budget={"memory": "1GiB", "capture_time": least.seconds + 0.1})
+    assert left_out_of(evidence_of(slow, seen, COSTS)) == {("FULL", 0, "budget.capture_time"): (60, 64)}
+
+
+def test_without_a_budget_the_rule_leaves_keys_out() -> None:
+    seen = traffic({Batch(n, n, True): 1.0 for n in range(1, 65)})
+    evidence = evidence_of(config_of(sizes=list(range(1, 65))), seen)
+    reasons = left_out_of(evidence)
+    assert list(reasons) == [("FULL", 0, "without a budget the plan ends at 99% of what graphs can bring")]
+    (sizes,) = reasons.values()
+    assert sorted([*sizes, *sizes_of(evidence)[0]]) == list(range(1, 65))
+
+
+def test_lora_cases_that_are_not_told_apart_are_left_out_as_such() -> None:
+    config = config_of(sizes=[4], lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 9})
+    evidence = evidence_of(config, traffic(decode(4), decode(4, loras=2)))
+    merged = {case for (_, case, reason) in left_out_of(evidence) if reason.startswith("its LoRA case")}
+    assert merged == {1, 2, 4}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"]),
+    weights=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12),
+    most=st.integers(1, 4),
+)
+def test_what_a_key_more_would_bring_is_what_it_brings(
+    mode: str, weights: list[tuple[int, bool, int]], most: int
+) -> None:
+    """Gains by arrays against traffic that is run through the plan with that key."""
+    config = config_of(mode, [1, 4, 16, 40], lora={"max_loras": 2}, budget={"max_graphs": most})
+    seen = traffic(*({Batch(n, n if uniform else 1, uniform, loras): 1.0 + n} for n, uniform, loras in weights))
+    plan = propose(config, seen, TIMES).plan
+    gains, before = Gains(plan, seen, TIMES), expected_step(serve(plan.keys, seen, TIMES))
+    for key in set(build_plan(config).keys) - set(plan.keys):
+        lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
+        after = serve([*plan.keys, key], seen, TIMES)
+        weight, gain = gains.of(lane, size)
+        assert weight == pytest.approx(sum(part.weight for part in after if (part.lane, part.size) == (lane, size)))
+        assert gain == pytest.approx(1 - expected_step(after) / before, abs=1e-12)
+
+
 def test_without_costs_there_are_no_bytes_and_seconds() -> None:
     proposal = propose(config_of(budget={"memory": "1MiB", "max_graphs": 3}), traffic(decode()), TIMES)
     evidence = proposal.evidence
@@ -279,7 +351,11 @@ def test_without_costs_there_are_no_bytes_and_seconds() -> None:
     points = [evidence, *evidence.pareto, *evidence.ladders]
     assert {(point.bytes, point.seconds) for point in points} == {(None, None)}
     assert (evidence.costs_source, evidence.costs_estimated) == (None, None)
-    assert any("budget.memory did not bound the plan" in note for note in evidence.notes)
+    assert evidence.unbounded == ("memory",)
+    assert "budget.memory did not bound this plan" in evidence.warnings[0]
+    assert "--costs estimate" in evidence.warnings[0]
+    assert "max_graphs 3" in evidence.rule
+    assert "memory" not in evidence.rule
 
 
 # --- the curve and the ladders --------------------------------------------------------------------------------
@@ -417,7 +493,7 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
     assert any("steps with adapters were not measured: taken as 10% longer" in n for n in proposal.evidence.notes)
     unseen = propose(config, traffic(decode(8)), TIMES)
     assert {key.num_active_loras for _, key in unseen.plan.keys} == {0}
-    assert any("never seen" in warning for warning in unseen.evidence.warnings)
+    assert any("batches with adapters would run eagerly" in warning for warning in unseen.evidence.warnings)
 
 
 def test_lora_cases_that_are_told_apart_are_weighed() -> None:

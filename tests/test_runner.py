@@ -36,6 +36,7 @@ from cgplan.graphs import GraphBackend
 from cgplan.graphs.tape import TapeBackend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
+from cgplan.planning.difference import fitted
 from cgplan.runtime.context import CaptureScope, forward_context, get_forward_context
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureProgress, CaptureSession
@@ -268,6 +269,28 @@ def test_a_miss_is_an_error_where_asked_for(backend: GraphBackend) -> None:
     with pytest.raises(DispatchMissError, match="9 tokens: larger than the largest capture size"):
         runner(x=batch(backend, 9))
     assert not runner.stats.eager
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_a_miss_of_a_saved_plan_is_about_that_plan(backend: GraphBackend, mode: str) -> None:
+    """What the configuration says of sizes and mode does not count there."""
+    given = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [2, 4], "on_miss": "error"}
+    config = validate_config({"inputs": {"x": X}, "compilation": given})
+    plan = build_plan(config)
+    saved = fitted(plan, config, file="plan.json")
+    planned = plan.model_copy(update={"evidence": {}})
+    advice = {"": plan, "those of the plan plan.json": saved, "those of a plan for traffic": planned}
+    for words, chosen in advice.items():
+        runner = CaptureSession(chosen, lambda x: x * 2, backend, config).run()
+        for rows, uniform in ((9, True), (2, False)):
+            if mode == "FULL" and not uniform:
+                continue
+            with pytest.raises(DispatchMissError) as caught:
+                runner(x=batch(backend, rows), uniform_decode=uniform)
+            assert words in caught.value.remedy
+            assert ("`cgplan plan`" in caught.value.remedy) == bool(words)
+            assert ("cudagraph_" in caught.value.remedy) != bool(words)
+        runner.close()
 
 
 def test_scalars_and_fixed_shapes_are_inputs_too(backend: GraphBackend) -> None:

@@ -20,6 +20,7 @@ from cgplan.errors import CgplanError, TrafficError
 from cgplan.graphs import GraphBackend
 from cgplan.planning import MissReason
 from cgplan.planning.traffic import Batch, Traffic
+from cgplan.planning.traffic_files import read_traffic
 from cgplan.planning.vllm_log import log_traffic
 from cgplan.runtime import stats as stats_module
 from cgplan.runtime.metrics import StatsCollector
@@ -152,6 +153,16 @@ def test_traffic_is_exact_and_can_be_planned_for(called: GraphRunner) -> None:
     assert traffic.source == "runner.stats"
     assert traffic.notes == ()
     assert Traffic.from_json(traffic.model_dump_json()) == traffic
+
+
+def test_the_planner_reads_saved_statistics(called: GraphRunner, tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    path.write_text(called.stats.json())
+    traffic = read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    assert traffic.histogram == called.stats.traffic().histogram
+    path.write_text(called.stats.json().replace('"batches": [', '"batches": [[7, 1],', 1))
+    with pytest.raises(TrafficError, match=r"stats.json: not saved traffic: histogram.0"):
+        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
 
 
 def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(backend: GraphBackend) -> None:

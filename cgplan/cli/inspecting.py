@@ -20,7 +20,10 @@ from cgplan.cli.output import note, show
 from cgplan.config import LoadedConfig, read_config
 from cgplan.errors import ConfigError, ReportError
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.case_costs import case_costs
+from cgplan.planning.plan import Predicted
 from cgplan.reports import load_report, render
+from cgplan.reports.cost_tables import case_table
 from cgplan.reports.layout import cells, columns, describe_sizes, facts
 from cgplan.reports.tables import split_rows
 
@@ -33,21 +36,33 @@ class Row(NamedTuple):
     origin: str
 
 
-def inspect_config(path: Path, overrides: Sequence[str], *, as_json: bool, split: bool = False) -> None:
-    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too.
+def inspect_config(
+    path: Path, overrides: Sequence[str], *, as_json: bool, split: bool = False, costs: str | None = None
+) -> None:
+    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too, and with
+    ``costs`` (as for ``costs_of``) what it is predicted to cost.
 
-    Raises ConfigError and PlanError, and for the split ModelError and CaptureError.
+    Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of ``costs_of``.
     """
     loaded = read_config(path, overrides)
     plan = build_plan(loaded.config)
+    priced = None
+    if costs is not None:
+        from cgplan.cli.pricing import costs_of  # the planner's modules, and torch for a model
+
+        priced, machine = costs_of(loaded, costs)
+        predicted = None if priced is None else Predicted.by(priced, plan.keys)
+        plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
     table = columns("key", "value", "origin", left=("key", "value", "origin"))
     for row in origin_rows(loaded, plan):
         table.add_row(*cells(*row))
-    pieces = (split_of(loaded),) if split else ()
-    show(Group(Text(f"Configuration {path}", style="bold"), table), render(plan), *pieces)
+    parts = [Group(Text(f"Configuration {path}", style="bold"), table), render(plan)]
+    if plan.max_loras is not None and plan.keys:
+        parts.append(case_table(case_costs(plan, priced), plan.max_loras))
+    show(*parts, *((split_of(loaded),) if split else ()))
 
 
 def split_of(loaded: LoadedConfig) -> RenderableType:

@@ -12,6 +12,7 @@ from cgplan.cli.failures import failures_reported
 from cgplan.cli.options import (
     AsJson,
     ConfigPath,
+    Costs,
     Debug,
     Device,
     Force,
@@ -152,6 +153,7 @@ def inspect(
     split: Annotated[
         bool, typer.Option("--split", help="With --config: build the model, and show how PIECEWISE would split it.")
     ] = False,
+    costs: Costs = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
@@ -159,12 +161,15 @@ def inspect(
     """Show what would be captured, or a saved report.
 
     With --config FILE: the plan, and where each value comes from; nothing is run, no GPU is needed. --json prints the
-    plan alone, in a form that `cgplan inspect` reads again. With --vllm JSON: what vLLM would capture.
+    plan alone, in a form that `cgplan inspect` reads again. --costs says what the graphs are predicted to cost, and
+    each LoRA case. With --vllm JSON: what vLLM would capture.
     """
     if [report, config, vllm].count(None) != 2:
         raise typer.BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
     if split and (config is None or as_json):
         raise typer.BadParameter("--split shows a configuration's model as a table: give --config FILE, without --json")
+    if costs is not None and config is None:
+        raise typer.BadParameter("--costs prices a configuration's graphs: give --config FILE with it")
     if config is None and overrides:
         raise typer.BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
     options = (max_num_seqs, max_num_batched_tokens, num_speculative_tokens, max_loras, specialize_active_lora or None)
@@ -174,7 +179,7 @@ def inspect(
         from cgplan.cli.inspecting import inspect_config, inspect_report, inspect_vllm
 
         if config is not None:
-            inspect_config(config, overrides or (), as_json=as_json, split=split)
+            inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs)
         elif report is not None:
             inspect_report(report, as_json=as_json)
         elif vllm is not None:

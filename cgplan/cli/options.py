@@ -33,6 +33,14 @@ PlanPath = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="With --plan: capture it although it was made for something else.")
 ]
+Costs = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="SOURCE",
+        help="What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures.",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="DEVICE", help="Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."),

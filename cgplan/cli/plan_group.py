@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cgplan.cli.failures import failures_reported
-from cgplan.cli.options import AsJson, Overrides, Traceback
+from cgplan.cli.options import AsJson, Costs, Overrides, Traceback
 
 plans = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
 
@@ -45,14 +45,7 @@ def plan_(
     step_times: Annotated[
         Path | None, typer.Option("--step-times", metavar="FILE", help="Step times: a bench report, or a table.")
     ] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(
-            "--costs",
-            metavar="SOURCE",
-            help="What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures.",
-        ),
-    ] = None,
+    costs: Costs = None,
     max_graphs: Annotated[int | None, typer.Option("--max-graphs", help="Short for --set budget.max_graphs=N.")] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="BYTES", help="Short for --set budget.memory=2GiB.")

@@ -19,9 +19,9 @@ from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.errors import ConfigError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.difference import compare
+from cgplan.planning.difference import compare, machine_changes, mismatches, named
 from cgplan.planning.emit import Engine, emit
-from cgplan.planning.plan import Machine, Predicted, config_hash
+from cgplan.planning.plan import Machine, Predicted
 from cgplan.planning.traffic import Traffic
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import render_difference
@@ -79,13 +79,15 @@ def run_plan(
     if plot is not None:
         write_whole(plot, picture(plot, made.pareto, made.padding))
         note(f"saved {plot}")
+    if engine is not None or as_json:
+        for line in _said(made.plan):
+            note(line)
     if engine is None:
         publish(made.plan, output, as_json=as_json)
         return
     if output is not None:
         write_whole(output, made.plan.model_dump_json(indent=2) + "\n")
         note(f"saved {output}")
-    announce(made.plan)
     emission = emit(made.plan, engine)
     for line in emission.notes:
         note(f"note: {line}")
@@ -113,10 +115,24 @@ def read_plan(path: Path) -> Plan:
 
 def announce(plan: Plan) -> None:
     """What differs from the request, for people who do not see the plan itself."""
+    for line in announcements(plan):
+        note(line)
+
+
+def announcements(plan: Plan) -> Iterator[str]:
+    """The same as lines."""
     for change in plan.changes:
-        note(f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}")
-    for warning in plan.warnings:
-        note(f"warning: {warning}")
+        yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
+    yield from (f"warning: {warning}" for warning in plan.warnings)
+
+
+def _said(plan: Plan) -> Iterator[str]:
+    """What a plan's report would say, for those who are not shown it."""
+    yield from announcements(plan)
+    evidence = plan.evidence or {}
+    yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
+    yield from (f"note: {text}" for text in plan.notes)
+    yield from (f"note: {text}" for text in (plan.predicted.notes if plan.predicted else ()))
 
 
 def _make(loaded: LoadedConfig, sources: Sources) -> Made:
@@ -134,7 +150,7 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
     from cgplan.reports.evidence_tables import padding_plot, pareto_plot
 
     times = StepTimes.load(sources.step_times) if sources.step_times else StepTimes.default()
-    times = times.model_copy(update={"notes": (*times.notes, *_about_times(sources.step_times, config))})
+    times = times.model_copy(update={"notes": (*times.notes, *_about_times(sources.step_times, config, machine))})
     traffic = _traffic(config, sources, build_plan(config), times)
     proposal = propose(config, traffic, times, costs)
     again = _traffic(config, sources, proposal.plan, times)
@@ -144,17 +160,20 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
     return Made(plan, pareto_plot(evidence) if evidence.pareto else None, padding_plot(evidence))
 
 
-def _about_times(path: Path | None, config: Config) -> Iterator[str]:
-    """What to know of a bench whose times are used."""
-    if path is None or not path.read_text(encoding="utf-8").lstrip().startswith("{"):
+def _about_times(path: Path | None, config: Config, machine: Machine | None) -> Iterator[str]:
+    """What to know of a bench whose times are used; ``machine``: where costs were measured."""
+    if path is None or not path.read_text(encoding="utf-8-sig").lstrip().startswith("{"):
         return
     report = load_report(path)
     if not isinstance(report, BenchReport):
         return
-    if report.environment.config_hash != config_hash(config):
-        yield f"the step times of {path} were measured with another configuration"
+    if found := named(mismatches(report.capture.plan, config)):
+        yield f"the step times of {path} were measured with another configuration: {found}"
     if report.environment.driver is None:
         yield f"the step times of {path} are those of {report.environment.backend}, not of a GPU"
+    elif machine is not None and machine != report.environment.as_machine:
+        found = named(machine_changes(machine, report.environment.as_machine))
+        yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 
 def _traffic(config: Config, sources: Sources, plan: Plan, times: StepTimes) -> Traffic:
@@ -176,12 +195,26 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
             remedy="Give --traffic FILE, or add a `traffic` section to the configuration.",
         )
     plan = build_plan(loaded.config)
-    if any(origin.startswith("budget.") for origin in loaded.origins):
-        note("note: a budget bounds plans that are made from traffic; without traffic it bounds the capture alone")
     if costs is not None:
-        predicted = Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)
-        plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
+        plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
+    plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
+
+
+def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
+    """What to say of a plan that no traffic was given for."""
+    from cgplan.planning.lint import lint_without_traffic  # numpy from here on
+
+    notes = (
+        "there is no traffic to plan for, so nothing was optimised: these are the sizes of the configuration "
+        f"({plan.sizes_source}). Give --traffic FILE, or a `traffic` section, to have them chosen",
+    )
+    limits = [f"budget.{name}" for name in plan.budget or {} if name != "reserve"]  # that bounds captures alone
+    named = " and ".join(limits)
+    unbounded = (
+        (f"{named} did not bound this plan: without traffic a budget bounds the capture alone",) if limits else ()
+    )
+    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(config, plan))}
 
 
 def _evenly_padded(plan: Plan) -> PaddingPlot:

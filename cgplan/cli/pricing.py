@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from cgplan.cli.output import note
-from cgplan.config import LoadedConfig
+from cgplan.config import Config, LoadedConfig
 from cgplan.errors import ConfigError, ReportError
 from cgplan.planning import build_plan
 from cgplan.planning.costs import GraphCosts
+from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
-from cgplan.reports import load_report
+from cgplan.reports import CaptureReport, load_report
 
 WORDS = ("estimate", "measure")
 
@@ -36,9 +39,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
         with redirect_stdout(sys.stderr):  # what a model prints is not the result
             return _of_model(loaded, given)
     if not Path(given).exists():
+        near = difflib.get_close_matches(given, WORDS, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
         raise ReportError(
             f"--costs {given}: there is no such file",
-            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
+            remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
         )
     report = load_report(Path(given))
     if report.kind == "bench":
@@ -50,10 +55,20 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
         )
     from cgplan.planning.measured_costs import MeasuredCosts
 
-    if report.environment.config_hash != build_plan(loaded.config).config_hash:
-        note(f"note: {given} was made for another configuration; its costs are taken as they are")
+    notes = tuple(_about(report, given, loaded.config))
+    for text in notes:
+        note(f"note: {text}")
     on_device = report.environment.driver is not None
-    return MeasuredCosts.from_report(report, loaded.config), report.environment.as_machine if on_device else None
+    costs = MeasuredCosts.from_report(report, loaded.config, notes)
+    return costs, report.environment.as_machine if on_device else None
+
+
+def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
+    """What to know of a report whose costs are used."""
+    if found := named(mismatches(report.plan, config)):
+        yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
+    if report.environment.driver is None:
+        yield f"the costs of {path} are those of {report.environment.backend}, not of a GPU"
 
 
 def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | None]:

@@ -87,7 +87,8 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan)
     for setting in unused_settings(plan, config):
         note(f"note: {saved.path} decides {setting.name}; what the configuration says of it is not used")
     try:
-        return fitted(plan, config, describe_environment(backend, plan.config_hash).as_machine, force=saved.force)
+        machine = describe_environment(backend, plan.config_hash).as_machine
+        return fitted(plan, config, machine, force=saved.force, file=str(saved.path))
     except PlanMismatchError as error:
         raise PlanMismatchError(f"{saved.path}: {error.message}", remedy=error.remedy) from None
 

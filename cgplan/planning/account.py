@@ -11,9 +11,10 @@ from cgplan.planning.boxes import Limits
 from cgplan.planning.budget import Best
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.curves import CLOSE, MOST, NO_GAIN, WORTH, Curve, ladder_points, not_worth, price
-from cgplan.planning.evidence import Evidence, Expected, LadderPoint, LaneSizes, Limit, NextGraph, SizeUse
-from cgplan.planning.lanes import Served, expected_step, lanes_of
+from cgplan.planning.evidence import Evidence, Expected, LadderPoint, LaneSizes, LeftOut, Limit, NextGraph, SizeUse
+from cgplan.planning.lanes import Served, expected_step, lanes_of, padded_share
 from cgplan.planning.latency import StepTimes
+from cgplan.planning.left_out import left_out
 from cgplan.planning.lint import lint
 from cgplan.planning.plan import Plan
 from cgplan.planning.traffic import Traffic
@@ -58,7 +59,7 @@ class Case:
             expected_us=Expected(plan=expected, eager=problem.eager_total / problem.weight, bound=problem.infinite_us),
             lower_bound_us=lower,
             gap=expected / lower - 1,
-            exact=self.best.least <= self.best.bound * (1 + EXACT),
+            exact=self._exact,
             binding=self._binding(expected),
             next_graph=self._next_graph(expected),
             lanes=tuple(LaneSizes.of(lane, sizes) for lane, sizes in plan.lanes().items()),
@@ -67,16 +68,49 @@ class Case:
             ladders=ladders,
             not_worth=tuple(not_worth(lanes, self.traffic, self.times, self.curve.bounds)),
             notes=tuple(self._notes()),
-            warnings=lint(self.config, plan, self.traffic, self.times),
+            warnings=(*self._unbounded_warning(), *lint(self.config, plan, self.traffic, self.times)),
             verdict=self._verdict(expected, ladders),
+            costs_notes=() if self.costs is None else self.costs.notes,
+            unbounded=self._unbounded,
+            padding=padded_share(self.served),
+            left_out=tuple(self._left_out()),
         )
 
-    def _rule(self) -> str:
-        if self.limits is None:
-            return f"no budget: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
+    @property
+    def _exact(self) -> bool:
+        return self.best.least <= self.best.bound * (1 + EXACT)
+
+    @property
+    def _unbounded(self) -> tuple[Limit, ...]:
         budget = self.config.budget
-        names = ("max_graphs", "memory", "capture_time")
-        given = ", ".join(f"{name} {getattr(budget, name):g}" for name in names if getattr(budget, name) is not None)
+        limits: dict[Limit, float | None] = {"memory": budget.memory, "capture_time": budget.capture_time}
+        return tuple(name for name, limit in limits.items() if limit is not None and self.costs is None)
+
+    def _unbounded_warning(self) -> Iterator[str]:
+        if self._unbounded:
+            names = " and ".join(f"budget.{name}" for name in self._unbounded)
+            yield (
+                f"{names} did not bound this plan: what graphs cost is not known. Give --costs FILE (a capture "
+                "report), --costs estimate or --costs measure; without it they bound the capture alone, which drops "
+                "what does not fit"
+            )
+
+    def _left_out(self) -> Iterator[LeftOut]:
+        asked = (self.config, self.plan, self.traffic, self.times, self.costs)
+        return left_out(*asked, budgeted=self.limits is not None, exact=self._exact, worth=WORTH)
+
+    def _rule(self) -> str:
+        budget, known = self.config.budget, self.costs is not None
+        if self.limits is None:
+            why = "the budget binds nothing without costs" if self._unbounded else "no budget"
+            return f"{why}: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
+        names = ("max_graphs", "memory", "capture_time") if known else ("max_graphs",)
+        units = {"max_graphs": (1, ""), "memory": (2**20, " MiB"), "capture_time": (1, " s")}
+        given = ", ".join(
+            f"{name} {getattr(budget, name) / units[name][0]:.4g}{units[name][1]}"
+            for name in names
+            if getattr(budget, name) is not None
+        )
         return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
 
     def _binding(self, expected: float) -> tuple[Limit, ...]:
@@ -104,10 +138,6 @@ class Case:
 
     def _notes(self) -> Iterator[str]:
         budget, plan, apart = self.config.budget, self.plan, self.times.told_apart(self.plan.lora_cases)
-        unknown = [name for name in ("memory", "capture_time") if getattr(budget, name) is not None]
-        if self.costs is None and unknown:
-            names = " and ".join(f"budget.{name}" for name in unknown)
-            yield f"what graphs cost is not known: {names} did not bound the plan, they will bound the capture"
         merged = [case for case in plan.lora_cases if case not in apart]
         if merged:
             yield (

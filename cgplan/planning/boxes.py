@@ -11,6 +11,7 @@ import numpy as np
 
 from cgplan.planning.demand import Demand, Problem
 from cgplan.planning.optimizer import Floats, Ints, Paths, best_paths
+from cgplan.planning.products import product, shares
 
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
 BATCH = 1 << 21  # numbers in a table of several boxes, about
@@ -94,7 +95,6 @@ class Boxes:
         self.first = [i for i, with_last in enumerate(same) if not with_last]
         self.second = [i for i, with_last in enumerate(same[:-1]) if with_last]
         self._last_corner: _Corner | None = None
-        self._known: dict[int, tuple[Ints, Paths]] = {}  # of each lane, the last; the first lane's are always the same
         self.each = [self._each(group, caution) for group in (self.first, [*self.second, len(lanes) - 1])]
 
     def evaluate(self, low: Ints, high: Ints) -> tuple[Floats, Floats]:
@@ -105,10 +105,10 @@ class Boxes:
         for index in range(low.shape[1]):
             lo, hi = low[:, index], high[:, index]
             paths, which = self._paths(index, passed)
-            exact.append(paths.cost[:, which, hi].T)
+            exact.append(_at(paths, which, hi))
             price = self.price[index]
             least = np.append(0.0, np.minimum.accumulate(price[:0:-1])[::-1])
-            floor.append((paths.cost[:, which, lo] - price[lo] + least[lo]).T)
+            floor.append(_at(paths, which, lo) + (least[lo] - price[lo])[:, None])
             for number, demand in self._wanting(index):
                 at = self.holds[number][index]
                 end = np.maximum(at[hi], passed[number])
@@ -147,7 +147,11 @@ class Boxes:
         for demand in demands:
             fastest = [np.append(lanes[i].times, np.inf)[np.searchsorted(lanes[i].sizes, sizes)] for i in demand.lanes]
             times.append(np.minimum(np.min(fastest, axis=0), demand.fastest.min()))
-        paths = best_paths(weights, np.stack(times), self.limits.graphs)
+        (paths,) = self.problem.solved.paths(
+            ["shared"],
+            self.limits.graphs,
+            lambda _, known: best_paths(weights, np.stack(times), self.limits.graphs, known=known),
+        )
         missed = sum(demand.eager[-1] - demand.eager[demand.below(sizes)] for demand in demands)
         return np.asarray((paths.cost[:, 0] + missed).min(axis=1) + self.problem.eager_us)
 
@@ -160,24 +164,24 @@ class Boxes:
         within = np.where(np.add.outer(counts, counts) <= graphs, corner.table, np.inf)
         a, b = np.unravel_index(within.argmin(), within.shape)
         room = corner.last[:, : int(corner.allowed[a, b]) + 1]
-        shares = dict(zip(self.first, _shares([corner.curves[i] for i in self.first], int(a)), strict=True))
-        *others, rest = _shares([*(corner.curves[i] for i in self.second), room.min(axis=1)], int(b))
-        shares |= dict(zip(self.second, others, strict=True))
-        chosen = [corner.paths[i].sizes(shares[i], int(end)) for i, end in enumerate(ends)]
+        share = dict(zip(self.first, shares([corner.curves[i] for i in self.first], int(a)), strict=True))
+        *others, rest = shares([*(corner.curves[i] for i in self.second), room.min(axis=1)], int(b))
+        share |= dict(zip(self.second, others, strict=True))
+        chosen = [corner.paths[i].sizes(share[i], int(end)) for i, end in enumerate(ends)]
         return [*chosen, corner.paths[-1].sizes(rest, int(room[rest].argmin()))]
 
     def _corner(self, ends: Ints) -> _Corner:
         passed = self._nothing_passed(1)
         paths: list[Paths] = []
         for index, end in enumerate(ends):
-            paths.append(self._paths(index, passed)[0])
+            paths += self._paths(index, passed)[0]
             for number, _ in self._wanting(index):
                 passed[number] = np.maximum(passed[number], self.holds[number][index][end])
         curves = [path.cost[:, 0, end] for path, end in zip(paths, ends, strict=True)]
         last, of_last = self._last(passed)
         table, allowed = self._tables([curve[None] for curve in curves], last, ends[None])
         priced = last[0] + self.prices.byte * self._fixed(ends[None])
-        return _Corner(ends, [*paths, of_last], curves, priced, table[0], allowed[0])
+        return _Corner(ends, [*paths, *of_last], curves, priced, table[0], allowed[0])
 
     def _nothing_passed(self, boxes: int) -> list[Ints]:
         """Of each demand, how many of its tokens earlier lanes hold: [boxes]."""
@@ -186,44 +190,46 @@ class Boxes:
     def _wanting(self, index: int) -> list[tuple[int, Demand]]:
         return [(n, demand) for n, demand in enumerate(self.problem.demands) if index in demand.lanes]
 
-    def _paths(self, index: int, passed: list[Ints]) -> tuple[Paths, Ints]:
+    def _paths(self, index: int, passed: list[Ints]) -> tuple[list[Paths], Ints]:
         """Paths of a lane for what earlier lanes let pass: of each different case, and which one is each box's."""
         wanting = self._wanting(index)
         cases = np.stack([passed[number] for number, _ in wanting], axis=1)
         cases, which = np.unique(cases, axis=0, return_inverse=True)
-        known = self._known.get(index)
-        if known is not None and np.array_equal(known[0], cases):
-            return known[1], which.ravel()
-        lane = self.problem.lanes[index]
-        weights = np.zeros((1, len(cases), lane.sizes.size))
-        for column, (number, demand) in enumerate(wanting):
-            gone = demand.weight[cases[:, column]][:, None]
-            weights[0] += np.maximum(demand.weight[self.holds[number][index]] - gone, 0.0)
-        paths = best_paths(
-            weights, lane.times[None], self.limits.graphs, price=self.price[index], passing=self.passing[index]
-        )
-        self._known[index] = cases, paths
-        return paths, which.ravel()
+        lane, passing = self.problem.lanes[index], self.passing[index]
 
-    def _last(self, passed: list[Ints]) -> tuple[Floats, Paths]:
+        def solve(numbers: list[int], known: Paths | None) -> Paths:
+            weights = np.zeros((1, len(numbers), lane.sizes.size))
+            for column, (number, demand) in enumerate(wanting):
+                gone = demand.weight[cases[numbers, column]][:, None]
+                weights[0] += np.maximum(demand.weight[self.holds[number][index]] - gone, 0.0)
+            price, graphs = self.price[index], self.limits.graphs
+            return best_paths(weights, lane.times[None], graphs, price=price, passing=passing, known=known)
+
+        names = [(index, self.prices, passing is None, *case) for case in cases.tolist()]
+        return self.problem.solved.paths(names, self.limits.graphs, solve), which.ravel()
+
+    def _last(self, passed: list[Ints]) -> tuple[Floats, list[Paths]]:
         """The last lane, with eager steps beyond it, by its end: [boxes, K + 1, N + 1]; and its paths."""
         index = len(self.problem.lanes) - 1
         paths, which = self._paths(index, passed)
-        eager = np.zeros((len(which), paths.cost.shape[2]))
+        eager = np.zeros((len(which), self.problem.lanes[index].sizes.size))
         for number, demand in self._wanting(index):
             held = np.maximum(self.holds[number][index], passed[number][:, None])
             eager += demand.eager[-1] - demand.eager[held]
-        return np.moveaxis(paths.cost[:, which], 0, 1) + eager[:, None], paths
+        costs = np.stack([paths[case].cost[:, 0] for case in which])
+        costs += eager[:, None]
+        return costs, paths
 
     def _tables(self, curves: list[Floats], last: Floats, ends: Ints) -> tuple[Floats, Ints]:
         """[boxes, K + 1, K + 1] totals by graphs of the first mode and of the last lane's mode, inf where the budget
         does not pay for them; and the largest end of the last lane that it pays for.
         """
-        first, second = (_product([curves[i] for i in group], last.shape[:2]) for group in (self.first, self.second))
+        first, second = (product([curves[i] for i in group], last.shape[:2]) for group in (self.first, self.second))
         fixed = self._fixed(ends)
-        totals = np.minimum.accumulate(last + self.prices.byte * fixed[:, None], axis=2)
+        totals = last + self.prices.byte * fixed[:, None]
+        np.minimum.accumulate(totals, axis=2, out=totals)
         if self.second:
-            totals = _product([second[:, :, None], totals], totals.shape)
+            totals = product([second[:, :, None], totals], totals.shape)
         allowed = self._allowed(fixed)
         boxes, counts = np.arange(len(ends))[:, None, None], np.arange(last.shape[1])
         table = first[:, :, None] + totals[boxes, counts, np.maximum(allowed, 0)]
@@ -270,28 +276,6 @@ class Boxes:
         return float(driver.min() + caution * np.ptp(driver)), float(seconds.min() + caution * np.ptp(seconds))
 
 
-def _product(tables: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
-    """The least sum of entries of several tables [boxes, K + 1, ...] whose numbers of graphs add up to at most k."""
-    total = np.zeros(shape)
-    for number, table in enumerate(tables):
-        if number == 0:
-            total = np.broadcast_to(table, shape)
-            continue
-        before, total = total, np.full(shape, np.inf)
-        for graphs in range(shape[1]):
-            np.minimum(
-                total[:, graphs:], before[:, graphs, None] + table[:, : shape[1] - graphs], out=total[:, graphs:]
-            )
-    return total
-
-
-def _shares(curves: Sequence[Floats], graphs: int) -> list[int]:
-    """How the best sum of [K + 1] curves shares out at most so many graphs; as few as give the same."""
-    sums = [np.zeros(graphs + 1)]
-    for curve in curves:
-        sums.append(_product([sums[-1][None], curve[None, : graphs + 1]], (1, graphs + 1))[0])
-    shares: list[int] = []
-    for before, curve in zip(reversed(sums[:-1]), reversed(curves), strict=True):
-        shares.insert(0, int((before[graphs::-1] + curve[: graphs + 1]).argmin()))
-        graphs -= shares[0]
-    return shares
+def _at(paths: Sequence[Paths], which: Ints, ends: Ints) -> Floats:
+    """[boxes, K + 1]: costs of the paths of each box that end there."""
+    return np.stack([paths[case].cost[:, 0, end] for case, end in zip(which, ends, strict=True)])

@@ -63,10 +63,12 @@ class GraphCosts(ABC):
     Attributes:
         source: Where the figures come from, in words; reports show it.
         estimated: Whether nothing of it was measured on the device.
+        notes: Why the figures may not be those of the configuration that is planned for.
     """
 
     source: str
     estimated: bool
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:

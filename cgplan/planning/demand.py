@@ -14,6 +14,7 @@ from cgplan.planning.lanes import key_of, may_serve
 from cgplan.planning.latency import StepTimes
 from cgplan.planning.optimizer import Bools, Floats, Ints
 from cgplan.planning.plan import Lane
+from cgplan.planning.solved import Solved
 from cgplan.planning.traffic import Traffic
 
 
@@ -112,6 +113,11 @@ class Problem:
     weight: float
     workspace: float = 0.0
     once: float = 0.0
+
+    @cached_property
+    def solved(self) -> Solved:
+        """Paths of its lanes that searches have found."""
+        return Solved()
 
     @property
     def infinite_us(self) -> float:

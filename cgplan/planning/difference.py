@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from cgplan.config import Config
+from cgplan.config.workload import BudgetConfig
 from cgplan.errors import PlanMismatchError
-from cgplan.planning.plan import Lane, Machine, Mode, Plan, capture_config, config_hash
+from cgplan.planning.plan import Lane, Machine, Mode, Plan, budget_of, capture_config, config_hash
 
 # The plan decides these itself; whatever the configuration says now, the plan's keys are captured.
 DECIDED_BY_THE_PLAN = (
@@ -20,6 +21,8 @@ DECIDED_BY_THE_PLAN = (
 )
 # Where a plan is captured does not change it; what its figures were measured on is compared by Machine.
 _ELSEWHERE = ("device",)
+MOST_NAMED = 4  # settings in a sentence
+_NO_LIMIT: Mapping[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
 
 
 class _Record(BaseModel):
@@ -71,7 +74,7 @@ class PlanDifference(_Record):
         memory: Predicted device memory of all graphs and their buffers, in bytes.
         seconds: Predicted start-up time.
         expected_us: Expected time of a step over the traffic, in microseconds.
-        settings: What else differs: the resolved mode, and the configurations.
+        settings: What else differs: the resolved mode, the configurations, the budgets, the machines.
         notes: Why figures may not be comparable.
     """
 
@@ -123,7 +126,7 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
     elif plan.config_hash != config_hash(config):
         found.append(FieldChange(name="config_hash", old=plan.config_hash, new=config_hash(config)))
     if plan.machine is not None and machine is not None:
-        found += _changes(plan.machine.model_dump(), machine.model_dump())
+        found += machine_changes(plan.machine, machine)
     return tuple(found)
 
 
@@ -133,7 +136,9 @@ def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
     return tuple(change for change in changes if _under(change.name, DECIDED_BY_THE_PLAN))
 
 
-def fitted(plan: Plan, config: Config, machine: Machine | None = None, *, force: bool = False) -> Plan:
+def fitted(
+    plan: Plan, config: Config, machine: Machine | None = None, *, force: bool = False, file: str | None = None
+) -> Plan:
     """The plan, made ready to be captured with a configuration; its keys stay as they are.
 
     Args:
@@ -141,6 +146,7 @@ def fitted(plan: Plan, config: Config, machine: Machine | None = None, *, force:
         config: The configuration that it is to be captured with.
         machine: The present machine, see ``mismatches``.
         force: Take it also where it does not match, with a warning that says so.
+        file: Where it was read from; messages name it.
 
     Raises:
         PlanMismatchError: the plan was made for something else; the message names each field.
@@ -153,8 +159,24 @@ def fitted(plan: Plan, config: Config, machine: Machine | None = None, *, force:
             remedy="Make the plan again for what is there now, or capture it as it is with --force.",
         )
     warning = (f"the plan was made for something else and was forced: {'; '.join(described)}",) if wrong else ()
-    present = {"config": capture_config(config), "config_hash": config_hash(config)}
+    present = {
+        "config": capture_config(config),
+        "config_hash": config_hash(config),
+        "budget": budget_of(config),
+        "file": file,
+    }
     return plan.model_copy(update={**present, "warnings": (*plan.warnings, *warning)})
+
+
+def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
+    """What of two machines differs: the GPU, its driver, torch."""
+    return _changes(old.model_dump(), new.model_dump())
+
+
+def named(changes: Sequence[FieldChange]) -> str:
+    """Settings that differ, the first few of them, as ``scheduler.max_num_seqs was 256, is 64 here``."""
+    listed = [f"{change.name} was {_text(change.old)}, is {_text(change.new)} here" for change in changes[:MOST_NAMED]]
+    return "; ".join([*listed, *([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])])
 
 
 def _lane_change(lane: Lane, before: tuple[int, ...], after: tuple[int, ...]) -> LaneChange:
@@ -176,8 +198,10 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
     else:
         bounds = ("query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras")
         yield from _changes(*({name: getattr(plan, name) for name in bounds} for plan in (old, new)))
+    if old.budget is not None and new.budget is not None:
+        yield from _changes({"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}})
     if old.machine is not None and new.machine is not None:
-        yield from _changes(old.machine.model_dump(), new.machine.model_dump())
+        yield from machine_changes(old.machine, new.machine)
 
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
@@ -205,7 +229,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
+        if isinstance(inner, Mapping):
             yield from _leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner
@@ -227,6 +251,8 @@ __all__ = [
     "PlanDifference",
     "compare",
     "fitted",
+    "machine_changes",
     "mismatches",
+    "named",
     "unused_settings",
 ]

@@ -127,6 +127,25 @@ class NotWorth(_Record):
     reason: str
 
 
+class LeftOut(_Record):
+    """Sizes of one lane that the configuration's list or ladder has and the plan has not, and why.
+
+    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
+    these keys more would break, such as "budget.max_graphs"; or another sentence.
+    """
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
+    sizes: tuple[int, ...]
+    reason: str
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the sizes are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
 class NextGraph(_Record):
     """What one graph more would bring, if only their number counted: microseconds a step, and percent of it."""
 
@@ -141,6 +160,8 @@ class Evidence(_Record):
         traffic_source, traffic_weight, traffic_notes: What was planned for.
         times_source, times_notes: Where the step times come from.
         costs_source, costs_estimated: Where memory and seconds come from; None: not known.
+        costs_notes: Why these may be other ones than this configuration's.
+        unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
         graphs, bytes, seconds: Of the plan; bytes and seconds None where costs are not known.
         expected_us: Mean microseconds of a step.
@@ -153,6 +174,8 @@ class Evidence(_Record):
         uses: What each graph runs.
         pareto: From one graph to where more bring nothing.
         ladders: Those that fit the configuration.
+        padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
+        left_out: What the configured list or ladder has and the plan has not.
         not_worth: Where graphs bring nothing.
         notes: What was assumed on the way.
         warnings: Lint.
@@ -185,3 +208,7 @@ class Evidence(_Record):
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     verdict: str
+    costs_notes: tuple[str, ...] = ()
+    unbounded: tuple[Limit, ...] = ()
+    padding: float | None = None  # absent from plans of earlier versions, as all from costs_notes on
+    left_out: tuple[LeftOut, ...] = ()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from cgplan.config import files
 from cgplan.config.values import mode_by_name
 from cgplan.errors import ConfigError, StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
@@ -127,10 +128,7 @@ def table_points(text: str, source: str) -> Points:
 
 def text_of(path: str | Path) -> str:
     """A file's text. Raises StepTimeError if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StepTimeError(f"cannot read {path}: {error}", remedy=REMEDY) from None
+    return files.read_text(path, StepTimeError, REMEDY)
 
 
 def json_of(text: str, source: str) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.lanes import Routes, Served, lanes_of, serve
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.plan import Plan
+from cgplan.planning.plan import Lane, Plan
 from cgplan.planning.traffic import Batch, Traffic
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 WIDE = 0.25  # padding, as a share of the tokens that run
+FINE = 8  # requests; a step of so many is not called wide, the ladders' own are
+MOST_STEPS = 3  # of a lane that are named
 SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
 
@@ -33,6 +36,43 @@ def lint(config: Config, plan: Plan, traffic: Traffic, times: StepTimes) -> tupl
         *wide_steps(served),
         *unused_modes(plan, traffic, served),
     )
+
+
+def lint_without_traffic(config: Config, plan: Plan) -> tuple[str, ...]:
+    """What can be said of a plan that was not made for traffic: no figures of steps, only of sizes."""
+    return (
+        *uncaptured_decode(plan),
+        *unreachable_sizes(plan),
+        *uneven_sizes(config, plan),
+        *sparse_steps(plan),
+    )
+
+
+def uncaptured_decode(plan: Plan) -> Iterator[str]:
+    """The largest decode batch of the scheduler, if it has no graph where smaller ones have."""
+    most = min(plan.max_num_seqs, plan.max_num_batched_tokens // plan.query_len) * plan.query_len
+    held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
+    if held < most:
+        yield (
+            f"scheduler.max_num_seqs allows uniform decode batches of {most} tokens, the largest graph holds {held}: "
+            "batches beyond it run eagerly; lower it, or capture that size"
+        )
+
+
+def sparse_steps(plan: Plan) -> Iterator[str]:
+    """Steps of a ladder where more than a quarter of what runs is padding, if all sizes of batches are as frequent."""
+    lanes = {(Lane(lane.mode, lane.uniform, 0), sizes) for lane, sizes in plan.lanes().items()}
+    for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
+        stride = plan.query_len if lane.uniform else 1
+        steps = [(below + stride, size) for below, size in pairwise((0, *sizes)) if size - below > FINE * stride]
+        wide = [(first, size) for first, size in steps if size - first > 2 * WIDE * size]
+        for first, size in wide[:MOST_STEPS]:
+            yield (
+                f"{lane}: batches of {first} to {size} tokens run at {size}, {(size - first) / 2 / size:.0%} of which "
+                "is padding on average"
+            )
+        if len(wide) > MOST_STEPS:
+            yield f"{lane}: and {len(wide) - MOST_STEPS} more steps as wide"
 
 
 def traffic_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator[str]:
@@ -119,10 +159,15 @@ def uneven_sizes(config: Config, plan: Plan) -> Iterator[str]:
         yield f"sizes {_list(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
     if isinstance(given, tuple) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
         rounded = [size for size in sorted(set(given)) if size % q]
+        most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
+        there = sorted({up for size in rounded if (up := -(-size // q) * q) <= most})
+        dropped = [size for size in rounded if -(-size // q) * q > most]
         if rounded:
+            parts = [f"captured at {_list(there)} instead"] if there else []
+            parts += [f"dropped at {_list(dropped)}, where the next multiple is above the largest"] if dropped else []
             yield (
                 f"cudagraph_capture_sizes {_list(rounded)} are not multiples of {q}, tokens of a request: as a list "
-                f"they are captured at {_list(sorted({-(-size // q) * q for size in rounded}))} instead"
+                f"they are {' and '.join(parts)}"
             )
 
 
@@ -133,10 +178,11 @@ def lora_cases(plan: Plan, traffic: Traffic, served: Sequence[Served]) -> Iterat
     cases = [key.num_active_loras for _, key in plan.keys]
     if plan.max_loras is not None and max(counts) == 0 and 0 in plan.lora_cases:
         number = sum(case > 0 for case in cases)
-        yield (
-            f"no batch of the traffic uses adapters, but lora.max_loras is {plan.max_loras}: "
-            f"{number} of {len(cases)} graphs are for LoRA cases, which are never seen"
-        )
+        seen = f"no batch of the traffic uses adapters, but lora.max_loras is {plan.max_loras}"
+        if number:
+            yield f"{seen}: {number} of {len(cases)} graphs are for LoRA cases, which are never seen"
+        elif cases:
+            yield f"{seen}: no graph is for LoRA cases, so that batches with adapters would run eagerly"
     else:
         for case in sorted(set(cases) - used):
             number = cases.count(case)

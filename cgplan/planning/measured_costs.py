@@ -85,6 +85,7 @@ class MeasuredCosts(GraphCosts):
         workspace_bytes, once_seconds: See GraphCosts.
         bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
         source: Where the figures come from.
+        notes: See GraphCosts.
     """
 
     estimated = False
@@ -99,8 +100,10 @@ class MeasuredCosts(GraphCosts):
         workspace_bytes: int = 0,
         once_seconds: float = 0.0,
         bytes_per_node: Mapping[CUDAGraphMode, float] | None = None,
+        notes: Iterable[str] = (),
     ) -> None:
         self.source = source
+        self.notes = tuple(notes)
         self.bytes_per_node = dict(bytes_per_node or {})
         self._config = config
         self._workspace_bytes = workspace_bytes
@@ -109,8 +112,8 @@ class MeasuredCosts(GraphCosts):
         self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
 
     @classmethod
-    def from_report(cls, report: _Report, config: Config) -> MeasuredCosts:
-        """Costs from a saved CaptureReport of the same model.
+    def from_report(cls, report: _Report, config: Config, notes: Iterable[str] = ()) -> MeasuredCosts:
+        """Costs from a saved CaptureReport of the same model; ``notes`` say where it was another one.
 
         Driver memory, which the driver takes in chunks, is spread over the keys of a mode by their nodes. A report
         says of a mode's largest size alone how large a pool it needs; those of smaller ones are taken in proportion.
@@ -136,6 +139,7 @@ class MeasuredCosts(GraphCosts):
             workspace_bytes=report.workspace_bytes,
             once_seconds=once,
             bytes_per_node=per_node if counted else None,
+            notes=notes,
         )
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:

@@ -54,7 +54,16 @@ class Paths:
     """
 
     cost: Floats
-    parent: Ints
+    parent: npt.NDArray[np.int32]
+
+    @property
+    def graphs(self) -> int:
+        """K."""
+        return len(self.cost) - 1
+
+    def up_to(self, graphs: int) -> Paths:
+        """The same for fewer graphs; no copy."""
+        return Paths(self.cost[: graphs + 1], self.parent[: graphs + 1])
 
     def sizes(self, graphs: int, last: int, which: int = 0) -> list[int]:
         """Candidates chosen by the best path of at most so many graphs that ends at ``last``, ascending."""
@@ -67,7 +76,13 @@ class Paths:
 
 
 def best_paths(
-    weights: Floats, times: Floats, graphs: int, *, price: Floats | None = None, passing: Bools | None = None
+    weights: Floats,
+    times: Floats,
+    graphs: int,
+    *,
+    price: Floats | None = None,
+    passing: Bools | None = None,
+    known: Paths | None = None,
 ) -> Paths:
     """The least cost of every path, see Note [One lane].
 
@@ -77,13 +92,17 @@ def best_paths(
         graphs: K.
         price: Of each size: [N + 1]; absent: 0.
         passing: [N + 1]: whether paths may lead on from a candidate, see Note [Candidates]; absent: from all.
+        known: The answer for fewer graphs, to go on from.
     """
     terms, sets, width = weights.shape
     cost = np.full((graphs + 1, sets, width), np.inf)
     cost[:, :, 0] = 0.0
-    parent = np.zeros((graphs + 1, sets, width), dtype=np.int64)
+    parent = np.zeros((graphs + 1, sets, width), dtype=np.int32)
+    start = 0 if known is None else known.graphs
+    if known is not None:
+        cost[: start + 1], parent[: start + 1] = known.cost, known.parent
     rounds, flat = _rounds(width - 1), weights.reshape(terms, -1)
-    for level in range(1, graphs + 1):
+    for level in range(start + 1, graphs + 1):
         before = cost[level - 1] if passing is None else np.where(passing, cost[level - 1], np.inf)
         after, below = _level(before.ravel(), flat, times, rounds, sets)
         cost[level, :, 1:] = after[:, 1:] if price is None else after[:, 1:] + price[1:]
@@ -102,7 +121,7 @@ def _rounds(number: int) -> list[tuple[Ints, Ints, Ints]]:
         low, high = spans.T
         middle = (low + high) // 2
         found.append((middle, low - 1, high + 1))
-        halves = np.concatenate([np.stack([low, middle - 1], 1), np.stack([middle + 1, high], 1)])
+        halves = np.stack([low, middle - 1, middle + 1, high], 1).reshape(-1, 2)  # still ascending
         spans = halves[halves[:, 0] <= halves[:, 1]]
     return found
 
@@ -110,25 +129,37 @@ def _rounds(number: int) -> list[tuple[Ints, Ints, Ints]]:
 def _level(
     before: Floats, weights: Floats, times: Floats, rounds: list[tuple[Ints, Ints, Ints]], sets: int
 ) -> tuple[Floats, Ints]:
-    """One more graph: [sets, N + 1] costs without prices, and [sets, N + 2] parents."""
+    """One more graph: [sets, N + 1] costs without prices, and [sets, N + 2] parents.
+
+    In a round, the sizes below that come into question for neighbours share their ends at most. So all are gone
+    through at once, in place; an end that is shared has the upper one's times there and is looked at apart.
+    """
     width = before.size // sets
     after = np.full((sets, width), np.inf)
     parent = np.zeros((sets, width + 1), dtype=np.int64)
     parent[:, width] = width - 1
     offsets = np.arange(sets)[:, None] * width
     for middle, below, above in rounds:
-        low = parent[:, below]
-        count = np.maximum(np.minimum(parent[:, above], middle - 1) - low + 1, 1).ravel()
-        starts = np.cumsum(count) - count
-        where = np.repeat((offsets + low).ravel() - starts, count) + np.arange(count.sum())
-        value = before[where]
-        columns = np.tile(middle, sets)
+        number = sets * middle.size
+        spans = np.empty((number, 2), dtype=np.int64)  # of each size: the first one below it, and the last one
+        low, high = spans.T
+        low[:] = (parent[:, below] + offsets).ravel()
+        high[:] = (np.minimum(parent[:, above], middle - 1) + offsets).ravel()
+        np.maximum(low, high, out=high)
+        runs = np.append(low[1:], before.size)
+        runs[1:] -= low[1:]
+        owner = np.repeat(np.arange(number), runs)
+        value, end = before, before[high]
         for term, time in zip(weights, times, strict=True):
-            value = value - term[where] * np.repeat(time[columns], count)
-        least = np.minimum.reduceat(value, starts)
-        hits = np.flatnonzero(value == np.repeat(least, count))
-        first = hits[np.searchsorted(hits, starts)]
-        parent[:, middle] = where[first].reshape(sets, -1) - offsets
+            own = np.tile(time[middle], sets)
+            value = value - term * own.take(owner)  # faster than own[owner]
+            end = end - term[high] * own
+        inner = np.minimum.reduceat(value, spans.ravel())[::2]
+        hits = np.flatnonzero(value == inner.take(owner))[::-1]
+        best = high.copy()
+        best[owner[hits]] = hits  # the first hit of each is written last
+        least = np.where(at_end := (end < inner) | (low == high), end, inner)
+        parent[:, middle] = np.where(at_end, high, best).reshape(sets, -1) - offsets
         for term, time in zip(weights.reshape(-1, sets, width), times, strict=True):
             least = least + (term[:, middle] * time[middle]).ravel()
         after[:, middle] = least.reshape(sets, -1)

@@ -14,7 +14,7 @@ from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.costs import KeyCost, PlanCost
+from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
 from cgplan.planning.resolution import ModeChange, resolve_mode
 from cgplan.planning.sizes import resolve_sizes
 
@@ -64,6 +64,7 @@ class Predicted(BaseModel):
         static_bytes, workspace_bytes: Once for all keys, see PlanCost.
         source: Where the figures come from, in words.
         estimated: Whether nothing of it was measured on the device.
+        notes: Why the figures may not be those of this configuration.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,9 +74,10 @@ class Predicted(BaseModel):
     workspace_bytes: int
     source: str
     estimated: bool
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, cost: PlanCost, *, source: str, estimated: bool) -> Predicted:
+    def of(cls, cost: PlanCost, *, source: str, estimated: bool, notes: Sequence[str] = ()) -> Predicted:
         """The same figures in a form that a plan holds."""
         return cls(
             keys=cost.keys,
@@ -83,7 +85,13 @@ class Predicted(BaseModel):
             workspace_bytes=cost.workspace_bytes,
             source=source,
             estimated=estimated,
+            notes=tuple(notes),
         )
+
+    @classmethod
+    def by(cls, costs: GraphCosts, keys: Sequence[Key]) -> Predicted:
+        """What capturing these keys, in this order, costs according to ``costs``."""
+        return cls.of(costs.of(keys), source=costs.source, estimated=costs.estimated, notes=costs.notes)
 
     @property
     def cost(self) -> PlanCost:
@@ -121,6 +129,10 @@ class Plan(BaseModel):
         predicted: What capturing the keys is predicted to cost, where that is known.
         machine: Where the figures were measured, if they were.
         evidence: Why these keys, in the words of the planner that chose them; absent where a list or ladder did.
+        budget: The budget of that configuration in JSON, the limits that are set; None in plans that do not say.
+        notes, lint: Of a plan that was not made for traffic: what was not planned, and what to beware of. The evidence
+            of other plans says that.
+        file: The file that the plan was read from, to be captured in place of what the configuration says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -144,6 +156,10 @@ class Plan(BaseModel):
     predicted: Predicted | None = None
     machine: Machine | None = None
     evidence: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    lint: tuple[str, ...] = ()
+    file: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -212,7 +228,13 @@ def build_plan(config: Config) -> Plan:
         warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys)),
         config_hash=config_hash(config),
         config=capture_config(config),
+        budget=budget_of(config),
     )
+
+
+def budget_of(config: Config) -> dict[str, Any]:
+    """The limits that are set: bytes, seconds, and a number of graphs."""
+    return config.budget.model_dump(mode="json", exclude_none=True)
 
 
 def capture_config(config: Config) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCost
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
             "sizes_source": f"planned for {traffic.source}",
             "keys": keys,
-            "predicted": costs and Predicted.of(costs.of(keys), source=costs.source, estimated=costs.estimated),
+            "predicted": costs and Predicted.by(costs, keys),
         }
     )
     evidence = Case(config, traffic, times, costs, plan, curve, limits, best, served).evidence()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cgplan.config import Config
 from cgplan.errors import TrafficError
 from cgplan.planning.simulation import NO_ADAPTER, Request
-from cgplan.planning.traffic_rows import ADD_LORA, Form, Row, absent, whole
+from cgplan.planning.traffic_rows import ADD_LORA, Form, Row, absent, adapter, whole
 
 TRACE = Form("a request trace", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), ("Adapter",))
 MOONCAKE = Form("a Mooncake trace", ("timestamp", "input_length", "output_length"), ("hash_ids", "adapter"))
@@ -34,7 +34,7 @@ def parse_trace(rows: Iterable[tuple[str, Row]], form: Form, path: Path, config:
         TrafficError: timestamps do not ascend or cannot be read, a length is no whole number, a request has an adapter
             and the configuration no `lora` section, or no request is left.
     """
-    stamp, context, generated, *_, adapter = form.columns
+    stamp, context, generated, *_, named = form.columns
     requests: list[Request] = []
     first: datetime | float | None = None
     empty, last = 0, -math.inf
@@ -51,7 +51,7 @@ def parse_trace(rows: Iterable[tuple[str, Row]], form: Form, path: Path, config:
             arrival,
             whole(row, context, where),
             whole(row, generated, where),
-            NO_ADAPTER if absent(row, adapter) else whole(row, adapter, where),
+            NO_ADAPTER if absent(row, named) else adapter(row, named, where),
         )
         if request.adapter != NO_ADAPTER and config.lora is None:
             raise TrafficError(f"{where}: the request uses an adapter, but the configuration has none", remedy=ADD_LORA)

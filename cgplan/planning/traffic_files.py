@@ -48,7 +48,7 @@ def read_traffic(path: str | Path, *, config: Config, step_time: StepTime, speed
       known Adapter (a number, empty for none); or Mooncake's, one JSON object a line: timestamp (milliseconds),
       input_length, output_length. It becomes steps by ``simulate``;
     - a log of vLLM with its tables of CUDA graph statistics;
-    - Traffic that was saved as JSON.
+    - Traffic that was saved as JSON, or the statistics of a runner (``runner.stats.json()``).
 
     Columns that a histogram lacks are guessed; the notes of the traffic say how.
 
@@ -121,6 +121,10 @@ def _parsed(text: str, path: Path, config: Config) -> Traffic | Trace:
         whole_file = _single_object(text)
         if whole_file is not None and "kind" in whole_file:
             return _saved(text, whole_file, path)
+        if whole_file is not None and "batches" in whole_file:
+            return _of_stats(whole_file["batches"], path)
+        if whole_file is not None and "\n" in text.strip():
+            raise _unknown_form(text, list(whole_file), path)
         number, first = next((i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip())
         names = list(json_object(first, f"{path}:{number}"))
         form = nearest_form(names, (HISTOGRAM, MOONCAKE))
@@ -154,6 +158,14 @@ def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
         )
     try:
         return Traffic.from_json(text)
+    except TrafficError as error:
+        raise TrafficError(f"{path}: {error.message}", remedy=error.remedy) from None
+
+
+def _of_stats(batches: Any, path: Path) -> Traffic:
+    """The batches that a runner's statistics count (``runner.stats.json()``)."""
+    try:
+        return Traffic.from_json(json.dumps({"histogram": batches, "source": f"{path.name}: statistics of a runner"}))
     except TrafficError as error:
         raise TrafficError(f"{path}: {error.message}", remedy=error.remedy) from None
 

@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from cgplan.config import Config
+from cgplan.config import Config, files
 from cgplan.errors import TrafficError
 from cgplan.planning.traffic import Batch
 
@@ -48,20 +48,7 @@ class Form:
 
 def read_text(path: Path) -> str:
     """Text of a file, without a byte order mark. Raises TrafficError for what is no UTF-8 text, or blank."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir() if p.is_file()], n=1)
-        hint = f"Did you mean {folder / near[0]}?" if near else "Check the path."
-        raise TrafficError(f"no such file: {path}", remedy=hint) from None
-    except OSError as error:
-        raise TrafficError(f"cannot read {path}: {error.strerror}", remedy="Give a readable file.") from None
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TrafficError(f"{path}:{line}: not UTF-8 text", remedy="Unpack it, or save it as UTF-8.") from None
+    text = files.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
     if "\0" in text:
         raise TrafficError(f"{path}: holds NUL bytes, so it is no text", remedy="Unpack it, or save it as UTF-8.")
     if not text.strip():
@@ -168,6 +155,17 @@ def whole(row: Row, column: str, where: str, *, low: int = 0, high: int = MOST_T
             remedy="Correct that row.",
         )
     return int(number)
+
+
+def adapter(row: Row, column: str, where: str) -> int:
+    """The number of an adapter. Raises TrafficError."""
+    try:
+        return whole(row, column, where)
+    except TrafficError as error:
+        raise TrafficError(
+            error.message,
+            remedy="Write adapters as numbers from 0 up, one for each name, and leave the field empty for none.",
+        ) from None
 
 
 def flag(row: Row, column: str, where: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cgplan.planning.case_costs import CaseCost
 from cgplan.planning.costs import Key
 from cgplan.planning.plan import Lane
 from cgplan.reports.layout import describe_sizes, facts, filled
@@ -62,6 +63,7 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
     seconds = report.warmup_seconds + report.capture_seconds
     return [
         ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
+        *(("note", text) for text in predicted.notes),
         *((name, _against(format_bytes(p), format_bytes(m), p, m)) for name, p, m in parts),
         ("time", _against(format_seconds(cost.seconds), format_seconds(seconds), cost.seconds, seconds)),
     ]
@@ -70,6 +72,24 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
 def _against(predicted: str, measured: str, value: float, truth: float) -> str:
     error = f": {(value - truth) / truth:+.1%}" if truth else ""
     return f"{predicted} predicted, {measured} measured{error}"
+
+
+def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
+    """What each LoRA case adds to a plan."""
+    rows: list[dict[str, object]] = [
+        {
+            "active adapters": "any number" if case.num_active_loras > max_loras else case.num_active_loras,
+            "graphs": case.graphs,
+            "memory": None if case.bytes is None else format_bytes(case.bytes),
+            "start-up": None if case.seconds is None else format_seconds(case.seconds),
+        }
+        for case in cases
+    ]
+    known = all(case.bytes is not None for case in cases)
+    words = "  what the plan would save without that case alone; cases share the pool"
+    advice = "  memory and start-up are not known: give --costs FILE, --costs estimate or --costs measure"
+    title = Text("What each LoRA case adds", style="bold")
+    return Group(title, filled(rows, left=("active adapters",)), Text(words if known else advice))
 
 
 def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:

@@ -12,6 +12,13 @@ from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, padding_text, p
 from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
 
 _MOST_POINTS = 12
+_LADDER_WORDS = """\
+  padding: share of all tokens that run, eager steps included; unused: graphs that run no batch
+  equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer
+  gain: how much shorter the plan's step is; no gain: the ladder is within 1% of the bound, a graph
+        for every size"""
+_LEFT_OUT_WORDS = """\
+  each added to the plan by itself; no gain: steps get less than 0.01% shorter, or longer"""
 
 
 def render_evidence(evidence: Evidence) -> RenderableType:
@@ -22,9 +29,13 @@ def render_evidence(evidence: Evidence) -> RenderableType:
         parts += [Text(pareto_text(pareto_plot(evidence))), Text(), _pareto(evidence)]
     if evidence.ladders:
         parts += [Text(), Text("Ladders on the same traffic", style="bold"), _ladders(evidence)]
-        parts.append(Text("  equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer"))
+        parts.append(Text(_LADDER_WORDS))
+    if evidence.left_out:
+        title = "Left out, of the sizes that the configuration has without traffic"
+        parts += [Text(), Text(title, style="bold"), _left_out(evidence), Text(_LEFT_OUT_WORDS)]
     if evidence.uses:
-        parts += [Text(), Text("Padding and steps of each graph", style="bold")]
+        title = "Padding of each graph, of the tokens that it runs, and its share of all steps"
+        parts += [Text(), Text(title, style="bold")]
         parts.append(Text(padding_text(padding_plot(evidence))))
     if evidence.not_worth:
         lines = [(f"{Lane(n.mode, n.uniform, 0)} {n.first} to {n.last}", n.reason) for n in evidence.not_worth]
@@ -63,6 +74,7 @@ def _head(evidence: Evidence) -> RenderableType:
     estimated = " (an estimate)" if evidence.costs_estimated else ""
     rows = [
         ("verdict", evidence.verdict),
+        *(("warning", text) for text in evidence.warnings),
         ("traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"),
         ("step times", evidence.times_source),
         ("costs", "not known: give --costs" if evidence.costs_source is None else evidence.costs_source + estimated),
@@ -74,14 +86,21 @@ def _head(evidence: Evidence) -> RenderableType:
             f"for every size {format_microseconds(expected.bound)}",
         ),
         ("proof", f"{proof}; lower bound {format_microseconds(evidence.lower_bound_us)}"),
-        ("binding", ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"),
+        ("binding", _binding(evidence)),
     ]
     if evidence.next_graph is not None:
         worth = evidence.next_graph
-        rows.append(("next graph", f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"))
-    rows += [("note", text) for text in (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes)]
-    rows += [("warning", text) for text in evidence.warnings]
-    return facts("Why these graphs", rows)
+        brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
+        rows.append(("next graph", brings if worth.percent >= 1e-3 else "would bring nothing"))
+    notes = (*evidence.traffic_notes, *evidence.times_notes, *evidence.costs_notes, *evidence.notes)
+    return facts("Why these graphs", [*rows, *(("note", text) for text in notes)])
+
+
+def _binding(evidence: Evidence) -> str:
+    """Limits that the next better plan breaks, and limits that nothing is known of."""
+    binding = ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"
+    unknown = " and ".join(f"budget.{limit}" for limit in evidence.unbounded)
+    return f"{binding}; {unknown} not looked at, for want of --costs" if unknown else binding
 
 
 def _sizes(evidence: Evidence) -> RenderableType:
@@ -107,7 +126,26 @@ def _cells(point: ParetoPoint | LadderPoint) -> dict[str, object]:
     }
 
 
+def _left_out(evidence: Evidence) -> RenderableType:
+    rows: list[dict[str, object]] = [
+        {"lane": part.lane, "sizes": describe_sizes(part.sizes), "why": part.reason} for part in evidence.left_out
+    ]
+    return filled(rows, left=("lane", "sizes", "why"))
+
+
 def _ladders(evidence: Evidence) -> RenderableType:
+    plan: dict[str, object] = {
+        "ladder": "this plan",
+        "graphs": evidence.graphs,
+        "expected step": format_microseconds(evidence.expected_us.plan),
+        "memory": None if evidence.bytes is None else format_bytes(evidence.bytes),
+        "start-up": None if evidence.seconds is None else format_seconds(evidence.seconds),
+        "padding": None if evidence.padding is None else f"{evidence.padding:.1%}",
+        "unused": 0,
+        "equal": None,
+        "within 0.1%": None,
+        "gain": None,
+    }
     rows = [
         {
             "ladder": ladder.name,
@@ -120,4 +158,4 @@ def _ladders(evidence: Evidence) -> RenderableType:
         }
         for ladder in evidence.ladders
     ]
-    return filled(rows, left=("ladder", "gain"))
+    return filled([plan, *rows], left=("ladder", "gain"))

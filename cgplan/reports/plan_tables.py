@@ -40,8 +40,8 @@ def render_plan(plan: Plan) -> RenderableType:
     if plan.max_loras is not None:
         cases = ", ".join(map(str, plan.lora_cases))
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
-    warnings = [("warning", text) for text in plan.warnings]
-    head = facts("Plan", [*rows, *_predicted(plan), ("config", plan.config_hash), *warnings])
+    said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
+    head = facts("Plan", [*rows, *predicted_rows(plan), ("config", plan.config_hash), *said])
     why = _why(plan)
     if why is not None:
         return Group(head, Text(), why)
@@ -102,8 +102,10 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
 
 
 def _both(change: FieldChange) -> str:
-    """``256 -> 64``, values as JSON has them."""
-    old, new = ("absent" if value is None else json.dumps(value) for value in (change.old, change.new))
+    """``256 -> 64``, values as JSON has them; limits with their units."""
+    formats = {"budget.capture_time": format_seconds, "budget.memory": format_bytes, "budget.reserve": format_bytes}
+    text = formats.get(change.name, json.dumps)
+    old, new = ("absent" if value is None else text(value) for value in (change.old, change.new))
     return f"{old} -> {new}"
 
 
@@ -119,7 +121,7 @@ def _figure(name: str, figure: Figure, text: Callable[[float], str]) -> dict[str
     }
 
 
-def _predicted(plan: Plan) -> list[tuple[str, str]]:
+def predicted_rows(plan: Plan) -> list[tuple[str, str]]:
     """What the keys are predicted to cost, and where that comes from."""
     if plan.predicted is None:
         return []
@@ -140,7 +142,7 @@ def _predicted(plan: Plan) -> list[tuple[str, str]]:
     if plan.machine is not None:
         driver = f", driver {plan.machine.driver}" if plan.machine.driver else ""
         rows.append(("measured on", f"{plan.machine.gpu}{driver}, torch {plan.machine.torch}"))
-    return rows
+    return [*rows, *(("note", text) for text in plan.predicted.notes)]
 
 
 def _ways(plan: Plan) -> str:

@@ -67,7 +67,8 @@ class PaddingPlot:
 def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     """The curve in ASCII: ``*`` is the curve, letters are the points, with a legend below.
 
-    The numbers of graphs stand on a logarithmic axis: the first few graphs matter most.
+    The numbers of graphs stand on a logarithmic axis: the first few graphs matter most. Points that fall on the same
+    place share a letter, which the legend then explains more than once.
     """
     points = list(plot.points)[: len(LEGEND_MARKS)]
     every_x = [*plot.graphs, *(p.graphs for p in points)]
@@ -85,18 +86,18 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     grid = [[" "] * columns for _ in range(TEXT_ROWS)]
     for x, y in zip(plot.graphs, plot.microseconds, strict=True):
         grid[row(y)][column(x)] = "*"
-    for mark, point in zip(LEGEND_MARKS, points, strict=False):
-        grid[row(point.microseconds)][column(point.graphs)] = mark
+    marks: dict[tuple[int, int], str] = {}
+    legend = [("*", "the best with so many graphs, expected step time")]
+    for point in points:
+        at = row(point.microseconds), column(point.graphs)
+        mark = grid[at[0]][at[1]] = marks.setdefault(at, LEGEND_MARKS[len(marks)])
+        graphs = "1 graph" if point.graphs == 1 else f"{point.graphs} graphs"
+        legend.append((mark, f"{point.name}: {graphs}, {format_microseconds(point.microseconds)}"))
     labels = {0: format_microseconds(high), TEXT_ROWS - 1: format_microseconds(low)}
     lines = [f"{labels.get(i, ''):>{_MARGIN}} |{''.join(cells)}".rstrip() for i, cells in enumerate(grid)]
     lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
     lines.append(f"{'':>{_MARGIN + 2}}{_ticks(sorted({*every_x}), column, columns)}")
     lines.append(f"{'':>{_MARGIN + 2}}{'graphs'.center(columns)}".rstrip())
-    legend = [("*", "the best with so many graphs, expected step time")]
-    legend += [
-        (mark, f"{p.name}: {p.graphs} graphs, {format_microseconds(p.microseconds)}")
-        for mark, p in zip(LEGEND_MARKS, points, strict=False)
-    ]
     return "\n".join([*lines, *(f"  {mark}  {text}"[:width] for mark, text in legend)])
 
 

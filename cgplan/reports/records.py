@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
+from cgplan.config import files
 from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
@@ -304,14 +305,15 @@ _KINDS: dict[str, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], in
 def load_report(path: str | Path) -> Report:
     """A saved report or plan. Raises ReportError if the file is none, or of a schema version that is not read."""
     remedy = "Give a JSON file that `cgplan ... --output` wrote."
+    text = files.read_text(path, ReportError, remedy)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"cannot read {path}: {error}", remedy=remedy) from None
+        data = json.loads(text)
     except RecursionError:
         raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
     except json.JSONDecodeError as error:
         raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ReportError(f"{path}: not JSON: {error}", remedy=remedy) from None
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=remedy)

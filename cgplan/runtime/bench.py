@@ -10,6 +10,7 @@ import torch
 
 from cgplan.graphs.buffers import example_batch
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning import CudagraphDispatcher
 from cgplan.reports.records import BenchRecord, BenchReport, Timing
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import explain_eager_failure
@@ -19,7 +20,8 @@ from cgplan.runtime.runner import GraphRunner
 def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = None) -> BenchReport:
     """Measure the sizes of ``config.report`` (absent: every captured size) on example batches.
 
-    Uniform decode batches are measured where the plan has graphs of their own for them, mixed batches elsewhere.
+    Uniform decode batches are measured where a batch of that size can be one. Mixed batches are measured elsewhere,
+    and beside them where the plan has other graphs for those: so that the planner learns of both.
 
     Args:
         runner: What to measure; its stats count these calls too.
@@ -31,7 +33,7 @@ def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = 
         if progress:
             progress(index, len(sizes))
         try:
-            records.append(_measure(runner, size))
+            records += [_measure(runner, size, uniform) for uniform in _kinds(runner, size)]
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
@@ -43,9 +45,23 @@ def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = 
     )
 
 
-def _measure(runner: GraphRunner, size: int) -> BenchRecord:
+def _kinds(runner: GraphRunner, size: int) -> tuple[bool, ...]:
+    """Whether a batch of that size is measured as uniform decode, as a mixed one, or as both."""
+    plan, dispatch = runner.plan, CudagraphDispatcher(runner.plan).dispatch
+    can_be_uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
+    as_uniform, as_mixed = (dispatch(size, uniform, _loras(runner)) for uniform in (True, False))
+    if can_be_uniform and as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != as_uniform:
+        return True, False
+    return (can_be_uniform,)
+
+
+def _loras(runner: GraphRunner) -> int:
+    """Active adapters of the batches that are measured."""
+    return runner.config.lora.max_loras if runner.config.lora else 0
+
+
+def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
     plan, config = runner.plan, runner.config
-    uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
     reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
     batch = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
     if not config.compilation.cudagraph_copy_inputs and size <= plan.max_capture_size:
@@ -53,8 +69,7 @@ def _measure(runner: GraphRunner, size: int) -> BenchRecord:
         for name, value in batch.items():
             views[name].copy_(value)
         batch = views
-    loras = config.lora.max_loras if config.lora else 0
-
+    loras = _loras(runner)
     call: dict[str, Any] = {**batch, "uniform_decode": uniform, "num_active_loras": loras}
     route = runner.route(batch, uniform, loras)
     eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))

@@ -13,12 +13,24 @@ from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.runtime.batch import Batch, BatchReader
 
-_MISS_REMEDY = {
-    MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
+_LATER = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
     MissReason.OVER_BUDGET: "Raise the budget",
 }
+
+
+def _miss_remedy(plan: Plan, reason: MissReason) -> str:
+    """What to do so that a graph serves such a batch. Of a plan that was chosen for traffic or read from a file, the
+    configuration does not decide the sizes.
+    """
+    if reason in _LATER:
+        return _LATER[reason]
+    if plan.file is not None or plan.evidence is not None:
+        which = f"the plan {plan.file}" if plan.file is not None else "a plan for traffic"
+        return f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
+    sizes = reason is MissReason.TOO_LARGE
+    return "Add the size to cudagraph_capture_sizes" if sizes else "Choose another cudagraph_mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +130,7 @@ class BatchRouter:
         if on_miss == "error":
             raise DispatchMissError(
                 f"no graph serves a batch of {tokens} tokens: {reason}",
-                remedy=f"{_MISS_REMEDY.get(reason, 'Choose another cudagraph_mode')}, or set on_miss: eager.",
+                remedy=f"{_miss_remedy(self._plan, reason)}, or set on_miss: eager.",
             )
         return reason
 

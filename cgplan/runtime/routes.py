@@ -67,9 +67,13 @@ class SplitRoute:
 
 
 def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> SplitRoute:
-    """The way that the configuration asks for. Raises ConfigError where it does not fit the model."""
+    """The way that the configuration asks for. Raises ConfigError where it does not fit the model.
+
+    A plan without PIECEWISE keys needs no segments, whatever its mode: nothing is traced, and mixed batches run the
+    model itself.
+    """
     compilation = config.compilation
-    piecewise = plan.mode.has_mode(CUDAGraphMode.PIECEWISE)
+    piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
     name = compilation.piecewise
     if name == "auto":
         name = "modules" if compilation.splitting_modules else "ops"

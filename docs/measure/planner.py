@@ -1,6 +1,7 @@
 """The planner against the ladders, on a real trace and three synthetic ones.
 
     python docs/measure/planner.py [--step-times bench.json] [--costs capture.json]
+    python docs/measure/planner.py --extreme    two lanes of 8,192 sizes, keys of unequal cost, a memory budget
 
 Expected step time, padding, graphs and, with --costs, start-up and memory; "third" is the optimum with at most a third
 of the vllm ladder's graphs. Step times default to those of a decoder in Qwen3-0.6B's shape on one H200.
@@ -10,15 +11,21 @@ import argparse
 import time
 from pathlib import Path
 
+import numpy as np
+
 from cgplan.config import validate_config
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.planning.clock import step_clock
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.measured_costs import MeasuredCosts
+from cgplan.planning.measured_costs import MeasuredCosts, MeasuredKey
 from cgplan.planning.proposal import propose
+from cgplan.planning.traffic import Batch, Traffic
 from cgplan.planning.traffic_files import read_traffic, synthetic_traffic
 from cgplan.reports import load_report
 
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+MODE = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 TRACE = Path(__file__).parents[2] / "tests" / "data" / "azure_llm_code_2023.csv"
 SYNTHETIC = {
     "chat": {"request_rate": 20, "prompt_median": 300, "prompt_p95": 1500, "output_median": 200, "output_p95": 800},
@@ -28,15 +35,45 @@ SYNTHETIC = {
 
 
 def config_of(seqs, traffic=None):
-    sections = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "scheduler": {"max_num_seqs": seqs}}
-    return validate_config({**sections, **({"traffic": traffic} if traffic else {})})
+    return validate_config({**MODE, "scheduler": {"max_num_seqs": seqs}, **({"traffic": traffic} if traffic else {})})
+
+
+def extreme():
+    """The longest search that was found: nothing about it repeats, and no key costs as much as another."""
+    most, mib, rng = 8192, 1 << 20, np.random.default_rng(0)
+    weights = rng.exponential(size=(2, most)).tolist()
+    seen = {Batch(n, n, True): weights[0][n - 1] for n in range(1, most + 1)}
+    seen |= {Batch(n, n // 2): weights[1][n - 1] for n in range(2, most + 1)}
+    points = {FULL: {1: 100, most: 82020}, PIECEWISE: {1: 300, most: 82220}, NONE: {1: 9100, most: 101920}}
+    times = StepTimes.measured({(mode, 0): table for mode, table in points.items()}, "made up")
+    keys = [
+        MeasuredKey(mode, False, size, least * (1 + growth * size), 1.0)
+        for mode, least, growth in ((FULL, 2 * mib, 2e-5), (PIECEWISE, 6 * mib, 2e-5))
+        for size in (1, most)
+    ]
+    pools = {mode: [(1, mib), (most, 512 * mib)] for mode in (FULL, PIECEWISE)}
+    for share in (0.3, 0.7, 0.9):
+        budget = {"memory": int(share * 744) * mib}
+        scheduler = {"max_num_seqs": most, "max_num_batched_tokens": most}
+        config = validate_config({**MODE, "scheduler": scheduler, "budget": budget})
+        costs = MeasuredCosts(keys, pools, config, source="made up", workspace_bytes=32 * mib)
+        start, cpu = time.perf_counter(), time.process_time()
+        evidence = propose(config, Traffic.of(seen, "made up"), times, costs).evidence
+        print(
+            f"{budget['memory'] // mib} MiB: {evidence.graphs} graphs, gap {evidence.gap:.2%}, "
+            f"{time.perf_counter() - start:.1f} s ({time.process_time() - cpu:.1f} s of the processor)"
+        )
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-times")
     parser.add_argument("--costs")
+    parser.add_argument("--extreme", action="store_true")
     options = parser.parse_args()
+    if options.extreme:
+        extreme()
+        return
     times = StepTimes.load(options.step_times) if options.step_times else StepTimes.default()
     report = load_report(options.costs) if options.costs else None
     print(f"step times: {times.source}")
