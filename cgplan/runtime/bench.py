@@ -10,53 +10,78 @@ import torch
 
 from cgplan.graphs.buffers import example_batch
 from cgplan.modes import CUDAGraphMode
+from cgplan.reports.peer_records import check_peers
 from cgplan.reports.records import BenchRecord, BenchReport, Timing
+from cgplan.runtime.bench_peers import bench_peers
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import explain_eager_failure
+from cgplan.runtime.peers import BenchBatch
 from cgplan.runtime.runner import GraphRunner
 
 
-def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = None) -> BenchReport:
+def bench(
+    runner: GraphRunner,
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+    against: Sequence[str] = (),
+    seed: int | None = None,
+) -> BenchReport:
     """Measure the sizes of ``config.report`` (absent: every captured size) on example batches.
 
     Uniform decode batches are measured where the plan has graphs of their own for them, mixed batches elsewhere.
 
     Args:
         runner: What to measure; its stats count these calls too.
-        progress: Called with (done, total) before each size.
+        progress: Called with (done, total, what) before each step.
+        against: Other ways to run the model that are measured beside it, see bench_peers, which captures the runner
+            anew: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
+        seed: Of the random order in which they take turns; drawn if absent.
+
+    Raises:
+        ConfigError: an unknown name in ``against``.
+        ModelError: the model failed eagerly.
     """
+    against, report = check_peers(against), runner.report
     sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
     records = []
     for index, size in enumerate(sizes):
         if progress:
-            progress(index, len(sizes))
+            progress(index, len(sizes), f"{size} tokens")
         try:
             records.append(_measure(runner, size))
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
+    peers = None
+    if against:
+        batches = [_example(runner, size) for size in sizes]
+        peers = bench_peers(runner, batches, against, seed=seed, progress=progress)
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
-        capture=runner.report,
+        capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
+        peers=peers,
     )
 
 
-def _measure(runner: GraphRunner, size: int) -> BenchRecord:
+def _example(runner: GraphRunner, size: int) -> BenchBatch:
+    """A batch of that size: uniform decode where its size allows it."""
     plan, config = runner.plan, runner.config
     uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
     reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
-    batch = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
-    if not config.compilation.cudagraph_copy_inputs and size <= plan.max_capture_size:
-        views = runner.input_views(size, reqs)
-        for name, value in batch.items():
-            views[name].copy_(value)
-        batch = views
+    tensors = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
     loras = config.lora.max_loras if config.lora else 0
+    options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
+    route = runner.route(tensors, **options)
+    inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
+    return BenchBatch(size, inputs, metadata, options, route.unpadded)
 
-    call: dict[str, Any] = {**batch, "uniform_decode": uniform, "num_active_loras": loras}
-    route = runner.route(batch, uniform, loras)
+
+def _measure(runner: GraphRunner, size: int) -> BenchRecord:
+    example = _example(runner, size)
+    call: dict[str, Any] = {**example.given_to(runner), **example.options}
+    route = runner.route(example.tensors, **example.options)
     eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))
     graph = graph_host = replay = graph_queued = replay_queued = None
     if route.mode is not CUDAGraphMode.NONE:

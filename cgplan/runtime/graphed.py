@@ -46,6 +46,7 @@ class GraphedModel:
         scope: Pool, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
         returns_nothing: Whether the model's output held no tensor.
+        model: As it was given.
         generators: The random generators of its own that the model draws from.
     """
 
@@ -64,7 +65,7 @@ class GraphedModel:
             self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
         )
         self.returns_nothing = False
-        self._model = model
+        self.model = model
         self.generators = generators_of(model, backend.device)
         for generator in self.generators:
             backend.register_generator(generator)
@@ -131,7 +132,7 @@ class GraphedModel:
         self._checked.add(key)
 
     def _check_generators(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        now = generators_of(self._model, self.backend.device)
+        now = generators_of(self.model, self.backend.device)
         if len(now) != len(self.generators) or any(a is not b for a, b in zip(now, self.generators, strict=True)):
             raise AddressError(
                 f"{mode} {descriptor} was captured with other torch.Generator objects than the model holds now: a "
