@@ -18,7 +18,7 @@ from cgplan.reports import BenchReport, render_text
 from cgplan.reports.peer_records import PEERS, PeerRecord, check_peers
 from cgplan.runtime import bench_peers as measuring
 from cgplan.runtime.bench import bench
-from cgplan.runtime.peers import WAYS, Bare, BenchBatch, used_bytes
+from cgplan.runtime.peers import WAYS, Bare, BenchBatch, ReduceOverhead, used_bytes
 from cgplan.runtime.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -305,6 +305,18 @@ def test_wrong_results_show(backend: GraphBackend) -> None:
     assert deviations["bare", 4] == deviations["cgplan", 4] == 0
     assert deviations["eager", 4]
     assert deviations["eager", 4] > 0.1
+
+
+def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
+    """Nothing is compiled here: that comes with the first call."""
+    backend = select_backend("cpu")
+    model = net(backend)
+    way = ReduceOverhead(open_runner(backend, model))
+    way.prepare([])
+    assert model.held[0]._dynamo_static_input_type == "unguarded"
+    assert not hasattr(model.before.weight, "_dynamo_static_input_type"), "parameters are static anyway"
+    way.free()
+    assert not hasattr(model.held[0], "_dynamo_static_input_type")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def generators_of(model: Callable[..., Any], device: torch.device) -> tuple[torc
     todo: list[Any] = [model, model.__call__]  # type: ignore[operator]
     while todo:
         value = todo.pop()
-        if id(value) in seen:
+        if type(value) in _NOTHING_INSIDE or id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Generator):
@@ -104,6 +104,9 @@ def generators_of(model: Callable[..., Any], device: torch.device) -> tuple[torc
         else:
             todo.extend(_inside(value))
     return tuple(found.values())
+
+
+_NOTHING_INSIDE = frozenset({str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Parameter})
 
 
 def _inside(value: Any) -> Iterable[Any]:

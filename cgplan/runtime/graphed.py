@@ -124,7 +124,7 @@ class GraphedModel:
                 f"{mode} {descriptor} was captured before {self._moved!r} moved: a replay would use the old memory",
                 remedy="Call runner.recapture().",
             )
-        if self.config.compilation.address_policy != "off" and key not in self._checked:
+        if self.generators and self.config.compilation.address_policy != "off" and key not in self._checked:
             self._check_generators(mode, descriptor)
         if self._state is None or (self.config.compilation.address_policy == "first" and key in self._checked):
             return

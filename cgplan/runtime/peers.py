@@ -29,6 +29,7 @@ from cgplan.runtime.context import forward_context
 from cgplan.runtime.runner import GraphRunner
 
 Call = Callable[[], Any]
+_STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +272,10 @@ class ReduceOverhead(_NeedsCuda):
     def _mark_static(self, holder: Any) -> None:
         walk = Walk(self._backend.device)
         walk.run({"model": holder})
-        for tensor, _ in walk.tensors.values():
-            if not isinstance(tensor, torch.nn.Parameter):
-                torch._dynamo.mark_static_address(tensor)
+        found = [tensor for tensor, _ in walk.tensors.values() if not hasattr(tensor, _STATIC)]
+        self._marked = [tensor for tensor in found if not isinstance(tensor, torch.nn.Parameter)]
+        for tensor in self._marked:
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -301,7 +303,10 @@ class ReduceOverhead(_NeedsCuda):
             self.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
 
     def free(self) -> None:
-        """Drop recordings and compiled code."""
+        """Drop recordings and compiled code, and the marks."""
+        for tensor in self._marked:
+            delattr(tensor, _STATIC)
+        self._marked.clear()
         torch._C._dynamo.eval_frame.reset_code(self._code)
         del self._compiled
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
