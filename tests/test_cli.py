@@ -206,6 +206,25 @@ def test_bench_measures_the_sizes_asked_for(home: Path) -> None:
     assert result.stdout == render_text(report) + "\n"
 
 
+def test_bench_against_peers(home: Path) -> None:
+    options = ("--against", "eager,bare, reduce-overhead", "--seed", "3")
+    result = good("bench", "--config", "good.yaml", *options, "--output", "bench.json")
+    report = load_report("bench.json")
+    assert isinstance(report, BenchReport)
+    assert report.peers is not None
+    assert report.peers.seed == 3
+    assert [(way.name, way.failure is None) for way in report.peers.ways] == [
+        ("cgplan", True),
+        ("eager", True),
+        ("bare", True),
+        ("reduce-overhead", False),
+    ]
+    assert {r.num_tokens for r in report.peers.records} == {1, 3, 9}
+    assert "order    random, seed 3; 3 rounds, 3 calls of each way and size" in result.stdout
+    assert result.stdout == render_text(report) + "\n"
+    assert good("inspect", "bench.json").stdout == result.stdout
+
+
 def test_inspect_shows_a_saved_report_again(home: Path) -> None:
     captured = good("capture", "--config", "good.yaml", "--output", "run.json")
     assert good("inspect", "run.json").stdout == captured.stdout
@@ -913,6 +932,14 @@ def test_model_and_inputs_are_needed_to_capture(home: Path, command: str) -> Non
     assert "no input has a dimension that counts the rows" in message
 
 
+def test_an_unknown_peer_is_told_before_the_model_is_built(home: Path) -> None:
+    marking = ("--set", "model={target: 'models.py:marking', kwargs: {path: built.txt}}")
+    message = refused(errors.ConfigError, "bench", "--config", "good.yaml", *marking, "--against", "eager,baer")
+    assert message.startswith("error: unknown peer 'baer' to bench against")
+    assert "Did you mean 'bare'?" in message
+    assert not (home / "built.txt").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(home: Path) -> None:
     message = refused(errors.BackendError, "capture", "--config", "good.yaml", "--device", "cuda")
@@ -1114,6 +1141,7 @@ def test_inspect_of_a_missing_report(home: Path) -> None:
         ["capture"],
         ["capture", "--config", "good.yaml", "--nonsense"],
         ["capture", "--config", "good.yaml", "--force"],
+        ["bench", "--config", "good.yaml", "--seed", "1"],
         ["inspect", "--vllm", "{}", "--config", "good.yaml"],
         ["inspect", "--vllm", "{}", "--set", "device=cpu"],
         ["inspect", "--config", "good.yaml", "--max-num-seqs", "4"],

@@ -94,11 +94,24 @@ def capture(
 
 @app.command(
     epilog="\b\nExample:\n  cgplan bench --config configs/decoder_cpu.yaml\n"
-    "  cgplan bench --config my.yaml --set report.repeats=100 --output bench.json"
+    "  cgplan bench --config my.yaml --set report.repeats=100 --output bench.json\n"
+    "  cgplan bench --config my.yaml --against eager,bare,make_graphed_callables,reduce-overhead"
 )
 def bench(
     config: ConfigPath,
     overrides: Overrides = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="NAMES",
+            help="Also measure these ways to run the model, in turns with cgplan: eager, bare, "
+            "make_graphed_callables, reduce-overhead.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="With --against: of the random order; drawn and shown if absent.")
+    ] = None,
     plan: PlanPath = None,
     force: Force = False,
     device: Device = None,
@@ -109,6 +122,8 @@ def bench(
 ) -> None:
     """Capture, and time each batch size with and without graphs."""
     saved = SavedPlan.of(plan, force)
+    if seed is not None and against is None:
+        raise typer.BadParameter("--seed is about the order of peers: give --against NAMES with it")
     with failures_reported(show_traceback):
         from cgplan.cli.running import run_bench
 
@@ -119,6 +134,8 @@ def bench(
             output=output,
             as_json=as_json,
             saved=saved,
+            against=() if against is None else against.split(","),
+            seed=seed,
         )
 
 

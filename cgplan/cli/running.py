@@ -17,6 +17,7 @@ from cgplan.config.schema import ModelConfig
 from cgplan.errors import ConfigError, PlanMismatchError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
+from cgplan.reports.peer_records import check_peers
 
 if TYPE_CHECKING:
     from cgplan.graphs import GraphBackend
@@ -46,15 +47,17 @@ def run_bench(
     output: Path | None,
     as_json: bool,
     saved: SavedPlan | None = None,
+    against: Sequence[str] = (),
+    seed: int | None = None,
 ) -> None:
     """Capture, measure and publish the report. Raises the errors of each step."""
+    against = check_peers(against)
     with redirect_stdout(sys.stderr):  # what a model prints is not the result
         runner = _captured(path, overrides, device, output, saved)
         from cgplan.runtime.bench import bench
 
-        sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
         with progress("bench") as step:
-            report = bench(runner, progress=lambda done, total: step(done, total, f"{sizes[done]} tokens"))
+            report = bench(runner, progress=step, against=against, seed=seed)
     publish(report, output, as_json=as_json)
 
 

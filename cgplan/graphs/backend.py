@@ -71,6 +71,11 @@ class GraphBackend(ABC):
     def new_graph(self, pool: Pool) -> Graph:
         """An empty graph that will capture into ``pool``."""
 
+    def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
+        """Let graphs that are captured from now on draw from a random generator besides the device's default one, which
+        needs no word. The backend holds it.
+        """
+
     @abstractmethod
     def begin(self, graph: Graph) -> None:
         """Start capturing in this thread; inside ``session``."""
@@ -195,4 +200,5 @@ class GraphBackend(ABC):
                 raise
             self.end(graph)
         finally:
+            torch.clear_autocast_cache()  # a forward may have turned it on: casts that it made lie in the pool
             torch.set_autocast_cache_enabled(cached)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.errors import BackendError, CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.graphs.borrowing import can_borrow, unowned
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
@@ -79,6 +80,7 @@ class CudaBackend(GraphBackend):
             self._stream = torch.cuda.Stream()
             self._token = torch.zeros(1, device=self.device)
         self._failed: list[torch.cuda.CUDAGraph] = []
+        self._generators: dict[int, torch.Generator] = {}
 
     def new_pool(self) -> CudaPool:
         """An empty pool."""
@@ -92,12 +94,17 @@ class CudaBackend(GraphBackend):
         """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted."""
         return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
 
+    def register_generator(self, generator: torch.Generator) -> None:
+        """Graphs captured from now on advance it with each replay, as they do the default one."""
+        self._generators[id(generator)] = generator
+
     def begin(self, graph: CudaGraph) -> None:
         """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
         if graph.captured:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         if not graph.pool.graphs:
             graph.pool.handle = torch.cuda.graph_pool_handle()
+        self._register_generators(graph.graph)
         graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
         graph.pool.graphs.add(graph)
 
@@ -172,7 +179,7 @@ class CudaBackend(GraphBackend):
         """The same memory without holding its block; ``tensor`` itself where this torch cannot do that."""
         if tensor.device != self.device or not self.supports("borrow"):
             return tensor
-        return _unowned(tensor)
+        return unowned(tensor)
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
         """Whether the tensor's storage is still there."""
@@ -224,7 +231,7 @@ class CudaBackend(GraphBackend):
         if feature == "node_count":
             return cuda_runtime() is not None
         if feature == "borrow":
-            return _can_borrow(self.device)
+            return can_borrow(self.device)
         return feature == "driver_bytes"
 
     def synchronize(self) -> None:
@@ -273,6 +280,10 @@ class CudaBackend(GraphBackend):
         index, handles = self.device.index, {pool.handle for pool in pools}
         return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == index]
 
+    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self._generators.values():
+            graph.register_generator_state(generator)
+
     def _forget(self, graph: CudaGraph) -> None:
         """What `capture_end` leaves undone when it raises, see Note [Failed captures]."""
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
@@ -281,30 +292,10 @@ class CudaBackend(GraphBackend):
         self._drop(graph)
         self._failed.append(graph.graph)
         small = torch.cuda.CUDAGraph()
+        self._register_generators(small)
         with torch.cuda.stream(self._stream):
             small.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
             small.capture_end()
             small.reset()
             keep_workspaces(self.device)
-
-
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory whose storage does not own it."""
-    storage = tensor.untyped_storage()
-    unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    same = empty.set_(unowned, tensor.storage_offset(), tensor.size(), tensor.stride())
-    same = same.conj() if tensor.is_conj() else same
-    return torch._neg_view(same) if tensor.is_neg() else same
-
-
-@cache
-def _can_borrow(device: torch.device) -> bool:
-    """Whether this torch makes tensors on memory that they do not own; tried once, on a small tensor."""
-    probe = torch.arange(4, device=device)
-    try:
-        same = _unowned(probe[1:])
-        return same.data_ptr() == probe[1:].data_ptr() and same.tolist() == [1, 2, 3]
-    except (AttributeError, RuntimeError, TypeError):
-        return False

@@ -37,8 +37,8 @@ class Recorder(TorchDispatchMode):
     """Runs the operators of a forward once and keeps them as steps whose tensors lie at fixed addresses.
 
     Tensors that operators make are placed in the pool. Views make no step, because addresses do not change. Memory
-    from before the recording that is written to gets its old bytes back in ``finish``, and so does the random
-    generator: on a GPU, too, a capture runs nothing.
+    from before the recording that is written to gets its old bytes back in ``finish``, and so do random generators:
+    on a GPU, too, a capture runs nothing.
     """
 
     def __init__(self, pool: TapePool) -> None:
@@ -50,6 +50,7 @@ class Recorder(TorchDispatchMode):
         # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
         self._earlier = [(storage, storage.clone()) for storage in pool.taken_memory()]
         self._rng = torch.get_rng_state()
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def finish(self) -> None:
         """Undo what the recording wrote outside the pool, and to what was taken of the pool before."""
@@ -58,6 +59,9 @@ class Recorder(TorchDispatchMode):
         self._saved.clear()
         self._earlier.clear()
         torch.set_rng_state(self._rng)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        self._generators.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,6 +78,9 @@ class Recorder(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
         self._save_written(func, args, kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
         growing = _loosened(func, kwargs)
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             func = torch.ops.aten.clone.default
@@ -129,13 +136,13 @@ class Recorder(TorchDispatchMode):
                 storages[source._cdata] = taken = self._pool.take(source.nbytes())
                 if source.nbytes():
                     _bytes(taken, source.nbytes()).copy_(_bytes(source, source.nbytes()))
-            placed[i] = _on(storages[source._cdata], tensor)
+            placed[i] = tensor_on(storages[source._cdata], tensor)
         return placed
 
     def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf to ``.data =``."""
         alias = self._pool.alias_of(tensor.untyped_storage())
-        return tensor.detach() if alias is None else _on(alias, tensor)
+        return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
     def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the bytes of outside memory that the operator is about to write."""
@@ -166,8 +173,8 @@ def replay(steps: list[Step]) -> None:
                     slot.copy_(flat[i])
 
 
-def _on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor on ``storage`` with the layout of ``like``."""
+def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A new tensor on ``storage`` with the layout of ``like``."""
     base = torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
     base = base.conj() if like.is_conj() else base
     return torch._neg_view(base) if like.is_neg() else base

@@ -23,7 +23,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
 from cgplan.graphs.host_sync import HostGuard
 from cgplan.graphs.quiet import collector_quiet
-from cgplan.graphs.recorder import Recorder, Step, replay
+from cgplan.graphs.recorder import Recorder, Step, replay, tensor_on
 from cgplan.graphs.tape_pool import TapePool
 from cgplan.planning.allocator import Allocation
 
@@ -117,7 +117,7 @@ class TapeBackend(GraphBackend):
             alias = pool.alias_of(storage)
             if alias is not None:
                 with _disable_current_modes():  # inside a capture this is no operator of the forward
-                    return tensor.detach().set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+                    return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
         return tensor
 
     def in_pool(self, tensor: torch.Tensor, pool: TapePool) -> bool:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BeforeValidator, PlainSerializer, ValidationError
 
 from cgplan.config import files
 from cgplan.config.values import mode_by_name
@@ -15,15 +15,14 @@ from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Machine
+from cgplan.reports.base import Record as _Record
+from cgplan.reports.base import Timing as Timing
+from cgplan.reports.peer_records import PeersRecord
 
 REPORT_SCHEMA_VERSION = 1
 
 Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
 Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Environment(_Record):
@@ -238,13 +237,6 @@ class CaptureReport(_Record):
         return render_text(self)
 
 
-class Timing(_Record):
-    """Microseconds over repeated calls."""
-
-    median: float
-    p99: float
-
-
 class BenchRecord(_Record):
     """One batch size, run eagerly, through the runner, and as a bare replay.
 
@@ -279,7 +271,14 @@ class BenchRecord(_Record):
 
 
 class BenchReport(_Record):
-    """Latency by batch size; ``capture`` says what the graphs cost."""
+    """Latency by batch size.
+
+    Attributes:
+        capture: What the graphs cost.
+        repeats: Timed calls of each size and way.
+        records: One for each size.
+        peers: Other ways to run the same model, where they were asked for.
+    """
 
     kind: Literal["bench"] = "bench"
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -287,6 +286,7 @@ class BenchReport(_Record):
     capture: CaptureReport
     repeats: int
     records: tuple[BenchRecord, ...]
+    peers: PeersRecord | None = None
 
     def __str__(self) -> str:
         from cgplan.reports.tables import render_text

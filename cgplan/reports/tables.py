@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cgplan.reports.cost_tables import budget_rows, prediction_table
 from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
+from cgplan.reports.peer_tables import peers_tables
 from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
 from cgplan.reports.records import (
     BenchRecord,
@@ -21,7 +22,7 @@ from cgplan.reports.records import (
     SplitRecord,
     Timing,
 )
-from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
+from cgplan.reports.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
 TAPE = "cpu (tape)"
 
@@ -174,12 +175,19 @@ def _bench(report: BenchReport) -> RenderableType:
     head = facts("Bench", [*rows, *_warnings(capture.warnings)])
     if not report.records:
         return Group(head, Text(), Text("No size was measured: nothing is captured and report.sizes is absent."))
+    parts = [head, Text(), *_latencies(report)]
+    if report.peers is not None:
+        parts += [Text(), peers_tables(report.peers, report.environment.backend)]
+    return Group(*parts)
+
+
+def _latencies(report: BenchReport) -> list[RenderableType]:
     latency = filled([_bench_row(r) for r in report.records], left=("runs as",), gap=1)
     queued = [] if report.environment.backend == TAPE else [_queued_row(r) for r in report.records if r.graph_queued]
     if not queued:  # on the tape no call ever waits for another one
-        return Group(head, Text(), latency)
+        return [latency]
     title = Text("Calls that follow one another without waiting, time of each", style="bold")
-    return Group(head, Text(), latency, Text(), title, filled(queued, left=()))
+    return [latency, Text(), title, filled(queued, left=())]
 
 
 def _bench_row(record: BenchRecord) -> dict[str, object]:
@@ -192,7 +200,7 @@ def _bench_row(record: BenchRecord) -> dict[str, object]:
         "graph\nmedian": _median(record.graph),
         "graph\np99": _p99(record.graph),
         "replay\nmedian": _median(record.replay),
-        "speed-\nup": _ratio(record.speedup),
+        "speed-\nup": format_ratio(record.speedup),
         "host\neager": _median(record.eager_host),
         "host\ngraph": _median(record.graph_host),
     }
@@ -206,7 +214,7 @@ def _queued_row(record: BenchRecord) -> dict[str, object]:
         "graph p99": _p99(graph),
         "replay median": _median(replay),
         "replay p99": _p99(replay),
-        "graph / replay": _ratio(graph.median / replay.median if graph and replay else None),
+        "graph / replay": format_ratio(graph.median / replay.median if graph and replay else None),
     }
 
 
@@ -217,7 +225,3 @@ def _median(timing: Timing | None) -> str:
 
 def _p99(timing: Timing | None) -> str:
     return format_microseconds(timing.p99 if timing else None).replace(" ", "")
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"

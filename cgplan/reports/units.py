@@ -28,5 +28,10 @@ def format_seconds(value: float | None) -> str:
     return format_microseconds(None if value is None else value * 1e6)
 
 
+def format_ratio(value: float | None) -> str:
+    """``1.234`` -> ``1.23x``."""
+    return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

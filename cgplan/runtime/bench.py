@@ -11,13 +11,22 @@ import torch
 from cgplan.graphs.buffers import example_batch
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
+from cgplan.reports.peer_records import check_peers
 from cgplan.reports.records import BenchRecord, BenchReport, Timing
+from cgplan.runtime.bench_peers import bench_peers
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import explain_eager_failure
+from cgplan.runtime.peers import BenchBatch
 from cgplan.runtime.runner import GraphRunner
 
 
-def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = None) -> BenchReport:
+def bench(
+    runner: GraphRunner,
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+    against: Sequence[str] = (),
+    seed: int | None = None,
+) -> BenchReport:
     """Measure the sizes of ``config.report`` (absent: every captured size) on example batches.
 
     Uniform decode batches are measured where a batch of that size can be one. Mixed batches are measured elsewhere,
@@ -25,23 +34,36 @@ def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = 
 
     Args:
         runner: What to measure; its stats count these calls too.
-        progress: Called with (done, total) before each size.
+        progress: Called with (done, total, what) before each step.
+        against: Other ways to run the model that are measured beside it, see bench_peers, which captures the runner
+            anew: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
+        seed: Of the random order in which they take turns; drawn if absent.
+
+    Raises:
+        ConfigError: an unknown name in ``against``.
+        ModelError: the model failed eagerly.
     """
+    against, report = check_peers(against), runner.report
     sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
     records = []
     for index, size in enumerate(sizes):
         if progress:
-            progress(index, len(sizes))
+            progress(index, len(sizes), f"{size} tokens")
         try:
             records += [_measure(runner, size, uniform) for uniform in _kinds(runner, size)]
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
+    peers = None
+    if against:
+        batches = [_example(runner, size, _kinds(runner, size)[0]) for size in sizes]
+        peers = bench_peers(runner, batches, against, seed=seed, progress=progress)
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
-        capture=runner.report,
+        capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
+        peers=peers,
     )
 
 
@@ -60,18 +82,21 @@ def _loras(runner: GraphRunner) -> int:
     return runner.config.lora.max_loras if runner.config.lora else 0
 
 
-def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
+def _example(runner: GraphRunner, size: int, uniform: bool) -> BenchBatch:
+    """A batch of that size."""
     plan, config = runner.plan, runner.config
     reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
-    batch = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
-    if not config.compilation.cudagraph_copy_inputs and size <= plan.max_capture_size:
-        views = runner.input_views(size, reqs)
-        for name, value in batch.items():
-            views[name].copy_(value)
-        batch = views
-    loras = _loras(runner)
-    call: dict[str, Any] = {**batch, "uniform_decode": uniform, "num_active_loras": loras}
-    route = runner.route(batch, uniform, loras)
+    tensors = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
+    options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": _loras(runner)}
+    route = runner.route(tensors, **options)
+    inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
+    return BenchBatch(size, inputs, metadata, options, route.unpadded)
+
+
+def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
+    example = _example(runner, size, uniform)
+    call: dict[str, Any] = {**example.given_to(runner), **example.options}
+    route = runner.route(example.tensors, **example.options)
     eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))
     graph = graph_host = replay = graph_queued = replay_queued = None
     if route.mode is not CUDAGraphMode.NONE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import NumbersError
 from cgplan.graphs.buffers import StaticBuffer
 from cgplan.modes import CUDAGraphMode
+from cgplan.runtime.ambient import random_state_kept
 from cgplan.runtime.graphed import GraphedModel
 
 
@@ -22,7 +24,8 @@ class DebugChecks:
     On the first call that a graph serves, its results are compared with the model's own code on the same padded batch,
     and with a replay whose padding rows are NaN: real rows must be the same to the last bit. The graph's own replay
     runs last, so state that a forward writes is what it would be without the checks, as long as writing it again
-    changes nothing. On every call, what the call before returned is filled with NaN.
+    changes nothing; all of them draw the same random numbers. On every call, what the call before returned is filled
+    with NaN.
     """
 
     def __init__(self, graphed: GraphedModel) -> None:
@@ -55,14 +58,17 @@ class DebugChecks:
         references = []
         if checked not in self._seen:
             staged = {name: buffer.tensor.clone() for name, buffer in buffers.items()}
-            eager = self._graphed.run_eager(descriptor, self._graphed.views(descriptor))
+            with self._random_state_kept():
+                eager = self._graphed.run_eager(descriptor, self._graphed.views(descriptor))
             references.append(("the model's own code", _copied(cut(eager))))
             _put_back(buffers, staged)  # the model may write into its inputs
             if any(padding.values()):
                 for name, count in padding.items():
                     buffer = buffers[name]
                     buffer.tensor.narrow(buffer.row_dim or 0, buffer.filled, count).fill_(math.nan)
-                references.append(("the same batch with NaN in its padding rows", _copied(cut(replay()))))
+                with self._random_state_kept():
+                    poisoned = _copied(cut(replay()))
+                references.append(("the same batch with NaN in its padding rows", poisoned))
                 _put_back(buffers, staged)
         found = _copied(cut(replay()))
         for what, reference in references:
@@ -70,6 +76,9 @@ class DebugChecks:
         self._seen.add(checked)
         self._handed = [leaf for leaf in tree_leaves(found) if _is_floating(leaf)]
         return found
+
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        return random_state_kept(self._graphed.backend.device, self._graphed.generators)
 
     def _padding(self, descriptor: BatchDescriptor) -> dict[str, int]:
         """Padding rows of each floating-point input in the staged batch."""
@@ -131,5 +140,5 @@ def _difference(one: Any, other: Any) -> str | None:
 
 _REMEDY = (
     "Look for numbers and branches that Python computed at capture, tensors that moved, padding that reaches real "
-    "rows, and random operators, which differ from run to run."
+    "rows, and random operators that do not draw from torch's generators, such as Python's and NumPy's."
 )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 
 import torch
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
 from cgplan.graphs.host_sync import blamed_line
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.units import format_bytes
 
 # What torch says when a capturing stream is asked for something that needs the host.
 _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
+_NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
+_TOO_OLD = re.compile(r"only supported (on|for) CUDA devices with compute capability|Device does not support")
+_FOREIGN_GENERATOR = re.compile(r"generator.*capture mode|offset.*graph capture", re.IGNORECASE)
 
 
 def drop_locals(error: BaseException) -> None:
@@ -64,8 +68,14 @@ def explain_failure(
         return type(error)(f"capture of {key}: {error.message}", remedy=error.remedy)
     if isinstance(error, CgplanError):
         return error
-    if not capturing:
+    if not capturing or _lacking_dtype(error, where) is not None:
         return explain_eager_failure(error, key)
+    if _FOREIGN_GENERATOR.search(str(error)):
+        return CaptureError(
+            f"capture of {key}: the forward draws from a torch.Generator that the graph does not know, at {where}",
+            remedy="Hold it in an attribute of the model, where cgplan finds it, or pass it to "
+            "backend.register_generator before the capture.",
+        )
     if any(phrase in str(error) for phrase in _HOST_PHRASES):
         found = find_host_sync()
         if found is not None:
@@ -86,9 +96,25 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     if isinstance(error, CgplanError):
         return error
     where = blamed_line(error.__traceback__)
+    if (lacking := _lacking_dtype(error, where)) is not None:
+        return lacking
     return ModelError(
         f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {_first_line(error)}",
         remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
+    )
+
+
+def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
+    """The error of an operator that this device does not have for a dtype; None for any other."""
+    text = _first_line(error)
+    found = _NO_KERNEL.search(text)
+    if found is None and not _TOO_OLD.search(text):
+        return None
+    what = f"has no {found['operator']} for {found['dtype']}" if found else "lacks an operator for a dtype"
+    return BackendError(
+        f"the device {what}, at {where}: {text}",
+        remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, for 8-bit weights), "
+        "load the model in another dtype, or choose another device.",
     )
 
 

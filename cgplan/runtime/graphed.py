@@ -14,22 +14,19 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import AddressError, CaptureError, CaptureMemoryError, InputError
+from cgplan.errors import AddressError, CaptureMemoryError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import Key
+from cgplan.runtime.ambient import AmbientState, generators_of
 from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.piecewise import PiecewiseModel
 from cgplan.runtime.pools import GraphPool, RunnerPools
 from cgplan.runtime.routes import choose_route
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
-
-
-def _spoken(autocast: tuple[bool, torch.dtype]) -> str:
-    return f"in {autocast[1]}" if autocast[0] else "off"
 
 
 class _Metadata(dict[str, Any]):
@@ -55,6 +52,8 @@ class GraphedModel:
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
         returns_nothing: Whether the model's output held no tensor.
+        model: As it was given.
+        generators: The random generators of its own that the model draws from.
     """
 
     def __init__(
@@ -77,6 +76,10 @@ class GraphedModel:
         options = CUDAGraphOptions(address_check="off")
         self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=options)
         self.returns_nothing = False
+        self.model = model
+        self.generators = generators_of(model, backend.device)
+        for generator in self.generators:
+            backend.register_generator(generator)
         self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
@@ -84,7 +87,7 @@ class GraphedModel:
         self._moved: str | None = None
         self._inference = torch.is_inference_mode_enabled()
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
-        self._autocast = self._autocast_now()
+        self._ambient = AmbientState.now(backend.device.type)
         self._is_traced = self.route.splitter is None
         # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
         self._own = model if config.compilation.compiler == "eager" else self.route.forward
@@ -166,23 +169,14 @@ class GraphedModel:
 
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
-        if self.route.name != "ops" and self._autocast_now() != self._autocast:  # a traced model compares more itself
-            raise CaptureError(
-                f"the model was captured with autocast {_spoken(self._autocast)} and is called with autocast "
-                f"{_spoken(self._autocast_now())}",
-                remedy="Call the runner under the autocast state of its capture, or capture again under this one.",
-            )
+        now = AmbientState.now(self.backend.device.type)
+        self._ambient.refuse_other(now, "traced" if self.route.name == "ops" else "captured", ("autocast",))
 
     def _state_now(self, before: AddressManifest | None = None) -> AddressManifest | None:
         """Where the model's tensors lie; None where that is not checked."""
         if self.config.compilation.address_policy == "off" or self._holder is None:
             return None
         return AddressManifest.of({"model": self._holder}, self.backend.device, before=before)
-
-    def _autocast_now(self) -> tuple[bool, torch.dtype]:
-        kind = self.backend.device.type
-        enabled = torch.is_autocast_enabled(kind)
-        return enabled, torch.get_autocast_dtype(kind) if enabled else torch.float32
 
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
@@ -194,11 +188,22 @@ class GraphedModel:
                 f"{mode} {descriptor} was captured before {self._moved!r} moved: a replay would use the old memory",
                 remedy="Call runner.recapture().",
             )
+        if self.generators and self.config.compilation.address_policy != "off" and (again or key not in self._checked):
+            self._check_generators(mode, descriptor)
         once = self.config.compilation.address_policy == "first" and not again
         if self._state is None or (once and key in self._checked):
             return
         self._state.check({"model": self._holder}, what=f"{mode} {descriptor}", may_grow=True)
         self._checked.add(key)
+
+    def _check_generators(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        now = generators_of(self.model, self.backend.device)
+        if len(now) != len(self.generators) or any(a is not b for a, b in zip(now, self.generators, strict=True)):
+            raise AddressError(
+                f"{mode} {descriptor} was captured with other torch.Generator objects than the model holds now: a "
+                "replay would draw from the old ones",
+                remedy="Seed a generator in place (manual_seed, set_state), or call runner.recapture().",
+            )
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
         """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""

@@ -14,6 +14,7 @@ from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.graphs.host_sync import find_host_sync
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.records import GraphRecord
+from cgplan.runtime.ambient import random_state_kept
 from cgplan.runtime.failures import explain_failure
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
@@ -102,6 +103,11 @@ class KeyCapture:
             CaptureError: the key could not be captured; its subclasses say why.
             ModelError: the model failed before its capture began.
         """
+        # Whoever captures between two batches draws the numbers that they would have drawn without it.
+        with random_state_kept(self._backend.device, self._graphed.generators):
+            return self._capture(mode, descriptor)
+
+    def _capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> CapturedKey:
         backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
         scope.pool = graphed.pools.of((mode, descriptor))
         views = graphed.views(descriptor)

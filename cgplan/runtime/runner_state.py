@@ -114,6 +114,11 @@ class RunnerState:
         return self._graphed.config
 
     @property
+    def model(self) -> Callable[..., Any]:
+        """The model as it was given; whoever calls it sets the forward context that it may read."""
+        return self._graphed.model
+
+    @property
     def backend(self) -> GraphBackend:
         """The device."""
         return self._graphed.backend

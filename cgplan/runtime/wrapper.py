@@ -17,6 +17,7 @@ from cgplan.errors import CgplanError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -56,6 +57,7 @@ class CUDAGraphEntry:
         scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
         segments: The backend's graphs that it consists of, in order.
         eager_pieces: How many functions run eagerly between them.
+        ambient: Torch's state around the capture.
     """
 
     descriptor: BatchDescriptor
@@ -67,6 +69,7 @@ class CUDAGraphEntry:
     scope: CaptureScope | None = field(repr=False)
     segments: tuple[Any, ...] = ()
     eager_pieces: int = 0
+    ambient: AmbientState | None = None
 
 
 class CUDAGraphWrapper:
@@ -128,6 +131,9 @@ class CUDAGraphWrapper:
                 self._replay(entry.graph)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
+        if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
+            now = AmbientState.now(self.backend.device.type)
+            entry.ambient.refuse_other(now, "captured", ("autocast",))
         if entry.manifest is not None and (self.options.address_check == "always" or key not in self._checked):
             entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
             self._checked.add(key)
@@ -248,11 +254,13 @@ class CUDAGraphWrapper:
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
         kept = output
-        if self.options.borrow_outputs:
-            kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
-        with torch.inference_mode(False):  # as in _record
+        with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
+            if self.options.borrow_outputs:
+                kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
-        entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, scope, *self._parts(graph))
+        ambient = AmbientState.now(self.backend.device.type)
+        parts = self._parts(graph)
+        entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, scope, *parts, ambient=ambient)
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
             entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device))

@@ -1,0 +1,253 @@
+"""A runner beside its peers: what each way costs to have ready, and how fast it is, in rounds of random order."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from cgplan.errors import CgplanError
+from cgplan.reports.base import Timing
+from cgplan.reports.peer_records import OURS, PeerRecord, PeersRecord, WayRecord, check_peers
+from cgplan.reports.records import CaptureReport
+from cgplan.runtime.failures import drop_locals
+from cgplan.runtime.peers import WAYS, BenchBatch, Call, Way, used_bytes
+from cgplan.runtime.runner import GraphRunner
+
+MOST_ROUNDS = 5
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(slots=True)
+class _Contender:
+    """One way with what is known of it; times are lists of microseconds by size."""
+
+    way: Way
+    record: WayRecord
+    calls: dict[int, Call] = field(default_factory=dict)
+    first: dict[int, float] = field(default_factory=dict)
+    device: dict[int, list[float]] = field(default_factory=dict)
+    latency: dict[int, list[float]] = field(default_factory=dict)
+    host: dict[int, list[float]] = field(default_factory=dict)
+    deviation: dict[int, float | None] = field(default_factory=dict)
+    is_ready: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        return self.record.failure is not None
+
+
+def bench_peers(
+    runner: GraphRunner,
+    batches: Sequence[BenchBatch],
+    against: Sequence[str],
+    *,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> PeersRecord:
+    """Measure a runner and other ways to run its model, on the same tensors.
+
+    The runner is closed and captured anew, twice: first each way is prepared with nothing else ready, which gives
+    what it costs; then all are ready at once and take turns, so that a slow moment of the machine hits all alike.
+    Outputs and views that the runner handed out before are no longer valid. A way that fails is a record that says
+    why. See Note [Several ways in one process] in peers.py; other graphs of the process should be closed before.
+
+    Args:
+        runner: What is compared. It is open again afterwards, unless its capture failed.
+        batches: What is run.
+        against: Names of peers.
+        seed: Of the order; drawn if absent.
+        progress: Called with (done, total, what) before each step.
+
+    Raises:
+        ConfigError: an unknown peer.
+    """
+    names = check_peers(against)
+    seed = random.SystemRandom().randrange(1 << 16) if seed is None else seed
+    bench = _PeerBench(runner, batches, names, random.Random(seed), progress or (lambda *_: None))
+    with torch.no_grad():
+        bench.run()
+    captured = bench.captured
+    return PeersRecord(
+        seed=seed,
+        rounds=bench.rounds,
+        repeats=bench.rounds * bench.repeats,
+        capture_seconds=captured.session_seconds if captured else None,
+        keys=len(captured.records) if captured else 0,
+        ways=tuple(c.record for c in bench.contenders),
+        records=tuple(_record(c, batch.size) for batch in batches for c in bench.contenders if not c.has_failed),
+    )
+
+
+class _PeerBench:
+    def __init__(
+        self,
+        runner: GraphRunner,
+        batches: Sequence[BenchBatch],
+        names: Sequence[str],
+        order: random.Random,
+        progress: Progress,
+    ) -> None:
+        self.runner, self.batches, self._order, self._progress = runner, batches, order, progress
+        self.contenders = [_Contender(WAYS[name](runner), WayRecord(name=name)) for name in (OURS, *names)]
+        repeats = runner.config.report.repeats
+        self.rounds = min(MOST_ROUNDS, repeats)
+        self.repeats = math.ceil(repeats / self.rounds)
+        self.captured: CaptureReport | None = None
+        self._done, self._steps = 0, 2 * len(self.contenders) + self.rounds
+
+    def run(self) -> None:
+        """Costs, times and results of all ways."""
+        wanted = {batch.size: _copied(batch.run(self.runner.model)) for batch in self.batches}
+        self.runner.close()
+        for contender in self._by_cost():
+            self._step(f"{contender.way.name}, alone")
+            self._guarded(contender, self._cost)
+            if contender.way.calls_until_ready == 1 and contender.is_ready:
+                self._free(contender)
+        for contender in self.contenders:
+            self._step(f"{contender.way.name}, beside the others")
+            if not contender.is_ready:
+                self._guarded(contender, self._prepare)
+        for number in range(self.rounds):
+            self._step(f"round {number + 1}")
+            self._round()
+        for contender in self.contenders:
+            self._guarded(contender, partial(self._compare, wanted=wanted))
+        for contender in self.contenders[1:]:
+            if contender.is_ready:
+                self._free(contender)
+
+    def _by_cost(self) -> list[_Contender]:
+        """Random, but those that record in their calls last: they stay ready, and record nothing beside others."""
+        shuffled = self._order.sample(self.contenders, len(self.contenders))
+        return sorted(shuffled, key=lambda c: c.way.calls_until_ready)
+
+    def _step(self, what: str) -> None:
+        self._progress(self._done, self._steps, what)
+        self._done += 1
+
+    def _guarded(self, contender: _Contender, action: Callable[[_Contender], None]) -> None:
+        """Run a step of a way that has not failed yet; what it raises becomes its record."""
+        if contender.has_failed:
+            return
+        try:
+            action(contender)
+        except Exception as error:
+            drop_locals(error)
+            contender.record = WayRecord(name=contender.way.name, failure=_reason(error))
+            self._free(contender)
+
+    def _free(self, contender: _Contender) -> None:
+        contender.is_ready = False
+        contender.calls.clear()
+        try:
+            contender.way.free()
+        except Exception as error:  # of what has failed before, this says no more
+            if not contender.has_failed:
+                contender.record = WayRecord(name=contender.way.name, failure=_reason(error))
+
+    def _cost(self, contender: _Contender) -> None:
+        """Seconds and memory of a way with nothing else ready."""
+        way, backend = contender.way, self.runner.backend
+        way.check(self.batches)
+        before = used_bytes(backend)
+        start = time.perf_counter()
+        self._prepare(contender)
+        seconds = time.perf_counter() - start
+        taken = used_bytes(backend) - before
+        if way.name == OURS:
+            self.captured = self.runner.report
+        contender.record = WayRecord(name=way.name, ready_seconds=seconds, memory_bytes=taken, note=way.note)
+
+    def _prepare(self, contender: _Contender) -> None:
+        """Prepare a way and make its first calls."""
+        way, backend = contender.way, self.runner.backend
+        contender.is_ready = True
+        with way.preparing():
+            way.prepare(self.batches)
+            for batch in self.batches:
+                call = way.call(batch)
+                backend.synchronize()
+                start = time.perf_counter()
+                for _ in range(way.calls_until_ready):
+                    call()
+                backend.synchronize()
+                contender.first.setdefault(batch.size, time.perf_counter() - start)
+                contender.calls[batch.size] = call
+        way.settled()
+
+    def _round(self) -> None:
+        """Every way runs every size, in a new order."""
+        pairs = [(c, batch.size) for c in self.contenders if not c.has_failed for batch in self.batches]
+        for contender, size in self._order.sample(pairs, len(pairs)):
+            self._guarded(contender, partial(self._time, size=size))
+
+    def _time(self, contender: _Contender, size: int) -> None:
+        backend, call = self.runner.backend, contender.calls[size]
+        for _ in range(2):  # after another way, caches hold its data
+            call()
+        queued, _ = backend.time_calls(call, self.repeats, queued=True)
+        latency, host = backend.time_calls(call, self.repeats)
+        contender.device.setdefault(size, []).extend(queued)
+        contender.latency.setdefault(size, []).extend(latency)
+        contender.host.setdefault(size, []).extend(host)
+
+    def _compare(self, contender: _Contender, wanted: dict[int, Any]) -> None:
+        """Results now, after all calls: a graph whose memory another way took would show here."""
+        for size, call in contender.calls.items():
+            contender.deviation[size] = _deviation(call(), wanted[size])
+
+
+def _record(contender: _Contender, size: int) -> PeerRecord:
+    return PeerRecord(
+        name=contender.way.name,
+        num_tokens=size,
+        device=_timing(contender.device[size]),
+        latency=_timing(contender.latency[size]),
+        host=_timing(contender.host[size]),
+        first_call_seconds=contender.first[size],
+        deviation=contender.deviation[size],
+    )
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    return Timing(median=float(np.median(values)), p99=float(np.percentile(values, 99)))
+
+
+def _copied(output: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, output)
+
+
+def _deviation(found: Any, wanted: Any) -> float | None:
+    """Largest absolute difference of two outputs; infinite where one has a NaN that the other has not. None where
+    their structures, shapes or dtypes differ, or there is no tensor.
+    """
+    (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
+    pairs = [(a, b) for a, b in zip(leaves, others, strict=False) if isinstance(a, torch.Tensor)]
+    alike = all(isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+    if spec != other_spec or not pairs or not alike:
+        return None
+    return max(_largest(a, b) for a, b in pairs)
+
+
+def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
+    dtype = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.to(dtype), other.to(dtype)
+    apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0.0)
+    return float(apart.nan_to_num(math.inf, posinf=math.inf).max()) if apart.numel() else 0.0
+
+
+def _reason(error: Exception) -> str:
+    """One short line."""
+    text = error.message if isinstance(error, CgplanError) else f"{type(error).__name__}: {error}"
+    line = " ".join((text.splitlines() or [""])[0].split())
+    return line if len(line) <= 160 else f"{line[:157]}..."

@@ -1,0 +1,330 @@
+"""Other ways to run the same model: what one would write or switch on instead of a GraphRunner.
+
+Note [Several ways in one process]
+    inductor's CUDA graphs drop the process's cuBLAS workspaces before and after each recording, also those that other
+    graphs were captured with. So that way is prepared while no other graphs are there, and records nothing later.
+    Resetting Dynamo would drop the traces of cgplan's runners: no way does that. What a way compiled is dropped by
+    its own code object.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import BackendError
+from cgplan.graphs import GraphBackend
+from cgplan.graphs.address_walk import Walk
+from cgplan.modes import CUDAGraphMode
+from cgplan.reports.peer_records import OURS
+from cgplan.runtime.context import forward_context
+from cgplan.runtime.runner import GraphRunner
+
+Call = Callable[[], Any]
+_STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
+
+
+@dataclass(frozen=True, slots=True)
+class BenchBatch:
+    """One batch that is measured.
+
+    Attributes:
+        size: Tokens, unpadded.
+        inputs, metadata: Its tensors, on the device.
+        options: The other arguments of a runner's call.
+        descriptor: What an eager forward sees.
+    """
+
+    size: int
+    inputs: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, torch.Tensor]
+    options: Mapping[str, Any]
+    descriptor: BatchDescriptor
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Inputs and metadata together."""
+        return {**self.inputs, **self.metadata}
+
+    def run(self, model: Callable[..., Any], tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Call a model on the batch, or on other tensors in its place, in the forward context that it may read."""
+        given = self.tensors if tensors is None else tensors
+        with forward_context(CUDAGraphMode.NONE, self.descriptor, {name: given[name] for name in self.metadata}):
+            return model(**{name: given[name] for name in self.inputs})
+
+    def given_to(self, runner: GraphRunner) -> dict[str, torch.Tensor]:
+        """The tensors of a runner's call: where it copies none in, views of its static buffers that hold the batch."""
+        if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.plan.max_capture_size:
+            return self.tensors
+        views = runner.input_views(self.size, self.descriptor.num_reqs)
+        for name, value in self.tensors.items():
+            views[name].copy_(value)
+        return views
+
+
+class Way(ABC):
+    """One way to run a model. It is prepared for some batches, called, and freed; then it can be prepared again.
+
+    Args:
+        runner: Knows the model and the device.
+
+    Attributes:
+        name: As in reports.
+        calls_until_ready: Calls of a new size before it runs as it will from then on.
+        note: What one has to know to read its figures, once it is prepared.
+    """
+
+    name: str
+    calls_until_ready = 1
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+        self.note: str | None = None
+
+    @property
+    def _backend(self) -> GraphBackend:
+        return self._runner.backend
+
+    def check(self, batches: Sequence[BenchBatch]) -> None:  # noqa: B027
+        """Raise what stands against it, before it is prepared; what this costs is not counted."""
+
+    @abstractmethod
+    def prepare(self, batches: Sequence[BenchBatch]) -> None:
+        """Do all that is done before the first call."""
+
+    @abstractmethod
+    def call(self, batch: BenchBatch) -> Call:
+        """A call with these tensors, which may be new ones each time."""
+
+    def free(self) -> None:  # noqa: B027
+        """Give back what it holds."""
+
+    def settled(self) -> None:  # noqa: B027
+        """Look at what the first calls have done."""
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A block around preparation and first calls."""
+        yield
+
+
+class Ours(Way):
+    """The runner itself, captured anew."""
+
+    name = OURS
+
+    def prepare(self, batches: Sequence[BenchBatch]) -> None:  # noqa: ARG002
+        """Capture the runner's plan."""
+        self._runner.recapture()
+
+    def call(self, batch: BenchBatch) -> Call:
+        """The runner's call; where it copies nothing in, with the copies that its caller makes."""
+        runner, given = self._runner, batch.given_to(self._runner)
+        own = [(given[name], value) for name, value in batch.tensors.items() if given[name] is not value]
+        call: dict[str, Any] = {**given, **batch.options}
+
+        def run() -> Any:
+            for view, value in own:  # batches of other sizes lie on the same memory
+                view.copy_(value)
+            return runner(**call)
+
+        return run if own else lambda: runner(**call)
+
+    def free(self) -> None:
+        """Close the runner."""
+        self._runner.close()
+
+
+class Eager(Way):
+    """The model's own code."""
+
+    name = "eager"
+
+    def prepare(self, batches: Sequence[BenchBatch]) -> None:
+        """Nothing."""
+
+    def call(self, batch: BenchBatch) -> Call:
+        """The model's call."""
+        model = self._runner.model
+        return lambda: batch.run(model)
+
+
+class Bare(Way):
+    """Graphs by hand: begin and end of a capture for each size into one pool, and nothing else.
+
+    A call copies each tensor into a static one and replays. There is no padding, no dispatch and no check.
+    """
+
+    name = "bare"
+
+    def prepare(self, batches: Sequence[BenchBatch]) -> None:
+        """Capture each size, the largest first, as often warmed up as the runner does it."""
+        backend, model = self._backend, self._runner.model
+        self._pool, self._graphs = backend.new_pool(), dict[int, tuple[Any, dict[str, torch.Tensor], Any]]()
+        with backend.session():
+            for batch in sorted(batches, key=lambda b: -b.size):
+                static = {name: value.clone() for name, value in batch.tensors.items()}
+                for _ in range(self._runner.config.compilation.cudagraph_num_of_warmups):
+                    batch.run(model, static)
+                graph = backend.new_graph(self._pool)
+                with backend.capturing(graph):
+                    output = batch.run(model, static)
+                self._graphs[batch.size] = (graph, static, output)
+
+    def call(self, batch: BenchBatch) -> Call:
+        """Copies and a replay."""
+        graph, static, output = self._graphs[batch.size]
+        pairs = [(static[name], value) for name, value in batch.tensors.items()]
+        replay = self._backend.launcher(graph)
+
+        def run() -> Any:
+            for target, value in pairs:
+                target.copy_(value)
+            replay()
+            return output
+
+        return run
+
+    def free(self) -> None:
+        """Free graphs and pool."""
+        for graph, _, _ in self._graphs.values():
+            self._backend.reset(graph)
+        self._graphs.clear()
+        del self._pool
+
+
+class _NeedsCuda(Way):
+    def check(self, batches: Sequence[BenchBatch]) -> None:  # noqa: ARG002
+        """Raise BackendError where there is no GPU."""
+        if self._backend.device.type != "cuda":
+            raise BackendError(f"it needs CUDA, and this is {self._backend.name}", remedy="Run it on a GPU.")
+
+
+class GraphedCallables(_NeedsCuda):
+    """``torch.cuda.make_graphed_callables``, one for each size in one pool, without gradients."""
+
+    name = "make_graphed_callables"
+
+    def check(self, batches: Sequence[BenchBatch]) -> None:
+        """Raise what a capture raises that cleans up behind itself; this one would leave torch's allocator unusable."""
+        super().check(batches)
+        trial = Bare(self._runner)
+        try:
+            trial.prepare(batches)
+        finally:
+            trial.free()
+
+    def prepare(self, batches: Sequence[BenchBatch]) -> None:
+        """Capture each size, the largest first, with torch's own number of warm-ups."""
+        self._graphed: dict[int, Callable[..., Any]] = {}
+        pool, model = torch.cuda.graph_pool_handle(), self._runner.model
+        for batch in sorted(batches, key=lambda b: -b.size):
+            tensors = tuple(value.clone() for value in batch.tensors.values())
+
+            def forward(*given: torch.Tensor, batch: BenchBatch = batch) -> Any:
+                with torch.no_grad():
+                    return batch.run(model, dict(zip(batch.tensors, given, strict=True)))
+
+            self._graphed[batch.size] = torch.cuda.make_graphed_callables(forward, tensors, pool=pool)
+
+    def call(self, batch: BenchBatch) -> Call:
+        """The graphed callable's call."""
+        graphed, tensors = self._graphed[batch.size], tuple(batch.tensors.values())
+        return lambda: graphed(*tensors)
+
+    def free(self) -> None:
+        """Drop the callables; their graphs go with them."""
+        self._graphed.clear()
+
+
+class ReduceOverhead(_NeedsCuda):
+    """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each call.
+
+    It compiles for each size from an empty cache. Tensors that the model holds are marked as lying still, as its
+    parameters are, because a graph that writes into others would be left out.
+    """
+
+    name = "reduce-overhead"
+    calls_until_ready = 2  # the first compiles and warms up, the second records
+
+    def prepare(self, batches: Sequence[BenchBatch]) -> None:  # noqa: ARG002
+        """Wrap the model; compiling comes with the first calls."""
+        model = self._runner.model
+        self._mark_static(getattr(model, "__self__", model))
+
+        def forward(**inputs: torch.Tensor) -> Any:
+            return model(**inputs)
+
+        # With a code object of its own, so that all that Dynamo keeps of it can be dropped.
+        own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+        self._code = own.__code__
+        self._compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
+        self._skips = self._skipped()
+
+    def _mark_static(self, holder: Any) -> None:
+        walk = Walk(self._backend.device)
+        walk.run({"model": holder})
+        found = [tensor for tensor, _ in walk.tensors.values() if not hasattr(tensor, _STATIC)]
+        self._marked = [tensor for tensor in found if not isinstance(tensor, torch.nn.Parameter)]
+        for tensor in self._marked:
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """With an empty cache of compiled code, and room for all sizes."""
+        from torch._inductor.utils import fresh_inductor_cache
+
+        limits = {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+        with torch._dynamo.config.patch(limits), fresh_inductor_cache():
+            yield
+
+    def call(self, batch: BenchBatch) -> Call:
+        """A step of the compiled model."""
+        compiled = self._compiled
+
+        def run() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return batch.run(compiled)
+
+        return run
+
+    def settled(self) -> None:
+        """Note graphs that torch left out."""
+        skipped = self._skipped() - self._skips
+        if skipped:
+            self.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
+
+    def free(self) -> None:
+        """Drop recordings and compiled code, and the marks."""
+        for tensor in self._marked:
+            delattr(tensor, _STATIC)
+        self._marked.clear()
+        torch._C._dynamo.eval_frame.reset_code(self._code)
+        del self._compiled
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+    @staticmethod
+    def _skipped() -> int:
+        return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
+
+
+WAYS: Mapping[str, type[Way]] = {way.name: way for way in (Ours, Eager, Bare, GraphedCallables, ReduceOverhead)}
+
+
+def used_bytes(backend: GraphBackend) -> int:
+    """Device memory that is taken, once caches are given back; on the tape, what pools have reserved."""
+    backend.synchronize()
+    gc.collect()
+    backend.release_cached()
+    now = backend.memory()
+    return now.reserved if now.free is None or not backend.supports("driver_bytes") else now.total - now.free
