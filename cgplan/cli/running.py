@@ -52,7 +52,7 @@ def run_bench(
         runner = _captured(path, overrides, device, output, saved)
         from cgplan.runtime.bench import bench
 
-        sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
+        sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
         with progress("bench") as step:
             report = bench(runner, progress=lambda done, total: step(done, total, f"{sizes[done]} tokens"))
     publish(report, output, as_json=as_json)

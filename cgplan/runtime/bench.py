@@ -17,7 +17,7 @@ from cgplan.runtime.runner import GraphRunner
 
 
 def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = None) -> BenchReport:
-    """Measure the sizes of ``config.report`` (absent: every captured size) on example batches.
+    """Measure the sizes of ``config.report`` (absent: every size that is or may be captured) on example batches.
 
     Uniform decode batches are measured where the plan has graphs of their own for them, mixed batches elsewhere.
 
@@ -25,7 +25,7 @@ def bench(runner: GraphRunner, *, progress: Callable[[int, int], None] | None = 
         runner: What to measure; its stats count these calls too.
         progress: Called with (done, total) before each size.
     """
-    sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
+    sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
     records = []
     for index, size in enumerate(sizes):
         if progress:
@@ -48,7 +48,7 @@ def _measure(runner: GraphRunner, size: int) -> BenchRecord:
     uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
     reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
     batch = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
-    if not config.compilation.cudagraph_copy_inputs and size <= plan.max_capture_size:
+    if not config.compilation.cudagraph_copy_inputs and size <= runner.wanted.max_capture_size:
         views = runner.input_views(size, reqs)
         for name, value in batch.items():
             views[name].copy_(value)
@@ -56,6 +56,8 @@ def _measure(runner: GraphRunner, size: int) -> BenchRecord:
     loras = config.lora.max_loras if config.lora else 0
 
     call: dict[str, Any] = {**batch, "uniform_decode": uniform, "num_active_loras": loras}
+    if config.compilation.capture_policy == "lazy":
+        runner(**call)  # captures its graph
     route = runner.route(batch, uniform, loras)
     eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))
     graph = graph_host = replay = graph_queued = replay_queued = None
