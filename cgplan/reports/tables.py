@@ -81,8 +81,7 @@ def _demand_rows(report: CaptureReport) -> list[tuple[str, str]]:
     """When keys are captured and where, if not all at once into one pool; and those that failed since."""
     rows = []
     if report.capture_policy == "lazy":
-        keys = "1 key is" if report.waiting == 1 else f"{report.waiting} keys are"
-        rows.append(("captures", f"lazy: {keys} captured when a batch first asks for it"))
+        rows.append(("captures", f"lazy: when a batch first asks for a key; {report.waiting} are waiting"))
     elif report.capture_policy == "adaptive":
         rows.append(("captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"))
     if report.pool != "shared":

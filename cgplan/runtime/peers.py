@@ -62,7 +62,7 @@ class BenchBatch:
 
     def given_to(self, runner: GraphRunner) -> dict[str, torch.Tensor]:
         """The tensors of a runner's call: where it copies none in, views of its static buffers that hold the batch."""
-        if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.plan.max_capture_size:
+        if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.wanted.max_capture_size:
             return self.tensors
         views = runner.input_views(self.size, self.descriptor.num_reqs)
         for name, value in self.tensors.items():
