@@ -176,8 +176,8 @@ def test_a_peer_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> None
     failures = {way.name: way.failure for way in report.peers.ways}
     assert failures["cgplan"] is failures["eager"] is None
     for name in names[1:]:
-        assert failures[name], "no figures, and a reason"
-        assert len(failures[name]) <= 160
+        assert "aten::_local_scalar_dense" in str(failures[name])
+        assert len(str(failures[name])) <= 160
         assert report.peers.of(name, 4) is None
     assert report.peers.of("eager", 4) is not None
     assert not torch.equal(torch.rand(4, device=backend.device), torch.rand(4, device=backend.device))

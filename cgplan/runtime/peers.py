@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import BackendError
+from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.address_walk import Walk
+from cgplan.graphs.host_sync import find_host_sync
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.peer_records import OURS
 from cgplan.runtime.context import forward_context
@@ -174,10 +175,19 @@ class Bare(Way):
                 static = {name: value.clone() for name, value in batch.tensors.items()}
                 for _ in range(self._runner.config.compilation.cudagraph_num_of_warmups):
                     batch.run(model, static)
-                graph = backend.new_graph(self._pool)
-                with backend.capturing(graph):
-                    output = batch.run(model, static)
-                self._graphs[batch.size] = (graph, static, output)
+                self._graphs[batch.size] = self._capture(batch, static)
+
+    def _capture(self, batch: BenchBatch, static: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor], Any]:
+        backend, model = self._backend, self._runner.model
+        graph = backend.new_graph(self._pool)
+        try:
+            with backend.capturing(graph):
+                output = batch.run(model, static)
+        except CgplanError:
+            raise
+        except Exception as error:  # of torch's own, which may name no operator
+            raise find_host_sync(lambda: batch.run(model, static), backend.device) or error from None
+        return graph, static, output
 
     def call(self, batch: BenchBatch) -> Call:
         """Copies and a replay."""
