@@ -18,7 +18,9 @@ from cgplan.reports import BenchReport, render_text
 from cgplan.reports.peer_records import PEERS, PeerRecord, check_peers
 from cgplan.runtime import bench_peers as measuring
 from cgplan.runtime.bench import bench
-from cgplan.runtime.peers import WAYS, Bare, BenchBatch, ReduceOverhead, used_bytes
+from cgplan.runtime.bench_peers import WAYS
+from cgplan.runtime.peers import Bare, BenchBatch, used_bytes
+from cgplan.runtime.peers_cuda import ReduceOverhead
 from cgplan.runtime.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
