@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cgplan.reports.cost_tables import budget_rows, prediction_table
 from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
+from cgplan.reports.loading import Report
 from cgplan.reports.peer_tables import peers_tables
 from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
 from cgplan.reports.records import (
@@ -18,7 +19,6 @@ from cgplan.reports.records import (
     CaptureReport,
     Environment,
     GraphRecord,
-    Report,
     SplitRecord,
     Timing,
 )
