@@ -37,8 +37,9 @@ from cgplan.graphs.host_sync import find_host_sync
 from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.runtime.breakable import BreakableCUDAGraphCapture, Segment, eager_break_during_capture
+from cgplan.runtime.breakable import BreakableCUDAGraphCapture, Segment
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, break_at_modules
+from cgplan.runtime.breaks import eager_break_during_capture
 from cgplan.runtime.context import current_forward_context, forward_context, get_forward_context
 from cgplan.runtime.describe import describe_split
 from cgplan.runtime.eager_pieces import EagerPiece

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cgplan.errors import BackendError, CaptureError
-from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
@@ -86,7 +86,12 @@ class CudaBackend(GraphBackend):
         return sum(segment["total_size"] for segment in self._segments(pool))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
-        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted."""
+        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
+
+        Raises BackendError for what is no pool of this backend.
+        """
+        if not isinstance(pool, CudaPool):
+            raise foreign_pool(pool, self)
         return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
 
     def begin(self, graph: CudaGraph) -> None:

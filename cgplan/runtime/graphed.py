@@ -18,9 +18,11 @@ from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
+from cgplan.runtime.breaks import calls_breaks
 from cgplan.runtime.context import CaptureScope, forward_context
-from cgplan.runtime.piecewise import PiecewiseModel
+from cgplan.runtime.rebound import StateSnapshot
 from cgplan.runtime.routes import choose_route
+from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 
@@ -49,6 +51,7 @@ class GraphedModel:
         scope: Pool, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
         returns_nothing: Whether the model's output held no tensor.
+        notes: What the report should warn of.
     """
 
     def __init__(
@@ -59,13 +62,15 @@ class GraphedModel:
         self.backend = backend
         self.scope = CaptureScope(backend.new_pool() if pool is None else pool, backend)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
-        self.route = choose_route(plan, config, model, backend)
+        self._is_traced = True  # unless the route traces
+        self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
         self.wrapper = CUDAGraphWrapper(
             self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
         )
         self.returns_nothing = False
+        self.notes: list[str] = []
         self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
@@ -114,6 +119,10 @@ class GraphedModel:
         if self.config.compilation.address_policy == "off" or self._holder is None:
             return None
         return AddressManifest.of({"model": self._holder}, self.backend.device, before=before)
+
+    def state(self) -> StateSnapshot | None:
+        """What is in the model's attributes now; None for a function."""
+        return None if self._holder is None else StateSnapshot(self._holder)
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self.backend.device.type
@@ -178,6 +187,11 @@ class GraphedModel:
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
             return call(**{name: tensors[name] for name in self.config.inputs})
+
+    def _try(self, model: Callable[..., Any]) -> None:
+        """Run the model's own code on padding."""
+        _, smallest = self.plan.keys[-1]
+        self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))
 
     def _trace(self, descriptor: BatchDescriptor) -> None:
         """Let the route's compiler see the model, on padding.

@@ -12,13 +12,17 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CgplanError, SealedError
+from cgplan.errors import CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,18 @@ class CUDAGraphOptions:
     copied_arguments: tuple[int, ...] = ()
     address_check: Literal["off", "first", "always"] = "first"
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that are not as described."""
+        if self.address_check not in ("off", "first", "always"):
+            raise ConfigError(f"address_check is {self.address_check!r:.100}", remedy="Choose off, first or always.")
+        if not _is_count(self.num_of_warmups):
+            raise ConfigError(f"num_of_warmups is {self.num_of_warmups!r:.100}", remedy="Give a number from 0.")
+        if not isinstance(self.copied_arguments, tuple) or not all(map(_is_count, self.copied_arguments)):
+            raise ConfigError(
+                f"copied_arguments is {self.copied_arguments!r:.100}",
+                remedy="Give a tuple of positions from 0, such as (0, 2).",
+            )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CUDAGraphEntry:
@@ -52,6 +68,7 @@ class CUDAGraphEntry:
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
+        backend: Captured it, and replays it.
         scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
         segments: The backend's graphs that it consists of, in order.
         eager_pieces: How many functions run eagerly between them.
@@ -63,6 +80,7 @@ class CUDAGraphEntry:
     slots: Mapping[int, torch.Tensor]
     manifest: AddressManifest | None
     capture_seconds: float
+    backend: GraphBackend = field(repr=False)
     scope: CaptureScope | None = field(repr=False)
     segments: tuple[Any, ...] = ()
     eager_pieces: int = 0
@@ -81,10 +99,14 @@ class CUDAGraphWrapper:
     Args:
         runnable: What is captured.
         runtime_mode: FULL or PIECEWISE.
-        backend: Device; the session's if absent, and outside of any session chosen as for ``auto``.
+        backend: Device outside of any session, chosen as for ``auto`` if absent; a session's captures are made by the
+            session's.
         pool: Graph pool; the session's if absent, and the wrapper's own outside of any session. The wrapper owns its
             graphs, not the pool.
         options: How it captures.
+
+    Raises:
+        CgplanError: an argument is not what it should be.
     """
 
     __graph_memory__ = True  # an address manifest of the model does not look inside
@@ -101,8 +123,19 @@ class CUDAGraphWrapper:
     ) -> None:
         if runtime_mode not in RUNTIME_MODES or runtime_mode is CUDAGraphMode.NONE:
             raise CgplanError(
-                f"a graph wrapper cannot have the mode {runtime_mode}", remedy="Choose FULL or PIECEWISE."
+                f"a graph wrapper cannot have the mode {runtime_mode!r}",
+                remedy="Choose CUDAGraphMode.FULL or CUDAGraphMode.PIECEWISE.",
             )
+        if not callable(runnable):
+            raise CgplanError(
+                f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
+            )
+        for value, kind in ((backend, GraphBackend), (options, CUDAGraphOptions)):
+            if value is not None and not isinstance(value, kind):
+                raise CgplanError(
+                    f"a graph wrapper was given {value!r:.100} where a {kind.__name__} belongs",
+                    remedy="Make backends with cgplan.graphs.select_backend, options with cgplan.CUDAGraphOptions.",
+                )
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self._backend = backend
@@ -124,19 +157,19 @@ class CUDAGraphWrapper:
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
             if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's output;
                 self._fill(entry, args)  # between PIECEWISE segments the next piece does
-                self._replay(entry.graph)
+                self._replay(entry)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
         if entry.manifest is not None and (self.options.address_check == "always" or key not in self._checked):
             entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
             self._checked.add(key)
         self._fill(entry, args)
-        self._replay(entry.graph)
+        self._replay(entry)
         return entry.output
 
     @property
     def backend(self) -> GraphBackend:
-        """The device that it captures on."""
+        """The device that it captures on; inside of sessions it is that of the last one."""
         if self._backend is None:
             self._backend = select_backend()
         return self._backend
@@ -159,7 +192,7 @@ class CUDAGraphWrapper:
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
-            self._free(entry.graph)
+            self._free(entry)
             del self.entries[key]
             self._checked.discard(key)
 
@@ -183,6 +216,15 @@ class CUDAGraphWrapper:
         """Positions of the arguments that may lie elsewhere on the next call."""
         return self.options.copied_arguments
 
+    def _check_copied(self, args: tuple[Any, ...]) -> None:
+        for i in self.options.copied_arguments:
+            if i >= len(args) or not isinstance(args[i], torch.Tensor):
+                found = f"{args[i]!r:.100}" if i < len(args) else f"one of {len(args)} arguments"
+                raise CaptureError(
+                    f"copied_arguments names argument {i}, which is {found}",
+                    remedy="Name positions of tensors that are passed by position.",
+                )
+
     def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
         if entry.slots:
@@ -201,11 +243,11 @@ class CUDAGraphWrapper:
             roots["metadata"] = context.metadata  # elsewhere it is for the eager pieces, and may be new on each call
         return roots
 
-    def _replay(self, graph: Any) -> None:
-        self.backend.replay(graph)
+    def _replay(self, entry: CUDAGraphEntry) -> None:
+        entry.backend.replay(entry.graph)
 
-    def _free(self, graph: Any) -> None:
-        self.backend.reset(graph)
+    def _free(self, entry: CUDAGraphEntry) -> None:
+        entry.backend.reset(entry.graph)
 
     def _parts(self, graph: Any) -> tuple[tuple[Any, ...], int]:
         """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
@@ -225,8 +267,14 @@ class CUDAGraphWrapper:
                 f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is sealed",
                 remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
             )
-        if self._backend is None and scope is not None:
-            self._backend = scope.backend
+        if scope is not None and scope.backend is not None:
+            if self._backend is not None and self._backend.device != scope.backend.device:
+                raise CaptureError(
+                    f"a wrapper on {self._backend.device} inside a session on {scope.backend.device}",
+                    remedy="Make the wrapper without a backend: it takes the session's.",
+                )
+            self._backend = scope.backend  # another object of the same device has other pools and another stream
+        self._check_copied(args)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
@@ -242,7 +290,9 @@ class CUDAGraphWrapper:
             kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
         with torch.inference_mode(False):  # as in _record
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
-        entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, scope, *self._parts(graph))
+        entry = CUDAGraphEntry(
+            context.descriptor, graph, kept, slots, None, seconds, self.backend, scope, *self._parts(graph)
+        )
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
             entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device))
