@@ -105,6 +105,7 @@ class SplitForward:
                 self._segments[name] = runnable
                 runnable.changed = self.recorded.clear
         self._program = None if changes_modes or not self._segments else _Program.of(split, self._segments)
+        _ = split.code  # generates it: until then `forward` is a stub that does so on each call
         self._by_wrappers: Callable[..., Any] = split.forward
 
     def __call__(self, *args: Any) -> Any:
