@@ -103,7 +103,7 @@ class GraphedModel:
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""
-        self._moved = name
+        self._moved, self._state = name, None  # which may hold the old memory
 
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
@@ -118,7 +118,8 @@ class GraphedModel:
         """Where the model's tensors lie; None where that is not checked."""
         if self.config.compilation.address_policy == "off" or self._holder is None:
             return None
-        return AddressManifest.of({"model": self._holder}, self.backend.device, before=before)
+        repeats = self.config.compilation.address_policy == "always"
+        return AddressManifest.of({"model": self._holder}, self.backend.device, before=before, repeats=repeats)
 
     def state(self) -> StateSnapshot | None:
         """What is in the model's attributes now; None for a function."""

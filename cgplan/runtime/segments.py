@@ -115,7 +115,7 @@ class SplitForward:
             return self._by_wrappers(*args)
         recorded = self.recorded.get(context.descriptor)
         if recorded is not None and recorded.scope is context.scope:
-            if recorded.manifest is None or recorded.manifest.matches(_roots(recorded.read, args, context)):
+            if recorded.manifest is None or recorded.manifest.still_holds(_roots(recorded.read, args, context)):
                 return recorded.call(*args)
             return self._by_wrappers(*args)  # they say what has moved
         output = self._by_wrappers(*args)
@@ -133,7 +133,9 @@ class SplitForward:
             entries[name] = entry
         manifest, some = None, next(iter(self._segments.values()))
         if some.options.address_check == "always":
-            manifest = AddressManifest.of(_roots(program.read, args, context), some.backend.device)
+            roots = _roots(program.read, args, context)
+            manifest = AddressManifest.of(roots, some.backend.device, repeats=True)
+            manifest.check(roots, what=f"{CUDAGraphMode.PIECEWISE} {context.descriptor}")  # compiles itself
         call = program.bind(self.split, entries)
         self.recorded[context.descriptor] = _Recorded(call, context.scope, manifest, program.read)
 

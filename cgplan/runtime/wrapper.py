@@ -295,7 +295,8 @@ class CUDAGraphWrapper:
         )
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
-            entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device))
+            always = self.options.address_check == "always"
+            entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device, repeats=always))
         self.entries[key] = entry
         if scope is not None:
             scope.entries.append(entry)
