@@ -7,6 +7,9 @@ Note [Failed captures]
     (3) the allocator of pinned memory keeps a function that looks into the graph object.
     `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
     well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure.
+    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
+    graphs of the stream still use. `capture_begin` may leave the same behind, and what it is known to refuse is refused
+    before it is called. A capture is ended on the stream that it began on, whichever is current by then.
 """
 
 from __future__ import annotations
@@ -16,19 +19,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from cgplan.errors import BackendError, CaptureError
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
+from cgplan.graphs.borrowing import can_borrow, unowned
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.graphs.kernel_copying import KernelCopier
 from cgplan.graphs.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.graphs.quiet import collector_quiet
+from cgplan.graphs.raw_graphs import count_kernels, cuda_runtime
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +57,7 @@ class CudaGraph:
     pool: CudaPool
     graph: torch.cuda.CUDAGraph
     captured: bool = False
+    stream: torch.cuda.Stream | None = None
 
 
 class CudaBackend(GraphBackend):
@@ -98,28 +104,59 @@ class CudaBackend(GraphBackend):
         """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
         if graph.captured:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+        if stream == torch.cuda.default_stream(self.device):
+            raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
         if not graph.pool.graphs:
             graph.pool.handle = torch.cuda.graph_pool_handle()
-        graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        try:
+            graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        except RuntimeError as error:
+            self._forget(graph)
+            raise CaptureError(
+                f"the capture did not begin: {str(error).splitlines()[0]}", remedy="See what failed on the GPU before."
+            ) from error
+        graph.stream = stream
         graph.pool.graphs.add(graph)
 
     def end(self, graph: CudaGraph) -> None:
-        """Stop capturing and instantiate the graph."""
+        """Stop capturing and instantiate the graph.
+
+        Raises:
+            CaptureError: the capture is not valid.
+            CaptureMemoryError: no memory to instantiate it; it is freed.
+        """
         try:
-            graph.graph.capture_end()
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
                 f"the capture is not valid: {str(error).splitlines()[0]}",
                 remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
             ) from error
+        try:
+            graph.graph.instantiate()
+        except RuntimeError as error:
+            self.reset(graph)
+            line = str(error).splitlines()[0]
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in line:
+                raise CaptureMemoryError(
+                    f"no memory to instantiate a graph: {line}",
+                    remedy="Capture fewer sizes, or keep more free.",
+                ) from error
+            raise CaptureError(
+                f"the graph cannot be instantiated: {line}", remedy="See what failed on the GPU before."
+            ) from error
         graph.captured = True
-        graph.graph.instantiate()
 
     def abort(self, graph: CudaGraph) -> None:
         """Stop capturing and free what the capture took, see Note [Failed captures]."""
         try:
-            graph.graph.capture_end()
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
         except RuntimeError:
             self._forget(graph)
         else:
@@ -165,16 +202,16 @@ class CudaBackend(GraphBackend):
 
     def num_nodes(self, graph: CudaGraph) -> int | None:
         """Kernel nodes of the raw graph, child graphs included."""
-        runtime = _cuda_runtime()
+        runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return None
-        return _count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
+        return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without holding its block; ``tensor`` itself where this torch cannot do that."""
         if tensor.device != self.device or not self.supports("borrow"):
             return tensor
-        return _unowned(tensor)
+        return unowned(tensor)
 
     def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
         """Whether its address is in a segment of the pool. Segments are listed anew once torch has reserved more."""
@@ -190,7 +227,7 @@ class CudaBackend(GraphBackend):
 
     def is_empty(self, graph: CudaGraph) -> bool:
         """Whether the raw graph has no node of any kind."""
-        runtime = _cuda_runtime()
+        runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return False
         return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2]) == 0
@@ -218,9 +255,9 @@ class CudaBackend(GraphBackend):
     def supports(self, feature: Feature) -> bool:
         """Nodes are counted where cuda-bindings is installed, memory is borrowed where the probe passed."""
         if feature == "node_count":
-            return _cuda_runtime() is not None
+            return cuda_runtime() is not None
         if feature == "borrow":
-            return _can_borrow(self.device)
+            return can_borrow(self.device)
         return feature == "driver_bytes"
 
     def synchronize(self) -> None:
@@ -269,59 +306,9 @@ class CudaBackend(GraphBackend):
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
         self.reset(graph)
-        self._failed.append(graph.graph)
         small = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             small.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
             small.capture_end()
-        small.reset()
-
-
-@cache
-def _cuda_runtime() -> Any:
-    """cuda-bindings' runtime module, which torch's CUDA builds depend on; None if it is not installed."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    return runtime
-
-
-def _count_kernels(runtime: Any, graph: Any) -> int:
-    def checked(result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise BackendError(f"the CUDA runtime answered {result[0]}", remedy="Check the driver with nvidia-smi.")
-        return result[1]
-
-    count = runtime.cudaGraphGetNodes(graph)[2]
-    kinds = runtime.cudaGraphNodeType
-    total = 0
-    for node in checked(runtime.cudaGraphGetNodes(graph, count)):
-        kind = checked(runtime.cudaGraphNodeGetType(node))
-        if kind == kinds.cudaGraphNodeTypeKernel:
-            total += 1
-        elif kind == kinds.cudaGraphNodeTypeGraph:
-            total += _count_kernels(runtime, checked(runtime.cudaGraphChildGraphNodeGetGraph(node)))
-    return total
-
-
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory whose storage does not own it."""
-    storage = tensor.untyped_storage()
-    unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    same = empty.set_(unowned, tensor.storage_offset(), tensor.size(), tensor.stride())
-    same = same.conj() if tensor.is_conj() else same
-    return torch._neg_view(same) if tensor.is_neg() else same
-
-
-@cache
-def _can_borrow(device: torch.device) -> bool:
-    """Whether this torch makes tensors on memory that they do not own; tried once, on a small tensor."""
-    probe = torch.arange(4, device=device)
-    try:
-        same = _unowned(probe[1:])
-        return same.data_ptr() == probe[1:].data_ptr() and same.tolist() == [1, 2, 3]
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+        self._failed += [graph.graph, small]

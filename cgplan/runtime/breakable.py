@@ -72,7 +72,9 @@ class BreakableCUDAGraphCapture:
         self._backend = backend
         self._pool = pool
         self._items: list[Segment | EagerPiece] = []
-        self._empty: list[Any] = []  # graphs without work; they keep the pool alive while no other graph does
+        # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
+        # would release library workspaces that the others use.
+        self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._derived: dict[str, Any] = {}
@@ -271,11 +273,6 @@ class BreakableCUDAGraphCapture:
     def _finish(self) -> None:
         _active.capture, self._derived, self._others, self._is_ready = None, {}, [], True
         self._launches = list(self._pairs())
-        # Without any work in graphs, slots lie in a pool that only an empty graph keeps.
-        kept = [] if self.graphs else self._empty[:1]
-        for graph in self._empty[len(kept) :]:
-            self._backend.reset(graph)
-        self._empty = kept
 
     def _pairs(self) -> Iterator[tuple[Callable[[], None], EagerPiece | None]]:
         """What a replay does, flat: the launch of a segment, and the eager piece behind it."""

@@ -19,7 +19,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError, ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.breakable import BreakableCUDAGraphCapture
+from cgplan.runtime.breakable import BreakableCUDAGraphCapture, recording_capture
 from cgplan.runtime.breaks import broken_out
 from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 
@@ -76,6 +76,9 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             slots = {i: capture.new_slot(args[i]) for i in copied}
             output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         return capture, output, slots
+
+    def _is_reading(self) -> bool:
+        return recording_capture() is not None
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         entry.graph.replay()

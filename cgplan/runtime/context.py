@@ -37,6 +37,33 @@ class CaptureScope:
     wrappers: list[Any] = field(default_factory=list)
 
 
+class WatchedMetadata(Mapping[str, Any]):
+    """Metadata that notes which names are read.
+
+    Args:
+        metadata: What is read.
+        counts: Whether reading matters now.
+
+    Attributes:
+        read: The names so far.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
+        self._metadata, self._counts = metadata, counts
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if self._counts():
+            self.read.add(name)
+        return self._metadata[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """One forward pass, as the model and the graph wrappers inside it see it.

@@ -107,6 +107,8 @@ class BatchRouter:
             raise InputError(
                 f"uniform_decode is {uniform_decode!r:.100}", remedy="Pass True or False, or leave it out."
             )
+        if uniform_decode is not None:
+            uniform_decode = bool(uniform_decode)
         if uniform_decode is None:
             uniform_decode = q == 1 and (reqs is None or reqs == tokens)
         elif uniform_decode and (tokens % q or (reqs is not None and reqs != tokens // q)):

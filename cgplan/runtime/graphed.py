@@ -80,7 +80,8 @@ class GraphedModel:
         self._is_traced = self.route.splitter is None
         # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
         self._own = model if config.compilation.compiler == "eager" else self.route.forward
-        if isinstance(self.route.forward, PiecewiseModel):  # also for a runner that is dropped without being closed
+        if self.route.splitter is not None and isinstance(self.route.forward, PiecewiseModel):
+            # Its own, not one of the user's; also for a runner that is dropped without being closed.
             self._finalizer = finalize(self, self.route.forward.forget)
 
     def _allocate_buffers(self) -> StaticBuffers:
@@ -102,7 +103,9 @@ class GraphedModel:
         self._state, self._before = self._state_now(before=self._before), None
 
     def invalidate(self, name: str) -> None:
-        """Refuse replays from now on, because ``name`` has moved."""
+        """Refuse replays from now on, because ``name`` has moved. Raises InputError for what is no name."""
+        if not isinstance(name, str) or not name:
+            raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
         self._moved, self._state = name, None  # which may hold the old memory
 
     def check_autocast(self) -> None:

@@ -280,19 +280,9 @@ class GraphRunner:
         """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
 
         Calls that a graph would serve raise AddressError with that name until ``recapture``.
-
-        Args:
-            name: Any word for it; messages show it.
-
-        Raises:
-            InputError: the name is no string, or empty.
-            CgplanError: the runner is closed.
+        Raises InputError for what is no name, CgplanError if the runner is closed.
         """
         self._check_open()
-        if not isinstance(name, str) or not name:
-            raise InputError(
-                f"invalidate was given {name!r:.100}", remedy='Say in a word what has moved, such as "kv_cache".'
-            )
         self._graphed.invalidate(name)
         self.graphs_changed()  # each batch is looked at again
 
@@ -300,8 +290,7 @@ class GraphRunner:
         """Capture the same plan again, with the model's memory as it is now.
 
         The old graphs, pool and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. Raises as CaptureSession.run does; the runner is then closed. A runner that is closed cannot
-        capture again: CgplanError.
+        no longer valid. Raises as CaptureSession.run does; the runner is then closed, and cannot capture again.
         """
         self._check_open()
         self.close()

@@ -4,86 +4,23 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureError, CgplanError, ConfigError, SealedError
+from cgplan.errors import CaptureError, CgplanError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
+from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
+from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-@dataclass(frozen=True, slots=True)
-class CUDAGraphOptions:
-    """How a wrapper captures.
-
-    Attributes:
-        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later captures reuse it:
-            an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
-        num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
-        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
-            each replay copies them there. All other arguments must lie where they lay at capture.
-        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
-            Arguments are checked, and of FULL graphs and inside runners the forward context's metadata.
-    """
-
-    borrow_outputs: bool = True
-    num_of_warmups: int = 1
-    copied_arguments: tuple[int, ...] = ()
-    address_check: Literal["off", "first", "always"] = "first"
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values that are not as described."""
-        if self.address_check not in ("off", "first", "always"):
-            raise ConfigError(f"address_check is {self.address_check!r:.100}", remedy="Choose off, first or always.")
-        if not _is_count(self.num_of_warmups):
-            raise ConfigError(f"num_of_warmups is {self.num_of_warmups!r:.100}", remedy="Give a number from 0.")
-        if not isinstance(self.copied_arguments, tuple) or not all(map(_is_count, self.copied_arguments)):
-            raise ConfigError(
-                f"copied_arguments is {self.copied_arguments!r:.100}",
-                remedy="Give a tuple of positions from 0, such as (0, 2).",
-            )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CUDAGraphEntry:
-    """One captured graph.
-
-    Attributes:
-        descriptor: The batch that it serves.
-        graph: What the wrapper replays: the backend's graph, or a breakable capture.
-        output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        slots: Memory of the copied arguments, by position.
-        manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
-        capture_seconds: From begin to the end of the capture, instantiation included.
-        backend: Captured it, and replays it.
-        scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
-        segments: The backend's graphs that it consists of, in order.
-        eager_pieces: How many functions run eagerly between them.
-    """
-
-    descriptor: BatchDescriptor
-    graph: Any
-    output: Any
-    slots: Mapping[int, torch.Tensor]
-    manifest: AddressManifest | None
-    capture_seconds: float
-    backend: GraphBackend = field(repr=False)
-    scope: CaptureScope | None = field(repr=False)
-    segments: tuple[Any, ...] = ()
-    eager_pieces: int = 0
+_DEFAULTS = CUDAGraphOptions()
 
 
 class CUDAGraphWrapper:
@@ -119,7 +56,7 @@ class CUDAGraphWrapper:
         *,
         backend: GraphBackend | None = None,
         pool: Any = None,
-        options: CUDAGraphOptions = CUDAGraphOptions(),
+        options: CUDAGraphOptions = _DEFAULTS,
     ) -> None:
         if runtime_mode not in RUNTIME_MODES or runtime_mode is CUDAGraphMode.NONE:
             raise CgplanError(
@@ -240,8 +177,14 @@ class CUDAGraphWrapper:
             args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
-            roots["metadata"] = context.metadata  # elsewhere it is for the eager pieces, and may be new on each call
+            roots["metadata"] = context.metadata
+        elif entry.metadata:  # what only eager pieces read may be new on each call
+            roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
         return roots
+
+    def _is_reading(self) -> bool:
+        """Whether what the callable reads at this moment of a capture is read by a graph."""
+        return True
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         entry.backend.replay(entry.graph)
@@ -265,7 +208,8 @@ class CUDAGraphWrapper:
         if scope is not None and not scope.is_open:
             raise SealedError(
                 f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is sealed",
-                remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
+                remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session. If torch.compile "
+                "has compiled the model anew, capture the model itself: its trace has no guards then.",
             )
         if scope is not None and scope.backend is not None:
             if self._backend is not None and self._backend.device != scope.backend.device:
@@ -281,8 +225,15 @@ class CUDAGraphWrapper:
                 self.runnable(*args, **kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
             pool = self._choose_pool(scope)
+            plain = context.metadata
+            watched = WatchedMetadata(plain, self._is_reading)
             start = time.perf_counter()
-            graph, output, slots = self._record(pool, args, kwargs)
+            try:
+                if scope is None:
+                    context.metadata = watched
+                graph, output, slots = self._record(pool, args, kwargs)
+            finally:
+                context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
         kept = output
@@ -290,9 +241,8 @@ class CUDAGraphWrapper:
             kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
         with torch.inference_mode(False):  # as in _record
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
-        entry = CUDAGraphEntry(
-            context.descriptor, graph, kept, slots, None, seconds, self.backend, scope, *self._parts(graph)
-        )
+        read, parts = frozenset(watched.read), self._parts(graph)
+        entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, self.backend, scope, read, *parts)
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
             always = self.options.address_check == "always"
@@ -315,3 +265,6 @@ class CUDAGraphWrapper:
         if self._own_pool is None:
             self._own_pool = self.backend.new_pool()
         return self._own_pool
+
+
+__all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]
