@@ -52,6 +52,7 @@ class GraphedModel:
         route: How PIECEWISE segments come about.
         returns_nothing: Whether the model's output held no tensor.
         notes: What the report should warn of.
+        holder: The object whose attributes are the model's state; None for a function.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class GraphedModel:
         )
         self.returns_nothing = False
         self.notes: list[str] = []
-        self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
+        self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
@@ -119,14 +120,14 @@ class GraphedModel:
 
     def _state_now(self, before: AddressManifest | None = None) -> AddressManifest | None:
         """Where the model's tensors lie; None where that is not checked."""
-        if self.config.compilation.address_policy == "off" or self._holder is None:
+        if self.config.compilation.address_policy == "off" or self.holder is None:
             return None
         repeats = self.config.compilation.address_policy == "always"
-        return AddressManifest.of({"model": self._holder}, self.backend.device, before=before, repeats=repeats)
+        return AddressManifest.of({"model": self.holder}, self.backend.device, before=before, repeats=repeats)
 
     def state(self) -> StateSnapshot | None:
         """What is in the model's attributes now; None for a function."""
-        return None if self._holder is None else StateSnapshot(self._holder)
+        return None if self.holder is None else StateSnapshot(self.holder)
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self.backend.device.type
@@ -145,7 +146,7 @@ class GraphedModel:
             )
         if self._state is None or (self.config.compilation.address_policy == "first" and key in self._checked):
             return
-        self._state.check({"model": self._holder}, what=f"{mode} {descriptor}", may_grow=True)
+        self._state.check({"model": self.holder}, what=f"{mode} {descriptor}", may_grow=True)
         self._checked.add(key)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:

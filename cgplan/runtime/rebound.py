@@ -68,6 +68,10 @@ class StateSnapshot:
             if not _is_same(before, self.value(place))
         }
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that were there."""
+        return [item for _, _, item in self._found.values() if isinstance(item, torch.Tensor)]
+
     def value(self, place: Place) -> Any:
         """What is at a place now; None if nothing is."""
         container = self._found[place][0]
