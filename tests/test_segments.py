@@ -309,3 +309,31 @@ def test_debug_mode_takes_the_recorded_way_too(backend: GraphBackend, wrapper_ca
         wrapper_calls.clear()
         assert torch.equal(runner(x=x)["y"], wanted)
         assert wrapper_calls == []
+
+
+@pytest.mark.parametrize("way", ["ops", "modules"])
+def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend, way: str) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.Softmax(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.attend(x * 2 + 1)
+            return x * 3
+
+    split: dict[str, Any] = {"splitting_ops": ["aten::softmax"], "splitting_modules": []}
+    if way == "modules":
+        split = {"splitting_modules": ["attend"], "splitting_ops": None}
+    with closing(open_runner(backend, Layers().eval(), **split)) as runner:
+        record = runner.report.records[0]
+        nodes = record.segment_nodes
+        assert record.graphs == 4
+        assert len(nodes) == 4
+        assert nodes[0] == nodes[1] == nodes[2] > nodes[3] > 0
+        assert sum(nodes) == record.nodes
+        shown = str(runner.report)
+    kind = "operators" if backend.device.type == "cpu" else "nodes"
+    assert f"{kind} each" in shown
+    assert f"{nodes[0]} x3, {nodes[3]} (num_tokens 16)" in shown

@@ -62,6 +62,7 @@ class CapturedKey:
             driver_bytes=driver_bytes(backend, self.before[0], self.after[0]),
             warmup_seconds=self.warmup_seconds,
             capture_seconds=self.capture_seconds,
+            segment_nodes=tuple(n for n in nodes if n is not None) if None not in nodes else (),
         )
 
 
