@@ -148,7 +148,8 @@ class CompilationConfig(Section):
         default="auto",
         description="How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: "
         "the capture breaks at splitting_modules, and at functions under eager_break_during_capture. wrappers: the "
-        "model holds CUDAGraphWrappers of its own. auto: modules if splitting_modules are given, else ops.",
+        "model holds CUDAGraphWrappers of its own. auto: modules if splitting_modules are given, or no "
+        "splitting_ops and the model calls such functions; else ops.",
     )
     compiler: Literal["eager", "inductor"] = Field(
         default="eager",

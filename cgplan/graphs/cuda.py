@@ -7,6 +7,9 @@ Note [Failed captures]
     (3) the allocator of pinned memory keeps a function that looks into the graph object.
     `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
     well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure.
+    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
+    graphs of the stream still use. `capture_begin` may leave the same behind, and what it is known to refuse is refused
+    before it is called. A capture is ended on the stream that it began on, whichever is current by then.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.errors import BackendError, CaptureError
-from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
+from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.borrowing import can_borrow, unowned
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
@@ -56,6 +59,7 @@ class CudaGraph:
     pool: CudaPool
     graph: torch.cuda.CUDAGraph
     captured: bool = False
+    stream: torch.cuda.Stream | None = None
 
 
 class CudaBackend(GraphBackend):
@@ -91,7 +95,12 @@ class CudaBackend(GraphBackend):
         return sum(segment["total_size"] for segment in self._segments(*pools))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
-        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted."""
+        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
+
+        Raises BackendError for what is no pool of this backend.
+        """
+        if not isinstance(pool, CudaPool):
+            raise foreign_pool(pool, self)
         return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
 
     def register_generator(self, generator: torch.Generator) -> None:
@@ -102,29 +111,60 @@ class CudaBackend(GraphBackend):
         """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
         if graph.captured:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+        if stream == torch.cuda.default_stream(self.device):
+            raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
         if not graph.pool.graphs:
             graph.pool.handle = torch.cuda.graph_pool_handle()
-        self._register_generators(graph.graph)
-        graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        try:
+            self._register_generators(graph.graph)
+            graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        except RuntimeError as error:
+            self._forget(graph)
+            raise CaptureError(
+                f"the capture did not begin: {str(error).splitlines()[0]}", remedy="See what failed on the GPU before."
+            ) from error
+        graph.stream = stream
         graph.pool.graphs.add(graph)
 
     def end(self, graph: CudaGraph) -> None:
-        """Stop capturing and instantiate the graph."""
+        """Stop capturing and instantiate the graph.
+
+        Raises:
+            CaptureError: the capture is not valid.
+            CaptureMemoryError: no memory to instantiate it; it is freed.
+        """
         try:
-            graph.graph.capture_end()
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
                 f"the capture is not valid: {str(error).splitlines()[0]}",
                 remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
             ) from error
+        try:
+            graph.graph.instantiate()
+        except RuntimeError as error:
+            self.reset(graph)
+            line = str(error).splitlines()[0]
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in line:
+                raise CaptureMemoryError(
+                    f"no memory to instantiate a graph: {line}",
+                    remedy="Capture fewer sizes, or keep more free.",
+                ) from error
+            raise CaptureError(
+                f"the graph cannot be instantiated: {line}", remedy="See what failed on the GPU before."
+            ) from error
         graph.captured = True
-        graph.graph.instantiate()
 
     def abort(self, graph: CudaGraph) -> None:
         """Stop capturing and free what the capture took, see Note [Failed captures]."""
         try:
-            graph.graph.capture_end()
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
         except RuntimeError:
             self._forget(graph)
         else:
@@ -290,12 +330,11 @@ class CudaBackend(GraphBackend):
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
         self._drop(graph)
-        self._failed.append(graph.graph)
         small = torch.cuda.CUDAGraph()
         self._register_generators(small)
         with torch.cuda.stream(self._stream):
             small.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
             small.capture_end()
-            small.reset()
             keep_workspaces(self.device)
+        self._failed += [graph.graph, small]

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CaptureError
-from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.host_sync import HostGuard
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.recorder import Recorder, Step, replay, tensor_on
@@ -71,17 +71,19 @@ class TapeBackend(GraphBackend):
         return pool.log
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
-        """An empty tape."""
+        """An empty tape. Raises BackendError for a pool that this backend did not make."""
+        if not isinstance(pool, TapePool) or pool not in self._pools:
+            raise foreign_pool(pool, self)
         return TapeGraph(pool)
 
     def begin(self, graph: TapeGraph) -> None:
         """Start recording in this thread."""
         if graph.steps is not None or graph.recording is not None:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
-        modes = ExitStack()
-        modes.enter_context(HostGuard())
-        recorder = modes.enter_context(Recorder(graph.pool))
-        graph.recording = (recorder, modes)
+        with ExitStack() as modes:
+            modes.enter_context(HostGuard())
+            recorder = modes.enter_context(Recorder(graph.pool))
+            graph.recording = (recorder, modes.pop_all())
 
     def end(self, graph: TapeGraph) -> None:
         """Stop recording."""

@@ -63,6 +63,7 @@ class GraphRecord(_Record):
         warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph (to the last
             one where there are eager pieces between them, which run too).
         eager_pieces: Functions that run eagerly between the graphs of the key.
+        segment_nodes: The nodes of each graph, in order; empty where they could not be counted.
     """
 
     mode: Mode
@@ -74,6 +75,7 @@ class GraphRecord(_Record):
     warmup_seconds: float
     capture_seconds: float
     eager_pieces: int = 0
+    segment_nodes: tuple[int, ...] = ()
 
 
 Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]

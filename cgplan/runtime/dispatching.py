@@ -108,8 +108,8 @@ class BatchRouter:
                     remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
                 )
             num_reqs = num_tokens // q if uniform_decode else num_tokens
-        if num_reqs is not None and num_reqs < 1:
-            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
+        if num_reqs is not None and (not isinstance(num_reqs, int) or num_reqs < 1):
+            raise InputError(f"asked for {num_reqs!r:.100} requests", remedy="A batch has at least one.")
         return self._route(Batch(num_tokens, num_reqs), uniform_decode, num_active_loras)
 
     def check_size(self, num_tokens: int) -> None:
@@ -136,6 +136,12 @@ class BatchRouter:
 
     def _route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int) -> Route:
         q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
+        if uniform_decode is not None and type(uniform_decode).__name__ not in ("bool", "bool_"):  # NumPy's, too
+            raise InputError(
+                f"uniform_decode is {uniform_decode!r:.100}", remedy="Pass True or False, or leave it out."
+            )
+        if uniform_decode is not None:
+            uniform_decode = bool(uniform_decode)
         if uniform_decode is None:
             uniform_decode = q == 1 and (reqs is None or reqs == tokens)
         elif uniform_decode and (tokens % q or (reqs is not None and reqs != tokens // q)):
@@ -149,7 +155,7 @@ class BatchRouter:
                 f"{min(tokens, most)}",
                 remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
             )
-        if num_active_loras:
+        if type(num_active_loras) is not int or num_active_loras:
             self._check_loras(num_active_loras)
         mode, descriptor = self._dispatcher.dispatch(tokens, uniform_decode, num_active_loras)
         wanted: Key | None = None
@@ -161,6 +167,10 @@ class BatchRouter:
 
     def _check_loras(self, num_active_loras: int) -> None:
         most = self._plan.max_loras or 0
+        if not hasattr(num_active_loras, "__index__"):
+            raise InputError(
+                f"num_active_loras is {num_active_loras!r:.100}", remedy="Pass the number of distinct adapters."
+            )
         if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
             raise InputError(
                 f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",

@@ -127,7 +127,9 @@ class RunnerState:
         """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
 
         Calls that a graph would serve raise AddressError with that name until ``recapture``.
+        Raises InputError for what is no name, CgplanError if the runner is closed.
         """
+        self._check_open()
         self._graphed.invalidate(name)
         self.graphs_changed()  # each batch is looked at again
 
@@ -135,8 +137,9 @@ class RunnerState:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
 
         The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. Raises as CaptureSession.run does; the runner is then closed.
+        no longer valid. Raises as CaptureSession.run does; the runner is then closed, and cannot capture again.
         """
+        self._check_open()
         live = self._demand.live
         keys = live.keys if self._demand.is_lazy else None
         self.close()

@@ -214,4 +214,4 @@ class CaptureSession:
             warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
         if not self._backend.supports("borrow"):
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
-        return warnings
+        return warnings + graphed.route.warnings() + graphed.notes
