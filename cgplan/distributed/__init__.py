@@ -1,0 +1,18 @@
+"""Several processes, one rank each: how they meet, agree, share graph buffers, sum tensors, and fail together."""
+
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, all_reduce_by, current_all_reduce
+from cgplan.distributed.ranks import Ranks, open_ranks
+from cgplan.distributed.registry import GraphBufferRegistry, Registration
+from cgplan.distributed.select import open_all_reduce
+
+__all__ = [
+    "AllReduce",
+    "CollectiveAllReduce",
+    "GraphBufferRegistry",
+    "Ranks",
+    "Registration",
+    "all_reduce_by",
+    "current_all_reduce",
+    "open_all_reduce",
+    "open_ranks",
+]
