@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -88,6 +89,14 @@ class AllReduce(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give up what is shared; graphs that reduce must be gone."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.ranks.leave(error)
+        self.close()
 
 
 class CollectiveAllReduce(AllReduce):

@@ -115,8 +115,8 @@ class Ranks:
         logger.debug("rank %d: step %d, %s%s", self.rank, self._steps, step, ": " + answer.error if error else "")
         self.watch.check_lost()
         try:
-            if error is not None and not induced:
-                self.watch.announce(step, error)
+            if error is not None:
+                self.announce(step, error)
             self._store.set(f"at/{self._steps}/{self.rank}", step)
             self._wait_for_all(step)
             answers = self._gather(answer)
@@ -124,6 +124,17 @@ class Ranks:
             raise self._explained(step, failure) from failure
         self._judge(answers, error)
         return [found.value for found in answers]
+
+    def announce(self, step: str, error: BaseException) -> None:
+        """Say that this rank has raised, and will be at the next step: others need not wait for its data until then."""
+        if not isinstance(error, RankFailedError):
+            self.watch.announce(step, error)
+
+    def forgive(self) -> None:
+        """Go on after a failure that was announced, and that all ranks have dealt with: a step of all ranks."""
+        self.agree("going on")
+        self.watch.next_epoch()
+        self.agree("going on again")
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -139,6 +150,10 @@ class Ranks:
         """Rank 0's value, on all ranks. Raises as ``agree``."""
         return self.agree(step, value=value if self.rank == 0 else None)[0]
 
+    def leave(self, error: BaseException) -> None:
+        """Say that this rank ends with an error. What it closes from now on, it closes without the others."""
+        self.watch.leave(error)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave, with the error that made this rank leave or without one; see Note [Teardown] for what comes before.
 
@@ -149,8 +164,7 @@ class Ranks:
         self._closed = True
         failure: RankFailedError | None = None
         if error is not None:
-            with suppress(RuntimeError):
-                self.watch.leave(error)
+            self.leave(error)
         elif self.watch.lost is None:
             try:
                 self.agree("the end")

@@ -71,6 +71,7 @@ class GraphBufferRegistry:
         self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
         self._blocks: list[int] = []
         self._sealed = False
+        self._has_begun = False  # to exchange handles, on all ranks alike
         self.last: Registration | None = None
 
     @property
@@ -114,6 +115,7 @@ class GraphBufferRegistry:
         """
         start = time.perf_counter()
         self._agree_on_counts(error)
+        self._has_begun = True
         shared = self._exchange()
         rows = self._open_peers(shared)
         self._write_rows(rows)
@@ -135,21 +137,14 @@ class GraphBufferRegistry:
 
         Without peers, because one is lost, only this rank's part is done.
         """
-        if not self._opened and not self._addresses:
-            return
-        together = self._ranks.watch.lost is None
-        logger.info("rank %d: closing %d bases of peers", self._ranks.rank, len(self._opened))
         try:
-            if together:
-                self._ranks.agree("the end of all replays")
+            if self._has_begun:
+                self._leave_peers()
         finally:
-            self._sealed = False
-            self._close_peers()
-        if self._ranks.watch.lost is None and together:
-            self._ranks.agree("closing the peers' handles")
-        self._addresses.clear()
-        self.table.zero_()
-        self._transport.forget()
+            self._has_begun = self._sealed = False
+            self._addresses.clear()
+            self.table.zero_()
+            self._transport.forget()
 
     def open_block(self, name: str, block: torch.Tensor) -> list[int]:
         """Where each rank's block of that name lies, as this rank sees it. The registry closes it.
@@ -235,10 +230,17 @@ class GraphBufferRegistry:
         self._sealed = True
         logger.info("rank %d: sealed", self._ranks.rank)
 
-    def _close_peers(self) -> None:
-        for base, _ in self._opened.values():
-            self._transport.close(base)
-        self._opened.clear()
+    def _leave_peers(self) -> None:
+        together = self._ranks.watch.lost is None
+        logger.info("rank %d: closing %d bases of peers", self._ranks.rank, len(self._opened))
+        try:
+            if together:
+                self._ranks.agree("the end of all replays")
+        finally:
+            while self._opened:
+                self._transport.close(self._opened.popitem()[1][0])
+        if together:
+            self._ranks.agree("closing the peers' handles")
 
 
 __all__ = ["GraphBufferRegistry", "Registration"]

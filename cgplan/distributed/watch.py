@@ -127,8 +127,11 @@ class RankWatch:
         self._store.compare_set(f"announced/{self._epoch}", "", json.dumps(said))
 
     def leave(self, error: BaseException) -> None:
-        """Say that this rank ends with an error, and comes to no step any more."""
-        self._store.set(f"left/{self._rank}", json.dumps({"cause": spoken(error)}))
+        """Say that this rank ends with an error, and comes to no step any more. For it, the others are lost, too."""
+        with self._lock, suppress(RuntimeError):
+            if self._lost is None:
+                self._lost = RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
+                self._store.set(f"left/{self._rank}", json.dumps({"cause": spoken(error)}))
 
     def next_epoch(self) -> None:
         """Forget what was announced: all ranks have raised it."""

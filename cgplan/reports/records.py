@@ -14,6 +14,7 @@ from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Machine
+from cgplan.reports.rank_records import RankRecord
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -156,6 +157,7 @@ class CaptureReport(_Record):
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
         budget: What the budget allowed, None without one.
         warnings: What the user should know about.
+        ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
     """
 
     kind: Literal["capture"] = "capture"
@@ -175,6 +177,7 @@ class CaptureReport(_Record):
     borrowed_outputs: bool
     budget: BudgetRecord | None = None
     warnings: tuple[str, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
 
     @property
     def warmup_seconds(self) -> float:

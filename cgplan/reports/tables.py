@@ -11,6 +11,7 @@ from rich.text import Text
 from cgplan.reports.cost_tables import budget_rows, prediction_table
 from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
 from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
+from cgplan.reports.rank_records import rank_table
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
@@ -73,6 +74,8 @@ def _capture(report: CaptureReport) -> RenderableType:
         parts += [facts("Split", split_rows(report.split)), Text()]
     if (predicted := prediction_table(report)) is not None:
         parts += [predicted, Text()]
+    if report.ranks:
+        parts += [rank_table(report.ranks), Text()]
     return Group(*parts, facts("Totals", _totals(report)))
 
 

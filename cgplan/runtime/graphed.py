@@ -49,6 +49,7 @@ class GraphedModel:
         scope: Pool, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
         returns_nothing: Whether the model's output held no tensor.
+        before_free: Called before graphs are freed: other ranks may read their memory.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GraphedModel:
             self.route.forward, CUDAGraphMode.FULL, backend=backend, pool=self.scope.pool, options=options
         )
         self.returns_nothing = False
+        self.before_free: Callable[[], None] = lambda: None
         self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
@@ -158,6 +160,12 @@ class GraphedModel:
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
         self.backend.synchronize()
+        try:
+            self.before_free()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         for wrapper in self.scope.wrappers:
             wrapper.reset(self.scope)
         self.scope.pool, self.scope.is_open, self.scope.entries, self.scope.wrappers = None, False, [], []
