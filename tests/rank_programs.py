@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from cgplan.config import Config
-from cgplan.distributed import AllReduce, Ranks, open_all_reduce, open_ranks
-from cgplan.graphs import select_backend
-from cgplan.graphs.backend import GraphBackend
+from cgplan.config import Config, DistributedConfig
+from cgplan.distributed import (
+    AllReduce,
+    GraphBufferRegistry,
+    RankedCapture,
+    Ranks,
+    agree_on_model,
+    agree_on_plan,
+    agree_on_setup,
+    open_all_reduce,
+    open_ranks,
+)
+from cgplan.distributed.shared_memory import SharedMemoryTransport
+from cgplan.errors import CgplanError, ModelError, RegistrationError
+from cgplan.graphs import GraphBackend, select_backend
+from cgplan.graphs.tape import TapeBackend
+from cgplan.planning import build_plan
+from cgplan.runtime.budget import BudgetGuard
+from cgplan.runtime.session import CaptureSession
 
 TIMEOUT = 6.0
 
@@ -82,3 +102,340 @@ def replays(rank: int, dtype: torch.dtype, shapes: list[tuple[int, ...]], count:
 def batch(rank: int, turn: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + turn)
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+# --- a model by hand: what most failures are tried on ---
+
+
+class Doubling(torch.nn.Module):
+    """Sums over ranks twice; ``trouble(phase)`` is called where something may go wrong."""
+
+    def __init__(self, reducer: AllReduce, trouble: Any = None, extra: int = 0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
+        self.reducer, self.trouble, self.extra = reducer, trouble or (lambda _: None), extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.trouble("capture" if self.reducer.backend.is_capturing() else "eager")
+        y = torch.ops.cgplan.all_reduce(x * self.weight, self.reducer.number)
+        for _ in range(1 + self.extra):
+            y = torch.ops.cgplan.all_reduce(y + 1, self.reducer.number)
+        return y
+
+
+def config_of(**settings: Any) -> Config:
+    compilation = {"cudagraph_capture_sizes": [1, 4], **settings.pop("compilation", {})}
+    return Config(
+        device="cpu",
+        inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
+        compilation=compilation,
+        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
+        distributed={"timeout": TIMEOUT, "all_reduce_max_size": 1 << 16},
+        **settings,
+    )
+
+
+def doubled(inputs: list[torch.Tensor], world_size: int) -> torch.Tensor:
+    return (sum(x * 0.5 for x in inputs) + 1) * world_size
+
+
+def check_runner(runner: Any, rank: int, world_size: int, times: int = 5) -> None:
+    for turn in range(times):
+        rows = 1 + turn % 4
+        inputs = [batch(other, turn, (rows, 8), torch.float32) for other in range(world_size)]
+        found = runner(x=inputs[rank])
+        torch.testing.assert_close(found, doubled(inputs, world_size), rtol=1e-6, atol=1e-6)
+
+
+@contextmanager
+def session(rank: int, trouble: Any = None, extra: int = 0, backend: Any = None, **settings: Any) -> Iterator[Any]:
+    """(ranks, reducer, CaptureSession) of the model above."""
+    config = config_of(**settings)
+    ranks = open_ranks(config.distributed, "cpu")
+    assert ranks is not None
+    with ranks, open_all_reduce(config, ranks, backend or select_backend("cpu")) as reducer:
+        plan = agree_on_plan(ranks, build_plan(config))
+        model = Doubling(reducer, trouble, extra)
+        together = RankedCapture(ranks, reducer, config)
+        yield ranks, reducer, CaptureSession(plan, model, reducer.backend, config, together=together)
+
+
+def capture_and_run(rank: int, world_size: int) -> Any:
+    """A runner, its recapture, and its report."""
+    with session(rank) as (_, reducer, capture):
+        runner = capture.run()
+        check_runner(runner, rank, world_size)
+        rows = [reducer.registry.rows]
+        runner.recapture()
+        check_runner(runner, rank, world_size)
+        rows.append(reducer.registry.rows)
+        report = runner.report
+        runner.close()
+    return rows, report.ranks
+
+
+def unequal_counts(rank: int) -> None:
+    with session(rank, extra=1 if rank == 1 else 0) as (_, _, capture):
+        capture.run()
+
+
+def raises_in(rank: int, phase: str) -> Any:
+    """Rank 1 raises once; afterwards all capture again, because all ranks are still there."""
+    left = [1 if rank == 1 else 0]
+
+    def trouble(where: str) -> None:
+        if where == phase and left[0]:
+            left[0] -= 1
+            raise ValueError("a defect of the model")
+
+    with session(rank, trouble) as (ranks, _, capture):
+        try:
+            capture.run()
+        except CgplanError as error:
+            said = (type(error).__name__, error.message)
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        runner.close()
+    return said
+
+
+def raises_in_registration(rank: int, method: str) -> Any:
+    """Rank 1's transport fails once; afterwards all capture again."""
+    left = [1 if rank == 1 else 0]
+    real = getattr(SharedMemoryTransport, method)
+
+    def failing(self: Any, *args: Any) -> Any:
+        if left[0] and armed[0]:
+            left[0] -= 1
+            raise RegistrationError(f"{method} does not work")
+        return real(self, *args)
+
+    armed = [False]
+    setattr(SharedMemoryTransport, method, failing)
+    with session(rank) as (ranks, reducer, capture):
+        armed[0] = True
+        try:
+            capture.run()
+        except CgplanError as error:
+            said = (type(error).__name__, error.message)
+        assert not reducer.registry.is_sealed
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        runner.close()
+    return said
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in(rank: int, victim: int, phase: str) -> Any:
+    """One rank is killed in a phase; what the others raise."""
+
+    def trouble(where: str) -> None:
+        if rank == victim and where == phase:
+            die()
+
+    steps = {
+        "counts": "_agree_on_counts", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
+        "seal": "_seal", "leave": "_leave_peers",
+    }  # fmt: skip
+    if rank == victim and phase in steps:
+        setattr(GraphBufferRegistry, steps[phase], lambda *_: die())
+    if phase == "rendezvous" and rank == victim:
+        die()
+    with session(rank, trouble) as (_, _, capture):
+        if phase == "opened" and rank == victim:
+            die()
+        runner = capture.run()
+        for turn in range(2000 if phase == "replay" else 2):
+            if phase == "replay" and rank == victim and turn == 20:
+                die()
+            runner(x=torch.ones(1 + turn % 4, 8))
+        runner.close()
+    return "ended well"
+
+
+def oom(rank: int, budget: bool) -> Any:
+    """Rank 1's pool holds less than the graphs need."""
+    backend = TapeBackend(pool_limit=300 if rank == 1 else None)
+    settings = {"budget": {"max_graphs": 2}} if budget else {}
+    with session(rank, backend=backend, **settings) as (ranks, _, capture):
+        runner = capture.run()
+        keys = [key.num_tokens for _, key in runner.plan.keys]
+        for turn in range(4):
+            inputs = [batch(other, turn, (1, 8), torch.float32) for other in range(ranks.world_size)]
+            torch.testing.assert_close(runner(x=inputs[rank]), doubled(inputs, ranks.world_size))
+        runner.close()
+    return keys
+
+
+def budget_of_one(rank: int) -> Any:
+    """Rank 1 alone refuses the second key."""
+    if rank == 1:
+        BudgetGuard.stop_before = lambda self, key: key[1].num_tokens == 1
+    with session(rank, budget={"max_graphs": 2}) as (_, _, capture):
+        runner = capture.run()
+        keys = [key.num_tokens for _, key in runner.plan.keys]
+        runner.close()
+    return keys
+
+
+def stands_still(rank: int) -> Any:
+    """Rank 1 does not come to a replay, although it is alive."""
+    with session(rank) as (_, _, capture):
+        runner = capture.run()
+        if rank == 1:
+            time.sleep(TIMEOUT + 2)
+        runner(x=torch.ones(1, 8))
+        runner.close()
+
+
+def frozen(rank: int) -> Any:
+    """Rank 1 is stopped, and shows no sign of life."""
+    with session(rank) as (_, _, capture):
+        runner = capture.run()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        runner(x=torch.ones(1, 8))
+        runner.close()
+
+
+def replay_before_registration(rank: int) -> Any:
+    with opened() as (_, reducer):
+        static = torch.ones(4, 4)
+        reducer.begin_pass()
+        graph, _ = captured(reducer, reducer.backend, static, 1)
+        try:
+            reducer.backend.replay(graph)
+        except CgplanError as error:
+            said = type(error).__name__, error.message
+        reducer.end_pass()
+        reducer.backend.replay(graph)
+        try:
+            captured(reducer, reducer.backend, static, 1)
+        except CgplanError as error:
+            late = type(error).__name__, error.message
+        reducer.release()
+    return said, late
+
+
+def order_of_teardown(rank: int, failing: bool) -> Any:
+    """What is closed and freed, in order."""
+    events: list[str] = []
+
+    def noting(owner: Any, method: str, name: str) -> None:
+        real = getattr(owner, method)
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events.append(name if not callable(name) else name(*args))
+            return real(self, *args, **kwargs)
+
+        setattr(owner, method, noted)
+
+    noting(SharedMemoryTransport, "close", "handle")
+    noting(SharedMemoryTransport, "free", "exports")
+    noting(TapeBackend, "reset", "graph")
+    noting(TapeBackend, "release_cached", "pool")
+    noting(Ranks, "agree", lambda step: step)
+    noting(Ranks, "close", "ranks")
+    destroy = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda: (events.append("group"), destroy())
+    try:
+        with session(rank) as (_, _, capture):
+            runner = capture.run()
+            del events[:]
+            try:
+                if failing and rank == 1:
+                    raise ValueError("a defect")
+                if failing:
+                    time.sleep(1)
+                    runner(x=torch.ones(1, 8))
+            except BaseException as error:
+                capture._together._ranks.leave(error)
+                raise
+            finally:
+                runner.close()
+    except (ValueError, CgplanError):
+        pass
+    return events
+
+
+def different_setup(rank: int, what: str) -> None:
+    settings: dict[str, Any] = {}
+    if rank == 1 and what == "config":
+        settings = {"compilation": {"outputs": "clone", "address_check": "off"}}
+    if rank == 1 and what == "torch":
+        torch.__version__ = "1.0.0"
+    config = config_of(**settings)
+    ranks = open_ranks(config.distributed, "cpu")
+    assert ranks is not None
+    with ranks:
+        backend = select_backend("cpu")
+        agree_on_setup(ranks, config, backend)
+        agree_on_model(ranks, torch.nn.Linear(4, 5 if rank == 1 and what == "model" else 4))
+
+
+def rank_0s_plan(rank: int) -> Any:
+    sizes = [1, 2] if rank == 0 else [4]
+    config = config_of(compilation={"cudagraph_capture_sizes": sizes})
+    ranks = open_ranks(config.distributed, "cpu")
+    assert ranks is not None
+    with ranks:
+        return agree_on_plan(ranks, build_plan(config)).capture_sizes
+
+
+def choice(rank: int, wanted: str, hosts: int = 1) -> Any:
+    """The all-reduce that is chosen, what is logged, and a sum by it."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("cgplan.distributed").addHandler(handler)
+    config = config_of(compilation={"all_reduce": wanted})
+    ranks = open_ranks(config.distributed, "cpu")
+    assert ranks is not None
+    with ranks:
+        if hosts > 1:
+            ranks.presences = [replace(p, host=f"host{index}") for index, p in enumerate(ranks.presences)]
+        with open_all_reduce(config, ranks, select_backend("cpu")) as reducer:
+            sums = [
+                reducer(x).sum().item()
+                for x in (
+                    torch.ones(8), torch.ones(3, dtype=torch.float32), torch.ones(5), torch.ones(4, dtype=torch.int64),
+                    torch.ones(1 << 16), torch.ones(0), torch.ones(4, 6).T[:, :2],
+                )
+            ]  # fmt: skip
+    return reducer.name, records, sums
+
+
+def several_steps(rank: int) -> Any:
+    """Ranks that come to different steps, and one that does not come."""
+    ranks = open_ranks(DistributedConfig(timeout=2.0), "cpu")
+    assert ranks is not None
+    said = []
+    with ranks:
+        try:
+            ranks.agree("tea" if rank else "coffee")
+        except CgplanError as error:
+            said.append((type(error).__name__, error.message))
+        try:
+            with ranks.step("a step"):
+                raise ModelError("the same everywhere")
+        except CgplanError as error:
+            said.append((type(error).__name__, error.message))
+        try:
+            if rank == 1:
+                time.sleep(3.5)
+            ranks.agree("breakfast")
+        except CgplanError as error:
+            said.append((type(error).__name__, error.message))
+            raise
+    return said
+
+
+def sleeps(rank: int) -> None:
+    """Meets the others, and works until it is killed."""
+    with session(rank) as (_, _, capture):
+        runner = capture.run()
+        while True:
+            runner(x=torch.ones(2, 8))
