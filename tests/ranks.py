@@ -41,11 +41,11 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def environment(rank: int, world_size: int, port: int, patience: float) -> dict[str, str]:
     """As torchrun sets it, but for the agent's store: rank 0 keeps it."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "RANKS_TIMEOUT": str(patience),
     }  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def run_ranks(
     world_size: int,
     target: Callable[..., Any],
     *args: Any,
+    patience: float = 10.0,
     timeout: float = 40.0,
     absent: tuple[int, ...] = (),
     kill: tuple[int, float] | None = None,
@@ -77,6 +78,7 @@ def run_ranks(
     """Run ``target(rank, *args)`` in so many processes, and wait for all of them.
 
     Args:
+        patience: Seconds that the ranks wait for one another.
         timeout: Seconds after which a process that still runs is killed and counts as hanging.
         absent: Ranks that are never started.
         kill: (rank, seconds after which it is killed).
@@ -88,7 +90,8 @@ def run_ranks(
         if rank in absent:
             continue
         receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_main, args=(sender, environment(rank, world_size, port), target, args))
+        given = environment(rank, world_size, port, patience)
+        process = _context.Process(target=_main, args=(sender, given, target, args))
         process.start()
         sender.close()
         started[rank] = (process, receiver)

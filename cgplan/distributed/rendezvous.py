@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -123,6 +123,19 @@ def meet(store: Any, place: Place, presence: Presence, timeout: float) -> list[P
         RendezvousError: a rank did not come within the timeout, or came twice.
         BackendError, RankMismatchError: a rank has no GPU, or two have the same; on all ranks alike.
     """
+    try:
+        found = _gather(store, place, presence, timeout)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {place.rank} lost the store at {place.address}:{place.port} while it waited for the others: "
+            f"{first_line(error)}",
+            remedy="Look at what the other ranks printed.",
+        ) from error
+    _check_devices(found)
+    return found
+
+
+def _gather(store: Any, place: Place, presence: Presence, timeout: float) -> list[Presence]:
     if store.add(f"came/{place.rank}", 1) > 1:
         raise RendezvousError(
             f"rank {place.rank} came twice to {place.address}:{place.port}",
@@ -132,18 +145,31 @@ def meet(store: Any, place: Place, presence: Presence, timeout: float) -> list[P
     keys, deadline = [f"here/{rank}" for rank in range(place.world_size)], time.monotonic() + timeout
     while not store.check(keys):
         if time.monotonic() > deadline:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise RendezvousError(
-                f"rank {', '.join(missing)} of {place.world_size} did not come within {timeout:g} s",
-                remedy="Look at what that rank printed; raise distributed.timeout if it only starts slowly.",
-            )
+            absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+            store.compare_set("absent", "", absent)
+        if store.check(["absent"]):  # the first whose patience is over speaks for all
+            _give_up(store, place, keys, timeout)
         time.sleep(0.01)
     found = []
     for key in keys:
         said = json.loads(store.get(key))
         found.append(Presence(**{**said, "process": Process(**said["process"])}))
-    _check_devices(found)
     return found
+
+
+def _give_up(store: Any, place: Place, keys: list[str], timeout: float) -> NoReturn:
+    """Raise that a rank is missing; whoever keeps the store stays until the others have read it."""
+    absent = store.get("absent").decode()
+    store.set(f"gave up/{place.rank}", "")
+    if place.rank == 0:
+        here = [f"gave up/{rank}" for rank, key in enumerate(keys) if store.check([key])]
+        deadline = time.monotonic() + 2
+        while not store.check(here) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    raise RendezvousError(
+        f"rank {absent} of {place.world_size} did not come within {timeout:g} s",
+        remedy="Look at what that rank printed; raise distributed.timeout if it only starts slowly.",
+    )
 
 
 def _check_devices(found: list[Presence]) -> None:
