@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cgplan.config import Config, DistributedConfig
+from cgplan.config import Config, DistributedConfig, load_config
+from cgplan.descriptors import BatchDescriptor
 from cgplan.distributed import (
     AllReduce,
     GraphBufferRegistry,
@@ -22,6 +24,7 @@ from cgplan.distributed import (
     agree_on_model,
     agree_on_plan,
     agree_on_setup,
+    all_reduce_by,
     open_all_reduce,
     open_ranks,
 )
@@ -29,8 +32,11 @@ from cgplan.distributed.shared_memory import SharedMemoryTransport
 from cgplan.errors import CgplanError, ModelError, RegistrationError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.tape import TapeBackend
+from cgplan.models.decoder import Decoder, build, example_batch
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runtime.budget import BudgetGuard
+from cgplan.runtime.context import forward_context
 from cgplan.runtime.session import CaptureSession
 
 
@@ -442,3 +448,68 @@ def sleeps(rank: int) -> None:
         runner = capture.run()
         while True:
             runner(x=torch.ones(2, 8))
+
+
+# --- the decoder, split over ranks ---
+
+
+def decoder_config(world_size: int, device: str = "cpu", **compilation: Any) -> Config:
+    path = Path(__file__).parents[1] / "configs" / "decoder_tp2_cpu.yaml"
+    kwargs = f"model.kwargs.tensor_parallel={world_size}"
+    heads = ["model.kwargs.num_heads=8", "model.kwargs.num_kv_heads=4", "model.kwargs.num_layers=2"]
+    given = [f"compilation.{name}={value}" for name, value in compilation.items()]
+    wait = f"distributed.timeout={patience()}"
+    sizes = "compilation.cudagraph_capture_sizes=[2,4]"
+    return load_config(path, [f"device={device}", kwargs, *heads, sizes, wait, *given])
+
+
+def decode(runner: Any, whole: Decoder, steps: int) -> Any:
+    """Greedy decoding of two requests, by the runner and by a decoder in one process: largest distance, and tokens."""
+    worst, tokens = 0.0, []
+    lengths, next_tokens = [5, 3], None
+    for step in range(steps + 1):
+        contexts, queries = ([0, 0], lengths) if step == 0 else ([n + step - 1 for n in lengths], [1, 1])
+        batch_ = example_batch(whole, contexts, queries, max_blocks=4)
+        ids = batch_.input_ids if next_tokens is None else next_tokens
+        wanted = run_alone(whole, ids, batch_)
+        found = runner(input_ids=ids, positions=batch_.positions, **batch_.metadata)
+        worst = max(worst, (found - wanted).abs().max().item())
+        last = [sum(queries[: i + 1]) - 1 for i in range(2)]
+        next_tokens = wanted[last].argmax(-1)
+        assert torch.equal(found[last].argmax(-1), next_tokens), f"step {step}"
+        tokens.append(next_tokens.tolist())
+    return worst, tokens
+
+
+def run_alone(whole: Decoder, ids: torch.Tensor, given: Any) -> torch.Tensor:
+    tokens, reqs = len(ids), len(given.metadata["seq_lens"])
+    key = BatchDescriptor(tokens, reqs, uniform=tokens == reqs)
+    with torch.no_grad(), forward_context(CUDAGraphMode.NONE, key, given.metadata):
+        return whole(ids, given.positions)
+
+
+def split_decoder(rank: int, world_size: int, device: str = "cpu", **compilation: Any) -> Any:
+    """Logits and greedy tokens of the split decoder's graphs against those of one process, and a few figures."""
+    config = decoder_config(world_size, device, **compilation)
+    ranks = open_ranks(config.distributed, device)
+    assert ranks is not None
+    assert config.model is not None
+    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
+        with all_reduce_by(reducer), torch.device(ranks.device):
+            model = build(**config.model.kwargs)
+        together = RankedCapture(ranks, reducer, config)
+        runner = CaptureSession(build_plan(config), model, reducer.backend, config, together=together).run()
+        with torch.device(ranks.device):
+            whole = build(**{**config.model.kwargs, "tensor_parallel": 1})
+        worst, tokens = decode(runner, whole, 6)
+        rows, weights = runner.report.ranks[rank].rows, sum(p.numel() for p in model.parameters())
+        reducer.check()
+        runner.close()
+    return worst, tokens, rows, weights
+
+
+def impossible_split(rank: int, **kwargs: Any) -> None:
+    ranks = open_ranks(DistributedConfig(timeout=patience()), "cpu")
+    assert ranks is not None
+    with ranks, open_all_reduce(config_of(), ranks, select_backend("cpu")) as reducer, all_reduce_by(reducer):
+        build(**kwargs)

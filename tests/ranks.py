@@ -8,10 +8,11 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cgplan.errors import CgplanError
@@ -49,14 +50,20 @@ def environment(rank: int, world_size: int, port: int, patience: float) -> dict[
     }  # fmt: skip
 
 
-def _main(sender: Connection, given: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    sender: Connection,
+    given: dict[str, str],
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
     os.environ.update(given)
     import torch
 
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of lost peers
     try:
-        sender.send(("value", target(int(given["RANK"]), *args)))
+        sender.send(("value", target(int(given["RANK"]), *args, **kwargs)))
     except CgplanError as error:
         sender.send(("error", type(error).__name__, error.message, traceback.format_exc()))
         os._exit(error.exit_code)
@@ -70,12 +77,13 @@ def run_ranks(
     world_size: int,
     target: Callable[..., Any],
     *args: Any,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
     patience: float = 10.0,
     timeout: float = 40.0,
     absent: tuple[int, ...] = (),
     kill: tuple[int, float] | None = None,
 ) -> list[Outcome]:
-    """Run ``target(rank, *args)`` in so many processes, and wait for all of them.
+    """Run ``target(rank, *args, **kwargs)`` in so many processes, and wait for all of them.
 
     Args:
         patience: Seconds that the ranks wait for one another.
@@ -91,7 +99,7 @@ def run_ranks(
             continue
         receiver, sender = _context.Pipe(duplex=False)
         given = environment(rank, world_size, port, patience)
-        process = _context.Process(target=_main, args=(sender, given, target, args))
+        process = _context.Process(target=_main, args=(sender, given, target, args, dict(kwargs)))
         process.start()
         sender.close()
         started[rank] = (process, receiver)

@@ -172,6 +172,7 @@ class Ranks:
                 failure = raised
         self.watch.stop()
         self._say_goodbye(error or failure)
+        del self.group, self.cpu_group  # else their threads would outlive them, into the interpreter's end
         if self._owns_group and dist.is_initialized():
             _destroy(aborted=error is not None or failure is not None)
         if failure is not None:
