@@ -25,6 +25,7 @@ from cgplan.distributed import (
     agree_on_plan,
     agree_on_setup,
     all_reduce_by,
+    in_step,
     open_all_reduce,
     open_ranks,
 )
@@ -513,3 +514,46 @@ def impossible_split(rank: int, **kwargs: Any) -> None:
     assert ranks is not None
     with ranks, open_all_reduce(config_of(), ranks, select_backend("cpu")) as reducer, all_reduce_by(reducer):
         build(**kwargs)
+
+
+# --- data-parallel ranks ---
+
+
+class Splittable(torch.nn.Module):
+    """Segments around a module that is kept out of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 2) + 1
+
+
+def data_parallel(rank: int, batches: list[list[tuple[int, int]]], sync: bool) -> Any:
+    """(tokens, requests) of each rank's batches; what each was run as."""
+    config = Config(
+        device="cpu",
+        inputs={"x": {"shape": ["num_tokens", 2], "dtype": "float32", "pad": 0}},
+        metadata={"starts": {"shape": ["num_reqs + 1"], "dtype": "int32", "pad": "last"}},
+        compilation={
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "splitting_modules": ["inner"],
+            "cudagraph_capture_sizes": [1, 4, 8],
+        },
+        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        distributed={"timeout": patience(), "data_parallel_sync": sync},
+    )
+    ranks = open_ranks(config.distributed, "cpu")
+    assert ranks is not None
+    ran = []
+    with ranks:
+        runner = CaptureSession(build_plan(config), Splittable(), select_backend("cpu"), config).run()
+        call = in_step(runner, ranks)
+        for tokens, reqs in batches[rank]:
+            x = torch.randn(tokens, 2)
+            starts = torch.linspace(0, tokens, reqs + 1).int()
+            assert torch.equal(call(x=x, starts=starts), x * 2 + 1)
+            ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
+        runner.close()
+    return ran

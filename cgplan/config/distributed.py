@@ -30,5 +30,6 @@ class DistributedConfig(Section):
     data_parallel_sync: Flag = Field(
         default=False,
         description="Before each batch ranks agree on one graph, by a small all-reduce: the largest padded size and "
-        "the weakest mode (`DataParallelRunner`). Needed where ranks run different batches and exchange data inside.",
+        "the weakest mode (`cgplan.distributed.in_step`). Needed where ranks run different batches and exchange data "
+        "inside.",
     )

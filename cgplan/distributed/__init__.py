@@ -3,6 +3,7 @@
 from cgplan.distributed.agreement import agree_on_model, agree_on_plan, agree_on_setup
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, all_reduce_by, current_all_reduce
 from cgplan.distributed.capture import RankedCapture
+from cgplan.distributed.data_parallel import DataParallelRunner, in_step
 from cgplan.distributed.ranks import Ranks, open_ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration
 from cgplan.distributed.select import open_all_reduce
@@ -10,6 +11,7 @@ from cgplan.distributed.select import open_all_reduce
 __all__ = [
     "AllReduce",
     "CollectiveAllReduce",
+    "DataParallelRunner",
     "GraphBufferRegistry",
     "RankedCapture",
     "Ranks",
@@ -19,6 +21,7 @@ __all__ = [
     "agree_on_setup",
     "all_reduce_by",
     "current_all_reduce",
+    "in_step",
     "open_all_reduce",
     "open_ranks",
 ]

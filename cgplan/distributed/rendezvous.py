@@ -131,7 +131,7 @@ def meet(store: Any, place: Place, presence: Presence, timeout: float) -> list[P
             f"{first_line(error)}",
             remedy="Look at what the other ranks printed.",
         ) from error
-    _check_devices(found)
+    check_devices(found)
     return found
 
 
@@ -172,7 +172,8 @@ def _give_up(store: Any, place: Place, keys: list[str], timeout: float) -> NoRet
     )
 
 
-def _check_devices(found: list[Presence]) -> None:
+def check_devices(found: list[Presence]) -> None:
+    """Each rank has a device of its own, all of one kind. Raises BackendError and RankMismatchError."""
     for rank, presence in enumerate(found):
         if presence.problem:
             raise BackendError(
@@ -202,4 +203,4 @@ def _kind(presence: Presence) -> str:
     return "the CPU" if presence.device == "cpu" else "a GPU"
 
 
-__all__ = ["Place", "Presence", "connect", "meet"]
+__all__ = ["Place", "Presence", "check_devices", "connect", "meet"]
