@@ -500,6 +500,7 @@ def split_decoder(rank: int, world_size: int, device: str = "cpu", **compilation
             model = build(**config.model.kwargs)
         together = RankedCapture(ranks, reducer, config)
         runner = CaptureSession(build_plan(config), model, reducer.backend, config, together=together).run()
+        torch.backends.cuda.matmul.allow_tf32 = False
         with torch.device(ranks.device):
             whole = build(**{**config.model.kwargs, "tensor_parallel": 1})
         worst, tokens = decode(runner, whole, 6)
@@ -557,3 +558,133 @@ def data_parallel(rank: int, batches: list[list[tuple[int, int]]], sync: bool) -
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
     return ran
+
+
+# --- two GPUs ---
+
+
+@contextmanager
+def on_gpus(all_reduce: str = "custom", debug: bool = False) -> Iterator[tuple[Ranks, AllReduce]]:
+    config = Config(
+        device="cuda",
+        compilation={"all_reduce": all_reduce, "debug": debug},
+        distributed={"timeout": patience()},
+    )
+    ranks = open_ranks(config.distributed, "cuda")
+    assert ranks is not None
+    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
+        yield ranks, reducer
+
+
+def gpu_replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int) -> Any:
+    from cgplan.distributed import cuda_kernels
+
+    cuda_kernels.ONE_SHOT_BYTES = {2: one_shot_bytes}
+    with on_gpus() as (ranks, reducer):
+        backend = reducer.backend
+        pool = backend.new_pool()
+        statics = [torch.zeros(size, dtype=dtype, device=ranks.device) for size in sizes]
+        reducer.begin_pass()
+        graph = backend.new_graph(pool)
+        with backend.session():
+            for static in statics:
+                reducer(static)
+            with backend.capturing(graph):
+                outputs = [reducer(reducer(static) * 0.5 + static) for static in statics]
+        registration = reducer.end_pass()
+        sums = []
+        for turn in range(times):
+            given = [[batch(other, turn, size, dtype) for other in range(ranks.world_size)] for size in sizes]
+            for static, inputs in zip(statics, given, strict=True):
+                static.copy_(inputs[rank])
+            backend.replay(graph)
+            backend.synchronize()
+            for inputs, output in zip(given, outputs, strict=True):
+                first = total(inputs)
+                wanted = total([first * 0.5 + x for x in inputs])
+                assert torch.equal(output.cpu(), wanted), f"turn {turn}, {len(wanted)} elements"
+            sums.append([output.view(torch.uint8).long().sum().item() for output in outputs])
+        eager = reducer(statics[0])
+        assert torch.equal(eager.cpu(), total(given[0]))
+        reducer.check()
+        reducer.release()
+        backend.reset(graph)
+    return sums, registration
+
+
+def total(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """In float32, in the order of the ranks, rounded once."""
+    found = inputs[0].float()
+    for x in inputs[1:]:
+        found = found + x.float()
+    return found.to(inputs[0].dtype)
+
+
+def gpu_unregistered(rank: int) -> Any:
+    with on_gpus() as (ranks, reducer):
+        static = torch.ones(64, device=ranks.device)
+        reducer.begin_pass()
+        graph = reducer.backend.new_graph(reducer.backend.new_pool())
+        with reducer.backend.session():
+            reducer(static)
+            with reducer.backend.capturing(graph):
+                reducer(static)
+        reducer.backend.replay(graph)
+        try:
+            reducer.check()
+        except CgplanError as error:
+            said = type(error).__name__, error.message
+        reducer.begin_pass()  # the error word and the signals are new
+        reducer(static)
+        reducer.check()
+        reducer.backend.reset(graph)
+    return said
+
+
+def gpu_alone(rank: int, bounded: bool) -> None:
+    """Rank 1 does not come to an all-reduce: it sleeps, or is killed."""
+    with on_gpus(debug=bounded) as (ranks, reducer):
+        x = torch.ones(1 << 16, device=ranks.device)
+        reducer(x)
+        torch.cuda.synchronize()
+        if rank == 1:
+            time.sleep(45 if bounded else 2)
+            if not bounded:
+                die()
+            return
+        reducer(x)
+        reducer.check()
+
+
+def gpu_place(rank: int, device: str) -> None:
+    ranks = open_ranks(DistributedConfig(timeout=patience()), device)
+    assert ranks is not None
+    ranks.close()
+
+
+def gpu_expandable(rank: int, wanted: str) -> str:
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    with on_gpus(wanted) as (ranks, reducer):
+        torch.testing.assert_close(reducer(torch.ones(8, device=ranks.device)).sum().item(), 16.0)
+        return reducer.name
+
+
+def gpu_memory(rank: int) -> list[int]:
+    """Bytes that torch has reserved after each of several captures and closings."""
+    config = decoder_config(2, "cuda")
+    ranks = open_ranks(config.distributed, "cuda")
+    assert ranks is not None
+    assert config.model is not None
+    reserved = []
+    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
+        with all_reduce_by(reducer), torch.device(ranks.device):
+            model = build(**config.model.kwargs)
+        for _ in range(4):
+            together = RankedCapture(ranks, reducer, config)
+            runner = CaptureSession(build_plan(config), model, reducer.backend, config, together=together).run()
+            runner.recapture()
+            runner.close()
+            del runner
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+    return reserved

@@ -92,7 +92,11 @@ class CudaKernels:
 
     def check(self) -> None:
         """Raise what the error word says. Waits for the device."""
-        code = int(self._error.item())
+        try:
+            code = int(self._error.item())
+        except RuntimeError:  # of the device; a rank that was killed may be why
+            self._ranks.watch.blame(patience=2.0)
+            raise
         if not code:
             return
         self._ranks.watch.check()

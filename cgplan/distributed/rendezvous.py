@@ -99,12 +99,11 @@ class Presence:
 
 def connect(place: Place, timeout: float) -> tuple[Any, Any]:
     """Two connections to the common store: for the steps, and for the watch. Raises RendezvousError."""
-    wait = timedelta(seconds=timeout)
     hosts = place.rank == 0 and not place.agent_store
-    prefix = f"cgplan/{place.attempt}"
+    prefix, deadline = f"cgplan/{place.attempt}", time.monotonic() + timeout
     try:
-        store = TCPStore(place.address, place.port, None, hosts, wait, wait_for_workers=False)
-        beside = TCPStore(place.address, place.port, None, False, wait, wait_for_workers=False)
+        store = _connection(place, hosts, timeout, deadline)
+        beside = _connection(place, False, timeout, deadline)
     except RuntimeError as error:
         keeper = "torchrun's agent" if place.agent_store else "rank 0"
         what = "cannot listen" if hosts else f"found nobody: {keeper}, which keeps the store, did not come"
@@ -114,6 +113,21 @@ def connect(place: Place, timeout: float) -> tuple[Any, Any]:
             "free.",
         ) from error
     return PrefixStore(prefix, store), PrefixStore(prefix, beside)
+
+
+def _connection(place: Place, hosts: bool, timeout: float, deadline: float) -> Any:
+    """One TCPStore. It is tried again and again for a short time, because its own retries go far beyond a timeout."""
+    while True:
+        patience = timedelta(seconds=timeout if hosts else min(0.5, timeout))
+        try:
+            store = TCPStore(place.address, place.port, None, hosts, patience, wait_for_workers=False)
+        except RuntimeError:
+            if hosts or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            store.set_timeout(timedelta(seconds=timeout))
+            return store
 
 
 def meet(store: Any, place: Place, presence: Presence, timeout: float) -> list[Presence]:

@@ -32,7 +32,10 @@ UNREGISTERED, TIMED_OUT, ABORTED = 1, 2, 3  # values of the error word
 
 @triton.jit
 def _barrier(signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexpr, LIMIT: tl.constexpr):
-    """Block ``slot`` of all ranks meets: each writes ``value`` to all, and waits for it from all."""
+    """Block ``slot`` of all ranks meets: each writes ``value`` to all, and waits for it from all.
+
+    Returns 1, or 0 if it has left without the others: their memory may be gone then, and must not be touched.
+    """
     tl.debug_barrier()
     ranks = tl.arange(0, WORLD)
     values = tl.zeros([WORLD], tl.int32) + value
@@ -41,7 +44,7 @@ def _barrier(signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexp
     own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * WORLD + ranks
     zeros = tl.zeros([WORLD], tl.int32)
     behind = tl.min(tl.atomic_add(own, zeros, sem="acquire", scope="sys") - values, axis=0)
-    looks = 0
+    looks, met = 0, 1
     while behind < 0:
         behind = tl.min(tl.atomic_add(own, zeros, sem="acquire", scope="sys") - values, axis=0)
         looks += 1
@@ -50,8 +53,9 @@ def _barrier(signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexp
                 tl.atomic_cas(error, 0, 2)
         if looks % 64 == 0:
             if tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0:
-                behind = 0
+                behind, met = 0, 0
     tl.debug_barrier()
+    return met
 
 
 @triton.jit
@@ -94,9 +98,9 @@ def one_shot(
     if inputs[RANK] == 0:
         tl.atomic_cas(error, 0, 1)
     else:
-        numel = packs * PACK
         count = tl.load(counts + pid)
-        _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT)
+        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT)
+        numel = packs * met * PACK
         for start in range(pid * BLOCK, numel, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
             inside = places < numel
@@ -106,7 +110,8 @@ def one_shot(
                 source = tl.multiple_of(source, 16)
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
-        _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT)
+        if met:
+            _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT)
         tl.store(counts + pid, count + 1)
 
 
@@ -139,9 +144,9 @@ def two_shot(
     if inputs[RANK] == 0:
         tl.atomic_cas(error, 0, 1)
     else:
-        numel, size = packs * PACK, slice_packs * PACK
         count = tl.load(counts + pid)
-        _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT)
+        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT)
+        numel, size = packs * PACK, slice_packs * met * PACK
         mine = (slices[RANK] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
         mine = tl.multiple_of(mine, 16)
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
@@ -153,7 +158,8 @@ def two_shot(
                 source = tl.multiple_of(source, 16) + RANK * size
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(mine + places, total.to(out.dtype.element_ty), mask=inside)
-        _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT)
+        if met:
+            size = size * _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT)
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
             for rank in tl.static_range(WORLD):

@@ -12,11 +12,11 @@ import argparse
 import multiprocessing as mp
 import os
 import random
-import signal
 import socket
 import sys
 import time
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
 
 REPLAYS = 300
@@ -97,7 +97,7 @@ def one_run(world_size, timeout, victim, moment):
     ranks = start_ranks(world_size, timeout)
     time.sleep(moment)
     was_alive = ranks[victim][0].is_alive()
-    os.kill(ranks[victim][0].pid, signal.SIGKILL)
+    ranks[victim][0].kill()
     killed = time.monotonic()
     ends = []
     for rank, (process, receiver) in enumerate(ranks):
@@ -121,11 +121,11 @@ def one_run(world_size, timeout, victim, moment):
 
 
 def processes():
-    """Processes of this session that are ranks."""
-    found = set()
+    """Processes that the server of this run has forked and that are still there."""
+    found, server = set(), forkserver._forkserver._forkserver_pid
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and b"forkserver" in (folder / "cmdline").read_bytes():
+            if folder.name.isdigit() and (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(server):
                 found.add(int(folder.name))
         except OSError:
             continue
