@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cgplan.descriptors import BatchDescriptor
     from cgplan.errors import (
         AddressError,
+        AllReduceError,
         BackendError,
         BudgetError,
         CaptureError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConfigFileError,
         DispatchMissError,
+        DistributedError,
         HostSyncError,
         InputError,
         ModeError,
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
         OutputShapeError,
         PlanError,
         PlanMismatchError,
+        RankFailedError,
+        RankMismatchError,
+        RegistrationError,
+        RendezvousError,
         ReportError,
         SealedError,
         StepTimeError,
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AddressError",
+    "AllReduceError",
     "AttentionSupport",
     "BackendError",
     "BatchDescriptor",
@@ -70,6 +77,7 @@ __all__ = [
     "ConfigFileError",
     "CudagraphDispatcher",
     "DispatchMissError",
+    "DistributedError",
     "GraphRunner",
     "HostSyncError",
     "Input",
@@ -82,6 +90,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanMismatchError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RegistrationError",
+    "RendezvousError",
     "ReportError",
     "SealedError",
     "StepTimeError",

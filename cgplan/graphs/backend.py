@@ -90,6 +90,10 @@ class GraphBackend(ABC):
         """Stop a capture that failed and free what it took; the device works as before."""
 
     @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what this thread launches now goes into a graph."""
+
+    @abstractmethod
     def replay(self, graph: Graph) -> None:
         """Run the graph on the memory that it was captured with. On CUDA it is queued on the current stream."""
 

@@ -170,6 +170,10 @@ class CudaBackend(GraphBackend):
         else:
             self.reset(graph)
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is capturing."""
+        return torch.cuda.is_current_stream_capturing()
+
     def replay(self, graph: CudaGraph) -> None:
         """Queue the graph on the current stream."""
         if not graph.captured:

@@ -31,6 +31,7 @@ _HOST_METHODS = {
     torch.Tensor.__repr__: "__repr__",
     torch.Tensor.__reduce_ex__: "__reduce_ex__",
 }
+_WHOLE: set[str] = set()  # see record_whole
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -165,9 +166,19 @@ def implemented_in_python(func: Any, key: str) -> bool:
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim"):
         return False
+    if func._schema.name in _WHOLE:
+        return False
     name = func._schema.name.replace("::", "/")
     overload = f".{func._overloadname}" if func._overloadname != "default" else ""
     return any(f"{name}{overload}/{k}" in torch.library._impls for k in (key, "CompositeExplicitAutograd"))
+
+
+def record_whole(name: str) -> None:
+    """Have the tape record an operator as one step although its kernel is Python: it runs again on each replay.
+
+    For kernels that do what no operator does, such as waiting for another process.
+    """
+    _WHOLE.add(name)
 
 
 @cache

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from threading import get_ident
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -52,6 +53,7 @@ class TapeBackend(GraphBackend):
     def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
+        self._recording: set[int] = set()  # threads that record
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
 
     def new_pool(self) -> TapePool:
@@ -84,6 +86,7 @@ class TapeBackend(GraphBackend):
             modes.enter_context(HostGuard())
             recorder = modes.enter_context(Recorder(graph.pool))
             graph.recording = (recorder, modes.pop_all())
+        self._recording.add(get_ident())
 
     def end(self, graph: TapeGraph) -> None:
         """Stop recording."""
@@ -95,6 +98,10 @@ class TapeBackend(GraphBackend):
         """Stop recording and drop the steps."""
         self._stop(graph)
         self._trim(graph.pool)
+
+    def is_capturing(self) -> bool:
+        """Whether a tape of this backend is recording in this thread."""
+        return get_ident() in self._recording
 
     def replay(self, graph: TapeGraph) -> None:
         """Run the recorded operators; returns when they have run."""
@@ -182,6 +189,7 @@ class TapeBackend(GraphBackend):
             raise CaptureError("no capture is under way in this graph", remedy="Call begin first.")
         recorder, modes = graph.recording
         graph.recording = None
+        self._recording.discard(get_ident())
         modes.close()
         recorder.finish()
         return recorder

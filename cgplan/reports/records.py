@@ -14,6 +14,7 @@ from cgplan.planning.plan import Machine
 from cgplan.reports.base import Record as _Record
 from cgplan.reports.base import Timing as Timing
 from cgplan.reports.peer_records import PeersRecord
+from cgplan.reports.rank_records import RankRecord
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -173,6 +174,7 @@ class CaptureReport(_Record):
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
         warnings: What the user should know about.
+        ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
     """
 
     kind: Literal["capture"] = "capture"
@@ -197,6 +199,7 @@ class CaptureReport(_Record):
     waiting: int = 0
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
 
     @property
     def warmup_seconds(self) -> float:

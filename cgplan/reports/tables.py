@@ -15,6 +15,7 @@ from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
 from cgplan.reports.loading import Report
 from cgplan.reports.peer_tables import peers_tables
 from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
+from cgplan.reports.rank_records import rank_table
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
@@ -76,6 +77,8 @@ def _capture(report: CaptureReport) -> RenderableType:
         parts += [facts("Split", [*split_rows(report.split), *_segment_rows(report)]), Text()]
     if (predicted := prediction_table(report)) is not None:
         parts += [predicted, Text()]
+    if report.ranks:
+        parts += [rank_table(report.ranks), Text()]
     return Group(*parts, facts("Totals", _totals(report)))
 
 

@@ -58,6 +58,7 @@ class GraphedModel:
         generators: The random generators of its own that the model draws from.
         notes: What the report should warn of.
         holder: The object whose attributes are the model's state; None for a function.
+        before_free: Called before graphs are freed: other ranks may read their memory.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class GraphedModel:
             backend.register_generator(generator)
         self.notes: list[str] = []
         self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
+        self.before_free: Callable[[], None] = lambda: None
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
@@ -242,6 +244,12 @@ class GraphedModel:
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
         self.backend.synchronize()
+        try:
+            self.before_free()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         for wrapper in self.scope.wrappers:
             wrapper.reset(self.scope)
         for _, free in self._retired:
