@@ -15,12 +15,9 @@ Note [Failed captures]
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,35 +28,12 @@ from cgplan.graphs.borrowing import can_borrow, unowned
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
+from cgplan.graphs.cuda_pools import CudaGraph, CudaPool, segments_of
 from cgplan.graphs.kernel_copying import KernelCopier
 from cgplan.graphs.kernel_nodes import count_kernels, cuda_runtime
 from cgplan.graphs.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.workspaces import keep_workspaces
-
-
-@dataclass(slots=True, eq=False)
-class CudaPool:
-    """A pool's handle, and the graphs that keep it alive.
-
-    torch forgets a pool with its last graph and then refuses captures into it: the next one gets a new handle.
-    ``ranges`` are the addresses of its segments when ``listed`` was (handle, bytes that torch had ever reserved).
-    """
-
-    handle: Any
-    graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    listed: tuple[Any, int] | None = None
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class CudaGraph:
-    """One CUDA graph and the pool that it captures into."""
-
-    pool: CudaPool
-    graph: torch.cuda.CUDAGraph
-    captured: bool = False
-    stream: torch.cuda.Stream | None = None
 
 
 class CudaBackend(GraphBackend):
@@ -92,7 +66,7 @@ class CudaBackend(GraphBackend):
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pools."""
-        return sum(segment["total_size"] for segment in self._segments(*pools))
+        return sum(segment["total_size"] for segment in segments_of(self.device, pools))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
@@ -208,7 +182,7 @@ class CudaBackend(GraphBackend):
 
     def reset(self, graph: CudaGraph) -> None:
         """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""
-        self._drop(graph)
+        graph.drop()
         if torch.cuda.current_stream(self.device) == self._stream:  # in a session, which goes on
             keep_workspaces(self.device)
 
@@ -237,7 +211,7 @@ class CudaBackend(GraphBackend):
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         now = (pool.handle, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
         if pool.listed != now:
-            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in self._segments(pool)]
+            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments_of(self.device, [pool])]
             pool.listed = now
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < end for start, end in pool.ranges)
@@ -307,23 +281,6 @@ class CudaBackend(GraphBackend):
         torch.cuda.synchronize(self.device)
         return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
 
-    @staticmethod
-    def _drop(graph: CudaGraph) -> None:
-        graph.graph.reset()
-        graph.pool.graphs.discard(graph)
-        graph.captured = False
-
-    def _segments(self, *pools: CudaPool) -> list[dict[str, Any]]:
-        """The allocator's segments of some pools.
-
-        Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a
-        reference too many from the numbers of the pool's handle (pytorch pull request 196366), and the process
-        crashes some time after the 256th pool.
-        """
-        segments = torch.cuda.memory._snapshot()["segments"]
-        index, handles = self.device.index, {pool.handle for pool in pools}
-        return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == index]
-
     def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
         for generator in self._generators.values():
             graph.register_generator_state(generator)
@@ -333,7 +290,7 @@ class CudaBackend(GraphBackend):
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
-        self._drop(graph)
+        graph.drop()
         small = torch.cuda.CUDAGraph()
         self._register_generators(small)
         with torch.cuda.stream(self._stream):
