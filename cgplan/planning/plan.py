@@ -25,6 +25,7 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "traffic": True,
     "budget": True,
     "speculative": {"accepted_tokens"},
+    "distributed": {"timeout", "data_parallel_sync"},
 }
 
 Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
