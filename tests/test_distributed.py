@@ -15,6 +15,8 @@ from cgplan.distributed.rendezvous import Place, Presence, check_devices
 from cgplan.distributed.shared_memory import SharedMemoryTransport
 from cgplan.distributed.watch import Process
 from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RegistrationError
+from cgplan.reports.layout import plain_text
+from cgplan.reports.rank_records import RankRecord, rank_table
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
@@ -137,3 +139,16 @@ def test_an_address_outside_of_shared_memory_cannot_be_exported() -> None:
     assert (ctypes.c_float * 12).from_address(base)[:] == list(range(12)), "one memory, seen at two addresses"
     transport.close(base)
     transport.free()
+
+
+def test_the_report_has_a_row_for_each_rank_and_one_for_all() -> None:
+    common = {"host": "one", "device": "cpu", "all_reduce": "custom", "static_bytes": 0, "session_seconds": 1.0}
+    records = [
+        RankRecord(rank=0, rows=4, buffers=3, bases=1, mapped_bytes=1 << 20, registration_seconds=0.01,
+                   pool_bytes=1 << 10, total_bytes=2 << 10, **common),
+        RankRecord(rank=1, rows=4, buffers=4, bases=2, mapped_bytes=1 << 20, registration_seconds=0.03,
+                   pool_bytes=1 << 10, total_bytes=3 << 10, **common),
+    ]  # fmt: skip
+    lines = [line.split() for line in plain_text(rank_table(records)).splitlines()]
+    assert lines[2][:5] == ["0", "custom", "4", "3", "1"]
+    assert " ".join(lines[-1]) == "all custom 8 7 3 2.0 MiB 30.0 ms 2.0 KiB 5.0 KiB 1.00 s"

@@ -25,7 +25,7 @@ import torch
 
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.transport import ExportedMemory, MemoryTransport
-from cgplan.errors import CgplanError, RankMismatchError, RegistrationError
+from cgplan.errors import RankMismatchError, RegistrationError
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +151,11 @@ class GraphBufferRegistry:
 
         For memory that is there before any capture and as long as the registry: staging, signals. A step of all ranks.
         """
-        error: CgplanError | None = None
+        error: Exception | None = None
         memory = None
         try:
             memory = self._transport.export(block.data_ptr())
-        except CgplanError as raised:
+        except Exception as raised:
             error = raised
         shared = self._ranks.agree(f"exporting the {name}", error=error, value=memory)
         found: list[int] = []
@@ -192,10 +192,10 @@ class GraphBufferRegistry:
 
     def _exchange(self) -> list[Sequence[ExportedMemory]]:
         memories: list[ExportedMemory] = []
-        error: CgplanError | None = None
+        error: Exception | None = None
         try:
             memories = [self._transport.export(address) for address in self._addresses]
-        except CgplanError as raised:
+        except Exception as raised:
             error = raised
         shared = self._ranks.agree("exchanging the handles", error=error, value=memories)
         logger.info("rank %d: %d addresses of each rank exchanged", self._ranks.rank, len(memories))

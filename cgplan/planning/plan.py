@@ -24,6 +24,7 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "budget": True,
     "speculative": {"accepted_tokens"},
     "compilation": {"capture_policy"},
+    "distributed": {"timeout", "data_parallel_sync"},
 }
 
 Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
