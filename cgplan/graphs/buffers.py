@@ -79,7 +79,9 @@ class StaticBuffer:
         return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
     def view(self, rows: int) -> torch.Tensor:
-        """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept."""
+        """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept, so they are not for
+        others: see ``alias``.
+        """
         if self.row_dim is None:
             return self.tensor
         view = self._views.get(rows)
@@ -87,6 +89,11 @@ class StaticBuffer:
             with torch.inference_mode(False):  # for the same reason as the memory
                 view = self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
         return view
+
+    def alias(self, rows: int) -> torch.Tensor:
+        """The same as a tensor of its own, whose shape and strides its holder may change in place."""
+        with torch.inference_mode(False):
+            return self.view(rows).detach()
 
     def pad(self, rows: int, padded_rows: int) -> None:
         """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch reached."""
@@ -141,8 +148,8 @@ class StaticBuffers:
         return sum(b.tensor.nbytes for b in self.buffers.values())
 
     def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
-        """What a graph for this batch reads: views of the first rows of each buffer, by name."""
-        return {name: buffer.view(buffer.count(num_tokens, num_reqs)) for name, buffer in self.buffers.items()}
+        """What a graph for this batch reads: the first rows of each buffer, by name, as tensors of the caller's own."""
+        return {name: buffer.alias(buffer.count(num_tokens, num_reqs)) for name, buffer in self.buffers.items()}
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in one of the buffers."""

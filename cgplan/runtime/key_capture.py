@@ -114,17 +114,16 @@ class KeyCapture:
     def _capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> CapturedKey:
         backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
         scope.pool = graphed.pools.of((mode, descriptor))
-        views = graphed.views(descriptor)
         try:
             start = time.perf_counter()
             for _ in range(graphed.config.compilation.cudagraph_num_of_warmups):
-                graphed.run_eager(descriptor, views)
+                graphed.run_eager(descriptor, graphed.views(descriptor))
             backend.synchronize()
             warm = time.perf_counter()
             before = (backend.memory(), graphed.pools.nbytes)
             read = time.perf_counter()
             capturing = True
-            output = self._run_watched(mode, descriptor, views)
+            output = self._run_watched(mode, descriptor, graphed.views(descriptor))
         except Exception as error:
             failure = explain_failure(
                 error,
@@ -132,7 +131,9 @@ class KeyCapture:
                 descriptor,
                 capturing=capturing,
                 free=backend.memory().free,
-                find_host_sync=lambda: find_host_sync(lambda: graphed.run_eager(descriptor, views), backend.device),
+                find_host_sync=lambda: find_host_sync(
+                    lambda: graphed.run_eager(descriptor, graphed.views(descriptor)), backend.device
+                ),
                 all_freed=not self._in_service,
             )
             raise failure from (error if failure is not error else error.__cause__)

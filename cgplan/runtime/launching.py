@@ -59,8 +59,7 @@ class BatchLauncher:
             self._graphed.check_autocast()
             self._is_plain = not self._is_autocast()
         if batch.unchecked:
-            self._graphed.check_addresses(batch.route.mode, batch.route.descriptor)
-            batch.unchecked = not self._checks_once
+            self._check_addresses(batch)
         replay = batch.replay
         if replay is None:
             return batch.run(copy_in, values, stream)
@@ -69,13 +68,27 @@ class BatchLauncher:
         replay()
         return batch.output()
 
+    def _check_addresses(self, batch: PreparedBatch) -> None:
+        batch.unchecked = not self._checks_once  # ahead of the check: another thread may ask for one meanwhile
+        try:
+            self._graphed.check_addresses(batch.route.mode, batch.route.descriptor)
+        except BaseException:
+            batch.unchecked = True
+            raise
+
+    def take_stream(self) -> None:
+        """Note that the caller writes on the current stream; the lock is held. Raises as ``launch``."""
+        stream, use = self.current_stream(), self._use
+        if stream != use.stream or use.user is not self._name:
+            use.take_stream(stream, self._name, self._graphed.backend)
+
     def extend_marks(self, batch: PreparedBatch) -> None:
         """Note that rows of a batch may have been written, and no padding was reset."""
         self.marks.extend(batch.route.batch.num_tokens, batch.route.batch.num_reqs or 0)
 
     def check(self) -> None:
         """What ``launch`` checks first, for work ahead of it; the lock is held. Raises as it does."""
-        self._use.take_stream(self.current_stream(), self._name, self._graphed.backend)
+        self.take_stream()
         self._graphed.check_autocast()
 
     def under_way(self) -> CgplanError:

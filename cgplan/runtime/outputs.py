@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import OutputShapeError
+from cgplan.runtime.views import HandedViews
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +69,44 @@ class OutputRows:
         """``cut`` for an output that lies on the same memory each time: its views are made here, once.
 
         Returns:
-            A function that gives the cut output: the same tensors on each call, or copies where ``clone`` says so, in
-            lists and dicts of their own, which the caller may change.
+            A function that gives the cut output: the same tensors on each call, but for those that a caller has changed
+            in place (see HandedViews), or copies where ``clone`` says so, in lists and dicts of their own.
         """
-        rows = self.count(num_tokens, num_reqs)
-        with torch.inference_mode(False), torch.no_grad():
-            views = tree_map_only(torch.Tensor, lambda t: t[:rows], output)
-        return _builder(views, self.clone)
+        rows, found = self.count(num_tokens, num_reqs), list[torch.Tensor]()
+        build = _builder(output, found)
+        handed = HandedViews(lambda: tuple([tensor[:rows] for tensor in found]))
+        if self.clone:
+            views = handed.tensors()
+            if isinstance(output, torch.Tensor):
+                return views[0].clone
+            return lambda: build([view.clone() for view in views])
+        if isinstance(output, torch.Tensor):
+            return handed.single
+        return lambda: build(handed.tensors())
 
 
-def _builder(value: Any, clone: bool) -> Callable[[], Any]:
-    """A function that builds an output anew, as far as it can be changed."""
+def _builder(value: Any, found: list[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """A function that builds an output anew, as far as it can be changed, from other tensors in the order of ``found``,
+    which is filled here with those of ``value``.
+    """
     if isinstance(value, torch.Tensor):
-        return value.clone if clone else lambda: value
-    if type(value) is tuple:
-        parts = [_builder(part, clone) for part in value]
-        return lambda: tuple([part() for part in parts])
-    if type(value) is list:
-        parts = [_builder(part, clone) for part in value]
-        return lambda: [part() for part in parts]
+        found.append(value)
+        return itemgetter(len(found) - 1)
+    if type(value) in (tuple, list):
+        parts = [_builder(part, found) for part in value]
+        if type(value) is list:
+            return lambda tensors: [part(tensors) for part in parts]
+        return lambda tensors: tuple([part(tensors) for part in parts])
     if type(value) is dict:
-        items = [(key, _builder(part, clone)) for key, part in value.items()]
-        return lambda: {key: part() for key, part in items}
-    return lambda: tree_map_only(torch.Tensor, lambda t: t.clone() if clone else t, value)
+        items = [(key, _builder(part, found)) for key, part in value.items()]
+        return lambda tensors: {key: part(tensors) for key, part in items}
+    leaves, spec = tree_flatten(value)
+    others = [_builder(leaf, found) if isinstance(leaf, torch.Tensor) else _same(leaf) for leaf in leaves]
+    return lambda tensors: tree_unflatten([other(tensors) for other in others], spec)
+
+
+def _same(leaf: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
+    return lambda _: leaf
 
 
 def _hides_tensors(leaf: Any) -> bool:

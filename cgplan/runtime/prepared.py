@@ -24,6 +24,7 @@ from cgplan.runtime.dispatching import BatchRouter, Route
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
 from cgplan.runtime.stats import BatchCount, RunnerStats
+from cgplan.runtime.views import HandedViews
 
 _MOST_WAYS = 4
 Values = Sequence[torch.Tensor]
@@ -64,6 +65,10 @@ class PreparedBatch:
     pad: CopyIn = leave_alone
     unchecked: bool = False
     ways: list[tuple[Callable[..., bool], CopyIn]] = field(default_factory=list)
+
+    def look_again(self) -> None:
+        """Have the model's addresses checked before the next call."""
+        self.unchecked = self.copy is not None  # what runs eagerly has no addresses
 
     def way(self, values: Values) -> CopyIn:
         """How to copy these tensors, which fit the batch, in; remembered for those that are like them."""
@@ -150,14 +155,16 @@ class BatchPreparer:
         """PIECEWISE, where the model's own code runs with graphs inside, and whatever debug mode looks at."""
         graphed, outputs, debug = self._graphed, self._outputs, self._debug
         mode, descriptor, batch = route.mode, route.descriptor, route.batch
-        padded_reqs, views = graphed.padded_reqs(descriptor), graphed.views(descriptor)
+        padded_reqs, names = graphed.padded_reqs(descriptor), self._names
+        views = HandedViews(lambda: tuple(graphed.views(descriptor).values()))
         entry = graphed.wrapper.entries.get(descriptor) if mode is CUDAGraphMode.FULL else None
 
         def replay() -> Any:
             if entry is not None:
                 graphed.backend.replay(entry.graph)
                 return entry.output
-            output = graphed.run_graphed(mode, descriptor, views)
+            tensors = dict(zip(names, views.tensors(), strict=True))
+            output = graphed.run_graphed(mode, descriptor, tensors)
             outputs.check(output, descriptor, padded_reqs)
             return output
 

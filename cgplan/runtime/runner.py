@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -28,7 +29,9 @@ class GraphRunner(RunnerState):
 
     It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
     ``clone``: views of graph memory, overwritten by the next call of this runner, and the same tensor objects each
-    time. With ``capture_policy: lazy`` a call may capture the key that its batch asks for; ``replan`` exchanges the
+    time. One whose shape, strides or requires_grad was changed in place is left to its holder, and the next call
+    gives another. (Other memory of the same shape, given to one by ``.data =`` or ``set_``, would not be noticed.)
+    With ``capture_policy: lazy`` a call may capture the key that its batch asks for; ``replan`` exchanges the
     graphs of an adaptive runner. Not for use from several threads, and on one stream at a time: a call from another
     stream is refused while the stream of the last call still has work.
 
@@ -161,7 +164,7 @@ class GraphRunner(RunnerState):
             finally:
                 self._release()
             route = self._router.of_counts(*counts)
-        views = self._graphed.buffers.views(num_tokens, route.batch.num_reqs or 0)
+        views = partial(self._graphed.buffers.views, num_tokens, route.batch.num_reqs or 0)
         staged = StagedBuffers(self._launcher, self._preparer.prepare(route), views)
         self._handed.append(weakref.ref(staged))
         if not demand.is_open(route):
@@ -190,6 +193,7 @@ class GraphRunner(RunnerState):
             raise self._launcher.under_way()
         try:
             route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
+            self._launcher.take_stream()
             tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
             values = self._pick(inputs)
             if route.mode is CUDAGraphMode.NONE or not padded:

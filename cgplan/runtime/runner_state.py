@@ -76,7 +76,9 @@ class RunnerState:
         self.graphs_changed()
 
     def graphs_changed(self) -> None:
-        """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then."""
+        """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then. The
+        lock is held, or nobody has the runner yet.
+        """
         for reference in self._handed:
             if (staged := reference()) is not None:
                 staged.retire()
@@ -126,12 +128,17 @@ class RunnerState:
     def invalidate(self, name: str) -> None:
         """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
 
-        Calls that a graph would serve raise AddressError with that name until ``recapture``.
+        Calls that a graph would serve raise AddressError with that name until ``recapture``; so does leaving a block of
+        staged buffers that is under way.
         Raises InputError for what is no name, CgplanError if the runner is closed.
         """
         self._check_open()
         self._graphed.invalidate(name)
-        self.graphs_changed()  # each batch is looked at again
+        for batch in list(self._batches.values()):
+            batch.look_again()
+        for reference in list(self._handed):
+            if (staged := reference()) is not None:
+                staged.look_again()
 
     def recapture(self) -> None:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
@@ -154,9 +161,18 @@ class RunnerState:
             yield
 
     def retry_failed(self) -> None:
-        """Forget which keys could not be captured (``report.failed``): the next batch that asks for one tries again."""
-        self._demand.live.failed.clear()
-        self.graphs_changed()
+        """Forget which keys could not be captured (``report.failed``): the next batch that asks for one tries again.
+
+        Raises:
+            CgplanError: a call is under way.
+        """
+        if not self._acquire(False):
+            raise self._launcher.under_way()
+        try:
+            self._demand.live.failed.clear()
+            self.graphs_changed()
+        finally:
+            self._release()
 
     def replan(
         self,

@@ -1,0 +1,323 @@
+"""What callers hold of a runner, and what they may do with it without harm to the next call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import same
+from torch import Tensor
+
+import cgplan
+from cgplan import GraphRunner, Input
+from cgplan.errors import AddressError, CgplanError, InputError
+from cgplan.graphs import GraphBackend
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+SQUARE = {"x": Input(shape=("num_tokens", 3), dtype="float32", pad=0)}
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def open_runner(backend: GraphBackend, model: Callable[..., Any] = double, **sections: Any) -> GraphRunner:
+    compilation = {"cudagraph_capture_sizes": [2, 4, 8], **sections.pop("compilation", {})}
+    specs = sections.pop("specs", SQUARE)
+    return cgplan.capture(model, specs, compilation=compilation, device=backend.device.type, **sections)
+
+
+def square(backend: GraphBackend) -> Tensor:
+    return torch.arange(9.0, device=backend.device).view(3, 3)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------
+
+
+def test_invalidating_inside_a_block(backend: GraphBackend) -> None:
+    """Leaving the block raises, nothing runs, and the runner's lock is free."""
+    runner, x = open_runner(backend), square(backend)
+
+    def block() -> None:
+        with runner.stage(3) as buffers:
+            buffers["x"].copy_(x)
+            runner.invalidate("kv_cache")
+
+    with pytest.raises(AddressError, match="'kv_cache' moved"):
+        block()
+    with pytest.raises(AddressError, match="'kv_cache' moved"):
+        runner(x=x)
+    with pytest.raises(AddressError, match="'kv_cache' moved"), runner.stage(3):
+        pass
+    runner.recapture()
+    same(runner(x=x), x * 2)
+    with runner.stage(3) as buffers:
+        buffers["x"].copy_(x)
+    same(buffers.output, x * 2)
+    runner.close()
+
+
+def test_calls_of_all_kinds_are_looked_at_again(backend: GraphBackend) -> None:
+    runner, x = open_runner(backend), square(backend)
+    kept = runner.stage(3)
+    for _ in range(2):
+        runner(x=x)
+        with kept as buffers:
+            buffers["x"].copy_(x)
+    runner.invalidate("kv_cache")
+    for _ in range(2):
+        with pytest.raises(AddressError, match="'kv_cache' moved"):
+            runner(x=x)
+        with pytest.raises(AddressError, match="'kv_cache' moved"), kept:
+            pass
+    large = torch.ones(9, 3, device=backend.device)
+    same(runner(x=large), large * 2)
+
+
+def test_invalidating_while_a_block_is_entered(backend: GraphBackend) -> None:
+    """As from another thread, right after the lock was taken."""
+    runner = open_runner(backend)
+    staged = runner.stage(3)
+    acquire = staged._acquire
+
+    def acquire_late(blocking: bool) -> bool:
+        taken = acquire(blocking)
+        runner.invalidate("kv_cache")
+        return taken
+
+    staged._acquire = acquire_late
+    with pytest.raises(AddressError, match="'kv_cache' moved"), staged:
+        pass
+    runner.close()
+
+
+def test_a_block_whose_graphs_go_while_it_is_entered(backend: GraphBackend) -> None:
+    runner = open_runner(backend)
+    staged = runner.stage(3)
+    acquire = staged._acquire
+
+    def acquire_late(blocking: bool) -> bool:
+        thread = threading.Thread(target=runner.recapture)
+        thread.start()
+        thread.join()
+        return acquire(blocking)
+
+    staged._acquire = acquire_late
+    with pytest.raises(CgplanError, match="are gone"), staged:
+        pass
+    same(runner(x=square(backend)), square(backend) * 2)
+
+
+def test_failed_keys_are_not_forgotten_inside_a_block(backend: GraphBackend) -> None:
+    runner = open_runner(backend)
+    with runner.stage(3) as buffers:
+        buffers["x"].fill_(1)
+        with pytest.raises(CgplanError, match="while another call was under way"):
+            runner.retry_failed()
+    same(buffers.output, torch.full((3, 3), 2.0, device=backend.device))
+    runner.retry_failed()
+
+
+def test_tensors_cannot_be_exchanged_inside_a_block(backend: GraphBackend) -> None:
+    runner, x = open_runner(backend), square(backend)
+
+    def remove(buffers: Any) -> None:
+        del buffers["x"]
+
+    def put(buffers: Any) -> None:
+        buffers["x"] = x
+
+    def merge(buffers: Any) -> None:
+        buffers |= {"x": x}
+
+    wrong: list[Callable[[Any], Any]] = [
+        put, remove, merge, lambda b: b.update(x=x), lambda b: b.pop("x"), lambda b: b.popitem(), lambda b: b.clear(),
+        lambda b: b.setdefault("x", x), lambda b: b.setdefault("z", x), lambda b: put({"x": 0} and b),
+    ]  # fmt: skip
+    for change in wrong:
+        with pytest.raises(InputError, match="cannot be put into staged buffers") as caught, runner.stage(3) as buffers:
+            change(buffers)
+        assert "copy_" in caught.value.remedy
+        same(runner(x=x), x * 2)
+    with pytest.raises(InputError, match="unknown input 'X'"), runner.stage(3) as buffers:
+        buffers["X"] = x
+    with runner.stage(3) as buffers:
+        buffers["x"].copy_(x)
+        buffers["x"] += 5
+        assert (list(buffers), len(buffers), "x" in buffers) == (["x"], 1, True)
+    same(buffers.output, (x + 5) * 2)
+    with pytest.raises(CgplanError, match="outside of their"):
+        put(buffers)
+
+
+# --- tensor objects -------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "unsqueeze_": lambda t: t.unsqueeze_(1),
+    "t_": lambda t: t.t_(),
+    "requires_grad_": lambda t: t.requires_grad_(),
+    "resize_": lambda t: t.resize_(1, 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
+def test_outputs_changed_in_place(backend: GraphBackend, change: str, mode: Callable[[], Any]) -> None:
+    for model in (double, lambda x: {"y": [x * 2, (x + 1, 3)]}):
+        runner, x = open_runner(backend, model), square(backend)
+        wanted = runner.run_eagerly(x=x)
+        with mode():
+            for _ in range(2):
+                output = runner(x=x)
+                held = output if isinstance(output, Tensor) else output["y"][0]
+                CHANGES[change](held)
+        same(runner(x=x), wanted)
+        again = runner(x=x)
+        leaf = again if isinstance(again, Tensor) else again["y"][0]
+        assert leaf is not held
+        assert not leaf.requires_grad
+        leaf.add_(1)
+        same(runner(x=x), wanted)
+
+
+def test_untouched_outputs_are_the_same_objects_in_each_mode(backend: GraphBackend) -> None:
+    runner, x = open_runner(backend), square(backend)
+    first = runner(x=x)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert runner(x=x) is first
+
+
+def test_outputs_of_classes_that_pytree_knows(backend: GraphBackend) -> None:
+    made = torch.return_types.max
+
+    def model(x: Tensor) -> Any:
+        return made((x * 2, x + 1)), (x * 3, None, "text")
+
+    runner, x = open_runner(backend, model), square(backend)
+    for _ in range(2):
+        pair, rest = runner(x=x)
+        assert type(pair) is made
+        same((pair.values, pair.indices), (x * 2, x + 1))
+        same(rest[0], x * 3)
+        assert rest[1:] == (None, "text")
+        pair.values.t_()
+
+
+@pytest.mark.parametrize("change", ["unsqueeze_", "t_"])
+def test_views_of_static_buffers_changed_in_place(backend: GraphBackend, change: str) -> None:
+    for mode, uniform in (("FULL", None), ("PIECEWISE", None), ("FULL_DECODE_ONLY", False)):  # the last runs eagerly
+        compilation: dict[str, Any] = {"cudagraph_mode": mode}
+        model: Callable[..., Any] = double
+        if mode == "PIECEWISE":
+            model, compilation["splitting_modules"] = Pieces(Doubled()), ["piece"]
+        runner, x = open_runner(backend, model, compilation=compilation), square(backend)
+        for count in (1, 2):
+            with runner.stage(3, uniform_decode=uniform) as buffers:
+                assert buffers["x"].shape == (3, 3), count
+                buffers["x"].copy_(x)
+                CHANGES[change](buffers["x"])
+            same(buffers.output, x * 2)
+            CHANGES[change](runner.input_views(3)["x"])
+            same(runner(x=x, uniform_decode=uniform), x * 2)
+            same(runner.run_eagerly(x=x), x * 2)
+            assert runner.input_views(3)["x"].shape == (3, 3)
+
+
+def test_a_buffer_of_fixed_shape_changed_in_place(backend: GraphBackend) -> None:
+    specs = {**SQUARE, "scale": Input(shape=(3,), dtype="float32", pad=0)}
+    runner = open_runner(backend, lambda x, scale: x * scale, specs=specs)
+    x, scale = square(backend), torch.tensor([1.0, 2.0, 3.0], device=backend.device)
+    with runner.stage(3) as buffers:
+        buffers["x"].copy_(x)
+        buffers["scale"].copy_(scale)
+        buffers["scale"].unsqueeze_(1)
+    same(buffers.output, x * scale)
+    runner.input_views(3)["scale"].unsqueeze_(1)
+    for _ in range(2):
+        same(runner(x=x, scale=scale), x * scale)
+
+
+class Pieces(torch.nn.Module):
+    def __init__(self, piece: torch.nn.Module) -> None:
+        super().__init__()
+        self.piece = piece
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.piece(x)
+        return total * 1
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_a_model_that_changes_its_inputs_shape_in_place(backend: GraphBackend) -> None:
+    """Each warm-up, capture and run gets a tensor of its own."""
+
+    def model(x: Tensor) -> Tensor:
+        x.unsqueeze_(1)
+        return (x * 2).squeeze(1)
+
+    runner, x = open_runner(backend, model), square(backend)
+    same(runner(x=x), x * 2)
+    same(runner.run_eagerly(x=x), x * 2)
+
+
+# --- streams --------------------------------------------------------------------------------------------------
+
+
+def test_writing_into_static_buffers_from_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused ahead of the first write, while the stream before has work; the stream of each write is noted."""
+    backend = cgplan.graphs.select_backend("cpu")
+    current, busy = 0, True
+    monkeypatch.setattr(type(backend), "stream_getter", lambda self: lambda: current)
+    monkeypatch.setattr(type(backend), "is_busy", lambda self, stream: busy)
+    runner, x = open_runner(backend), square(backend)
+    runner(x=x)
+    current = 7
+    staged = runner.stage(3)
+    ways: list[Callable[[], Any]] = [
+        staged.__enter__, lambda: runner.run_eagerly(x=x), lambda: runner.run_eagerly(x=x, padded=False),
+    ]  # fmt: skip
+    for way in ways:
+        with pytest.raises(CgplanError, match="from another stream than before, whose work is not done"):
+            way()
+    for number, eagerly in enumerate((True, False)):
+        busy, current = False, 10 + number
+        if eagerly:
+            same(runner.run_eagerly(x=x), x * 2)
+        else:
+            with pytest.raises(ZeroDivisionError), staged:  # it was written to, and nothing ran
+                raise ZeroDivisionError
+        busy, current = True, 7
+        with pytest.raises(CgplanError, match="from another stream"):
+            runner(x=x)
+    busy = False
+    same(runner(x=x), x * 2)
+
+
+@pytest.mark.gpu
+def test_static_buffers_are_not_written_behind_the_back_of_a_busy_stream() -> None:
+    runner = cgplan.capture(double, SQUARE, device="cuda", compilation={"cudagraph_capture_sizes": [4]})
+    x = torch.ones(3, 3, device="cuda")
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(500_000_000)
+        output = runner.run_eagerly(x=x)
+    with torch.cuda.stream(second):
+        with pytest.raises(CgplanError, match="from another stream"), runner.stage(3) as buffers:
+            buffers["x"].fill_(5)
+        with pytest.raises(CgplanError, match="from another stream"):
+            runner.run_eagerly(x=x * 5)
+        first.synchronize()
+        same(output, x * 2)
+        with runner.stage(3) as buffers:
+            buffers["x"].fill_(5)
+        same(buffers.output, x * 10)
