@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -181,6 +182,12 @@ def capture_and_run(rank: int, world_size: int) -> Any:
         rows.append(reducer.registry.rows)
         report = runner.report
         runner.close()
+    del reducer, capture, runner
+    gc.collect()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:cgplan" in line]
+    assert not mapped, f"shared memory is still mapped: {mapped}"
+    opened_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    assert not [name for name in opened_files if "memfd:cgplan" in name]
     return rows, report.ranks
 
 
@@ -217,7 +224,8 @@ def raises_in_registration(rank: int, method: str) -> Any:
     def failing(self: Any, *args: Any) -> Any:
         if left[0] and armed[0]:
             left[0] -= 1
-            raise RegistrationError(f"{method} does not work")
+            kind = RegistrationError if method == "open" else torch.OutOfMemoryError
+            raise kind(f"{method} does not work")
         return real(self, *args)
 
     armed = [False]
@@ -233,6 +241,15 @@ def raises_in_registration(rank: int, method: str) -> Any:
         check_runner(runner, rank, ranks.world_size)
         runner.close()
     return said
+
+
+def raises_in_replay(rank: int, error: type[Exception]) -> None:
+    with session(rank) as (_, _, capture):
+        runner = capture.run()
+        for turn in range(200):
+            if rank == 1 and turn == 20:
+                raise error("a defect of the caller")
+            runner(x=torch.ones(1 + turn % 4, 8))
 
 
 def die() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import rank_programs as programs
+import torch
 from ranks import HANG, Outcome, run_ranks, shared_segments, values
 
 from cgplan import errors
@@ -57,6 +58,13 @@ def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str
     assert {name for name, _ in said} == {"RankFailedError"}
     assert len({message for _, message in said}) == 1
     assert re.search(f"rank 1 failed in {step}.*{method} does not work", said[0][1])
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_rank_that_raises_between_replays(error: type[Exception]) -> None:
+    found = run_ranks(2, programs.raises_in_replay, error)
+    all_raise(found, "RankFailedError", f"rank 1 has ended: {error.__name__}: a defect of the caller", skip=(1,))
+    assert found[1].error == error.__name__, "the rank itself raises what it raised"
 
 
 PHASES = ["opened", "eager", "capture", "counts", "exchange", "open", "write", "seal", "replay", "leave"]

@@ -9,7 +9,9 @@ Note [Signals]
     block of their own rank.
 
     Writes are system-scope atomics that release what the block wrote before, waits are system-scope atomics that
-    acquire; `debug_barrier` makes the one hold for, and the other wait for, all threads of the block.
+    acquire; `debug_barrier` makes the one hold for, and the other wait for, all threads of the block. The last barrier
+    of the one-shot kernel publishes nothing: its reads are over, as what was made of them is stored. It is not ORDERED,
+    which spares a fence over the whole system.
 
     A kernel has two barriers. One-shot: before the first read all inputs are written; after the last one nobody reads
     my input any more, so that what follows may overwrite it. Two-shot: as before; then after the slices are reduced,
@@ -31,7 +33,19 @@ UNREGISTERED, TIMED_OUT, ABORTED = 1, 2, 3  # values of the error word
 
 
 @triton.jit
-def _barrier(signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexpr, LIMIT: tl.constexpr):
+def _look(own, zeros, values, ORDERED: tl.constexpr):
+    """How far the rank that is farthest behind is behind; 0 or more once all have come."""
+    if ORDERED:
+        seen = tl.atomic_add(own, zeros, sem="acquire", scope="sys")
+    else:
+        seen = tl.atomic_add(own, zeros, sem="relaxed", scope="sys")
+    return tl.min(seen - values, axis=0)
+
+
+@triton.jit
+def _barrier(
+    signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexpr, LIMIT: tl.constexpr, ORDERED: tl.constexpr
+):
     """Block ``slot`` of all ranks meets: each writes ``value`` to all, and waits for it from all.
 
     Returns 1, or 0 if it has left without the others: their memory may be gone then, and must not be touched.
@@ -40,13 +54,16 @@ def _barrier(signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexp
     ranks = tl.arange(0, WORLD)
     values = tl.zeros([WORLD], tl.int32) + value
     theirs = tl.load(signals + ranks).to(tl.pointer_type(tl.int32)) + slot * WORLD + RANK
-    tl.atomic_xchg(theirs, values, sem="release", scope="sys")
+    if ORDERED:
+        tl.atomic_xchg(theirs, values, sem="release", scope="sys")
+    else:
+        tl.atomic_xchg(theirs, values, sem="relaxed", scope="sys")
     own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * WORLD + ranks
     zeros = tl.zeros([WORLD], tl.int32)
-    behind = tl.min(tl.atomic_add(own, zeros, sem="acquire", scope="sys") - values, axis=0)
+    behind = _look(own, zeros, values, ORDERED)
     looks, met = 0, 1
     while behind < 0:
-        behind = tl.min(tl.atomic_add(own, zeros, sem="acquire", scope="sys") - values, axis=0)
+        behind = _look(own, zeros, values, ORDERED)
         looks += 1
         if LIMIT > 0:
             if looks == LIMIT:
@@ -99,7 +116,7 @@ def one_shot(
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT)
+        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT, True)
         numel = packs * met * PACK
         for start in range(pid * BLOCK, numel, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
@@ -111,7 +128,7 @@ def one_shot(
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
-            _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT)
+            _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, False)
         tl.store(counts + pid, count + 1)
 
 
@@ -145,7 +162,7 @@ def two_shot(
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT)
+        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT, True)
         numel, size = packs * PACK, slice_packs * met * PACK
         mine = (slices[RANK] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
         mine = tl.multiple_of(mine, 16)
@@ -159,7 +176,7 @@ def two_shot(
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(mine + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
-            size = size * _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT)
+            size = size * _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, True)
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
             for rank in tl.static_range(WORLD):

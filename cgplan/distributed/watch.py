@@ -213,7 +213,7 @@ class RankWatch:
     def _lose(self, who: str, what: str) -> None:
         if self._lost is None:
             self._lost = RankFailedError(f"{who} {what}", remedy=_REMEDY)
-            logger.warning("rank %d: %s", self._rank, self._lost.message)
+            logger.info("rank %d: %s", self._rank, self._lost.message)
             self._tell(self._lost)
 
     def _tell(self, failure: RankFailedError) -> None:
