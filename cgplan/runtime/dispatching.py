@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.runtime.batch import Batch, BatchReader
 
+_FLAGS: dict[Any, bool | None] = {True: True, False: False, None: None}  # what is equal to one finds the same batch
 _LATER = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
@@ -31,6 +33,24 @@ def _miss_remedy(plan: Plan, reason: MissReason) -> str:
         return f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
     sizes = reason is MissReason.TOO_LARGE
     return "Add the size to cudagraph_capture_sizes" if sizes else "Choose another cudagraph_mode"
+
+
+def as_count(name: str, value: Any) -> int:
+    """A count that a caller gives, as a plain int. Raises InputError for what is no whole number."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        raise InputError(f"{name} is {value!r}, a {type(value).__name__}", remedy="Pass an int.") from None
+
+
+def as_flag(value: Any) -> bool | None:
+    """``uniform_decode`` as a caller gives it. Raises InputError for what is not equal to True, False or None."""
+    try:
+        return _FLAGS[value]
+    except (LookupError, TypeError):
+        raise InputError(
+            f"uniform_decode is {value!r}, a {type(value).__name__}", remedy="Pass True or False, or leave it out."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,8 @@ class BatchRouter:
         """
         plan, q = self._plan, self._plan.query_len
         self.check_size(num_tokens)
+        if num_reqs is not None and num_reqs < 1:
+            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
         if self._reader.counting("num_reqs") is None:
             num_reqs = None
         elif num_reqs is None:
@@ -108,14 +130,12 @@ class BatchRouter:
                     remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
                 )
             num_reqs = num_tokens // q if uniform_decode else num_tokens
-        if num_reqs is not None and num_reqs < 1:
-            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
         return self._route(Batch(num_tokens, num_reqs), uniform_decode, num_active_loras)
 
     def check_size(self, num_tokens: int) -> None:
         """Raise InputError if the static buffers do not hold so many tokens."""
         most = self._most_tokens
-        if not isinstance(num_tokens, int) or not 0 < num_tokens <= most:
+        if not 0 < num_tokens <= most:
             raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
