@@ -169,7 +169,7 @@ def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     [
         ({"uniform_decode": "yes"}, "uniform_decode is 'yes'"),
         ({"uniform_decode": []}, r"uniform_decode is \[\]"),
-        ({"uniform_decode": 1}, "uniform_decode is 1"),
+        ({"uniform_decode": 2}, "uniform_decode is 2"),
         ({"num_active_loras": "two"}, "num_active_loras is 'two'"),
         ({"num_active_loras": None}, "num_active_loras is None"),
         ({"num_active_loras": 0.5}, "num_active_loras is 0.5"),

@@ -81,6 +81,11 @@ def views(x: Tensor) -> Tensor:
 
 
 @case(((4, 6), F32))
+def one_element_with_strides(x: Tensor) -> Tensor:
+    return x[:1, :1].t().double() + 1
+
+
+@case(((4, 6), F32))
 def chunk_split_unbind(x: Tensor) -> Any:
     a, b = x.chunk(2, dim=1)
     c, d = (x * 2).split([1, 5], dim=1)

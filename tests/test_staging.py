@@ -387,6 +387,41 @@ def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
         same(buffers.buffers["x"].view(3), torch.tensor([0.0, 2.0, 4.0]))
 
 
+def test_the_kernel_learns_of_writes_by_the_model(emulated: Emulated) -> None:
+    """Whichever way a batch comes by, prepared before or after."""
+    for host in (False, True):
+        for tokens in (3, 30_000):
+            buffers = StaticBuffers({"x": ROWS}, 30_001, 30_001, CPU)
+            copier = emulated.copier(buffers)
+            copier.device = torch.device("meta") if host else CPU
+            copy = copier.prepare(tokens, tokens, 30_001, 30_001)
+            values = [torch.ones(tokens)]
+            bring = copy.quickest(values)
+            bring(values, 0)
+            before = buffers.versions()
+            buffers.buffers["x"].tensor.fill_(7)
+            copier.note_writes(before)
+            bring(values, 0)
+            assert_staged(buffers, values, 30_001, 30_001)
+            buffers.buffers["x"].tensor[tokens:] = 7
+            copy.pad((), 0)
+            assert_staged(buffers, values, 30_001, 30_001)
+
+
+def test_storages_that_were_freed(emulated: Emulated) -> None:
+    buffers = StaticBuffers({"x": ROWS}, 30_000, 30_000, CPU)
+    copier = emulated.copier(buffers)
+    for host in (False, True):
+        copier.device = torch.device("meta") if host else CPU
+        for tokens in (3, 30_000):
+            values = [torch.ones(tokens)]
+            copy = copier.prepare(tokens, tokens, 30_000, 30_000)
+            bring = copy.quickest(values)
+            values[0].untyped_storage().resize_(0)
+            with pytest.raises(InputError, match="'x' has no memory"):
+                bring(values, 0)
+
+
 def test_the_drivers_refusals(emulated: Emulated) -> None:
     buffers = StaticBuffers({"x": ROWS}, 4, 4, CPU)
     copy = emulated.copier(buffers).prepare(3, 3, 4, 4)
@@ -890,8 +925,14 @@ def test_batches_that_cannot_be_staged(backend: GraphBackend) -> None:
         ({"num_tokens": 9}, "hold 1 to 8 tokens, asked for 9", "Ask for fewer"),
         ({"num_tokens": 0}, "asked for 0", "Ask for fewer"),
         ({"num_tokens": -1}, "asked for -1", "Ask for fewer"),
-        ({"num_tokens": 2.5}, "asked for 2.5", "Ask for fewer"),
-        ({"num_tokens": "3"}, "asked for 3", "Ask for fewer"),
+        ({"num_tokens": 2.5}, "num_tokens is 2.5, a float", "Pass an int"),
+        ({"num_tokens": "3"}, "num_tokens is '3', a str", "Pass an int"),
+        ({"num_tokens": [3]}, r"num_tokens is \[3\], a list", "Pass an int"),
+        ({"num_tokens": 3, "num_reqs": 2.0}, "num_reqs is 2.0, a float", "Pass an int"),
+        ({"num_tokens": 3, "num_reqs": [2]}, r"num_reqs is \[2\], a list", "Pass an int"),
+        ({"num_tokens": 3, "num_reqs": -1}, "asked for -1 requests", "at least one"),
+        ({"num_tokens": 3, "num_active_loras": None}, "num_active_loras is None", "Pass an int"),
+        ({"num_tokens": 3, "uniform_decode": "yes"}, "uniform_decode is 'yes', a str", "Pass True or False"),
         ({"num_tokens": 5}, "5 tokens does not tell how many requests", "num_reqs"),
         ({"num_tokens": 3, "num_reqs": 0}, "asked for 0 requests", "at least one"),
         ({"num_tokens": 3, "num_reqs": 4}, "4 requests, but 3 tokens", "at least one token"),

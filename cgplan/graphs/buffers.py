@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,7 @@ class StaticBuffers:
     Attributes:
         buffers: Each input's memory, by name.
         marks: How far batches reach into them.
+        bounds: Where they begin and end, in turns, ascending.
     """
 
     def __init__(self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device) -> None:
@@ -140,7 +142,11 @@ class StaticBuffers:
         self.buffers = {
             name: StaticBuffer.allocate(spec, num_tokens, num_reqs, device, self.marks) for name, spec in specs.items()
         }
-        self._storages = {b.tensor.untyped_storage().data_ptr() for b in self.buffers.values()}
+        tensors = [buffer.tensor for buffer in self.buffers.values()]
+        # First address and the one behind the last of each buffer in turns: an address lies in one of them where an odd
+        # number is at its left.
+        self.bounds = [at for start, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+                       for at in (start, end)]  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -152,8 +158,31 @@ class StaticBuffers:
         return {name: buffer.alias(buffer.count(num_tokens, num_reqs)) for name, buffer in self.buffers.items()}
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in one of the buffers."""
-        return tensor.untyped_storage().data_ptr() in self._storages
+        """Whether the tensor lies in one of the buffers, wherever its storage begins: of one that came through numpy or
+        DLPack that is inside a buffer.
+        """
+        try:
+            return bool(bisect_right(self.bounds, tensor.data_ptr()) & 1)
+        except RuntimeError:  # a tensor of a subclass may have no address
+            return False
+
+    def versions(self) -> list[int]:
+        """torch's counts of writes to the buffers, for ``note_writes``."""
+        return [buffer.tensor._version for buffer in self.buffers.values()]
+
+    def note_writes(self, before: list[int]) -> bool:
+        """Find out which buffers the model itself has written into since ``versions`` gave ``before``.
+
+        Returns:
+            Whether one was not known to be.
+        """
+        now = self.versions()
+        if now == before:
+            return False
+        new = [b for b, v, w in zip(self.buffers.values(), before, now, strict=True) if v != w and not b.written]
+        for buffer in new:
+            buffer.written = True
+        return bool(new)
 
     def clear(self) -> None:
         """Make every row padding again: what captures after the first batch have to begin with."""

@@ -10,6 +10,7 @@ Note [Copying in]
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,14 @@ def as_plain(value: torch.Tensor) -> torch.Tensor:
     if type(value) in PLAIN:
         return value
     return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def no_memory(name: str) -> InputError:
+    """The error for a tensor whose storage was freed."""
+    return InputError(
+        f"input {name!r} has no memory: its storage was freed, or is that of a tensor of zeros that torch made up",
+        remedy="Pass a tensor that holds its numbers, such as .clone() gives before the storage is freed.",
+    )
 
 
 class BatchCopy(ABC):
@@ -62,6 +71,10 @@ class BatchCopy(ABC):
         self._copy_inputs = copy_inputs
         self._rows = [buffer.count(num_tokens, num_reqs) for buffer in self._buffers]
         self._padded_rows = [buffer.count(padded_tokens, padded_reqs) for buffer in self._buffers]
+        self.look_at_writes()
+
+    def look_at_writes(self) -> None:
+        """Prepare for the buffers that the model is known to write into, at first and whenever there are more."""
         # Rows up to which padding is due after each batch, whatever came before it; 0 for none.
         self._least_rows = [
             padded if padded > rows and (buffer.spec.pad == "last" or buffer.written) else 0
@@ -93,9 +106,11 @@ class BatchCopy(ABC):
 
     def _is_own(self, index: int, value: torch.Tensor) -> bool:
         """Whether a tensor is its buffer's own view, and stays as it is. Refuses others where copies are off."""
-        tensor = self._buffers[index].tensor
-        if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
+        tensor, address = self._buffers[index].tensor, value.data_ptr()
+        if address == tensor.data_ptr() and value.stride() == tensor.stride():
             return True
+        if not address and value.numel():
+            raise no_memory(self._names[index])
         if not self._copy_inputs:
             raise InputError(
                 f"input {self._names[index]!r} does not lie in its static buffer, and cudagraph_copy_inputs is false",
@@ -108,15 +123,38 @@ class BatchCopy(ABC):
 class Copier(ABC):
     """Makes a BatchCopy for each size of batch.
 
+    Args:
+        buffers: Where to; the caller owns them.
+        copy_inputs: As for BatchCopy.
+
     Attributes:
         name: How it copies, for reports.
     """
 
     name: str
 
-    @abstractmethod
+    def __init__(self, buffers: StaticBuffers, *, copy_inputs: bool) -> None:
+        self.buffers, self.copy_inputs = buffers, copy_inputs
+        self._copies: weakref.WeakSet[BatchCopy] = weakref.WeakSet()
+
     def prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> BatchCopy:
         """For batches of one size; arguments as for BatchCopy."""
+        copy = self._prepare(num_tokens, num_reqs, padded_tokens, padded_reqs)
+        self._copies.add(copy)
+        return copy
+
+    @abstractmethod
+    def _prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> BatchCopy:
+        """Make it."""
+
+    def note_writes(self, before: list[int]) -> None:
+        """Say that the model's own code has run on the static buffers, whose ``versions`` were ``before``.
+
+        What it wrote into gets its padding reset with every batch from now on, as what warm-ups wrote into does.
+        """
+        if self.buffers.note_writes(before):
+            for copy in self._copies:
+                copy.look_at_writes()
 
     def close(self) -> None:
         """Free what copies go through."""
@@ -133,14 +171,9 @@ class TorchCopier(Copier):
 
     name = "torch operators"
 
-    def __init__(self, buffers: StaticBuffers, *, copy_inputs: bool) -> None:
-        self._buffers = buffers
-        self._copy_inputs = copy_inputs
-
-    def prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> TorchBatchCopy:
-        """For batches of one size."""
+    def _prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> TorchBatchCopy:
         return TorchBatchCopy(
-            self._buffers, num_tokens, num_reqs, padded_tokens, padded_reqs, copy_inputs=self._copy_inputs
+            self.buffers, num_tokens, num_reqs, padded_tokens, padded_reqs, copy_inputs=self.copy_inputs
         )
 
 

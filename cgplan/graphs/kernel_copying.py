@@ -123,17 +123,13 @@ class KernelCopier(Copier):
     name = "one kernel"
 
     def __init__(self, buffers: StaticBuffers, kernel: CopyKernel, blocks: StagingBlocks, *, copy_inputs: bool) -> None:
-        self.buffers, self.kernel, self.blocks = buffers, kernel, blocks
-        self.copy_inputs = copy_inputs
+        super().__init__(buffers, copy_inputs=copy_inputs)
+        self.kernel, self.blocks = kernel, blocks
         tensors = [buffer.tensor for buffer in buffers.buffers.values()]
         self.targets = [_Target.of(buffer) for buffer in buffers.buffers.values()]
         self.device = tensors[0].device
-        # First and last address of each buffer in turns: an address lies in one where an odd number is to its left.
-        self.bounds = [at for start, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-                       for at in (start, end)]  # fmt: skip
 
-    def prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> KernelBatchCopy:
-        """For batches of one size."""
+    def _prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> KernelBatchCopy:
         return KernelBatchCopy(self, num_tokens, num_reqs, padded_tokens, padded_reqs)
 
     def config(self, sizes: Sequence[int]) -> LaunchConfig:
@@ -151,10 +147,13 @@ class KernelBatchCopy(BatchCopy):
     """One size of batch. What a launch needs lies ready; a call writes the addresses of its tensors into it."""
 
     def __init__(self, copier: KernelCopier, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int):
+        self._kernel, self._launch, self._targets = copier.kernel, copier.kernel.launch, copier.targets
+        # Arguments for a batch that rides in them, with the place and the size of each input.
+        self._inline: tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]] | None = None
         super().__init__(
             copier.buffers, num_tokens, num_reqs, padded_tokens, padded_reqs, copy_inputs=copier.copy_inputs
         )
-        self._blocks, self._bounds, self._device = copier.blocks, copier.bounds, copier.device
+        self._blocks, self._bounds, self._device = copier.blocks, copier.buffers.bounds, copier.device
         self._is_plain = all(target.slices == 1 for target in copier.targets)
         self._low, self._high = self._bounds[0], self._bounds[-1]
         self._own = [target.address for target in copier.targets]
@@ -169,16 +168,17 @@ class KernelBatchCopy(BatchCopy):
             [target.nbytes(count) for target, count in zip(copier.targets, self._padded_rows, strict=True)]
         )
         self._wide_config = copier.config([buffer.tensor.nbytes for buffer in self._buffers])
-        self._jobs = [
-            target.job(*counts) for target, *counts in zip(copier.targets, self._rows, self._least_rows, strict=True)
-        ]
-        self._kernel, self._launch = copier.kernel, copier.kernel.launch
         self._config_at, self._wide_config_at = ctypes.addressof(self._config), ctypes.addressof(self._wide_config)
         self._stream = 0
-        self._arguments = _Arguments.of(copier.kernel, self._jobs)
-        # Arguments for a batch that rides in them, with the place and the size of each input.
-        self._inline: tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]] | None = None
         self._write = struct.Struct(f"=4I{len(self._jobs)}Q").pack_into
+
+    def look_at_writes(self) -> None:
+        """Prepare for the buffers that the model is known to write into."""
+        super().look_at_writes()
+        self._jobs = [t.job(*counts) for t, *counts in zip(self._targets, self._rows, self._least_rows, strict=True)]
+        self._arguments = _Arguments.of(self._kernel, self._jobs)
+        if self._inline is not None:
+            self._inline = self._inline_arguments()
 
     def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
         """Copy any tensors in, with padding behind them."""
@@ -217,18 +217,23 @@ class KernelBatchCopy(BatchCopy):
             return self._from_device
         if any(value.device.type != "cpu" for value in values):
             return self.run
-        room = ARGUMENT_BYTES - _batch_bytes(self._kernel)
-        if self._staged_bytes > room:
+        if self._staged_bytes > ARGUMENT_BYTES - _batch_bytes(self._kernel):
             return self._from_host
         if self._inline is None:
-            arguments = _Arguments.of(self._kernel, self._jobs, self._places)
-            start = ctypes.addressof(arguments.memory) + ARGUMENT_BYTES - room
-            places = [ctypes.c_void_p(start + place) for place in self._places]
-            self._inline = arguments, list(zip(places, map(ctypes.c_size_t, self._sizes), strict=True))
+            self._inline = self._inline_arguments()
         return self._inline_from_host
+
+    def _inline_arguments(self) -> tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]]:
+        arguments = _Arguments.of(self._kernel, self._jobs, self._places)
+        start = ctypes.addressof(arguments.memory) + _batch_bytes(self._kernel)
+        places = [ctypes.c_void_p(start + place) for place in self._places]
+        return arguments, list(zip(places, map(ctypes.c_size_t, self._sizes), strict=True))
 
     def _from_device(self, values: Sequence[torch.Tensor], stream: int) -> None:
         sources = [value.data_ptr() for value in values]
+        if 0 in sources:
+            self.run(values, stream)  # which refuses them
+            return
         if max(sources) >= self._low and min(sources) < self._high:
             if sources == self._own and self._is_plain:
                 self.pad(values, stream)
@@ -240,16 +245,24 @@ class KernelBatchCopy(BatchCopy):
         self._queue(sources, stream)
 
     def _from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
+        sources = [value.data_ptr() for value in values]
+        if 0 in sources:
+            self.run(values, stream)
+            return
         base = self._blocks.take(self._staged_bytes, stream)
         places = [base + place for place in self._places]
-        for place, value, size in zip(places, values, self._sizes):  # noqa: B905  (of equal length)
-            _memcpy(place, value.data_ptr(), size)
+        for place, source, size in zip(places, sources, self._sizes):  # noqa: B905  (of equal length)
+            _memcpy(place, source, size)
         self._queue(places, stream)
 
     def _inline_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
         arguments, places = self._inline  # type: ignore[misc]
-        for (place, size), value in zip(places, values):  # noqa: B905
-            _memcpy_small(place, value.data_ptr(), size)
+        sources = [value.data_ptr() for value in values]
+        if 0 in sources:
+            self.run(values, stream)
+            return
+        for (place, size), source in zip(places, sources):  # noqa: B905
+            _memcpy_small(place, source, size)
         marks = self._marks
         _write_head(arguments.memory, 0, marks.tokens, marks.reqs, marks.exposed_tokens, marks.exposed_reqs)
         self._launch_with(arguments, stream)

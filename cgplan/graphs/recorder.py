@@ -217,7 +217,8 @@ def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as bytes: NaN equals NaN."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # of one element, torch keeps strides that view refuses
+    return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:

@@ -9,10 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from cgplan.config import Dim, Input
 from cgplan.errors import InputError
 from cgplan.graphs.buffers import torch_dtype
+from cgplan.graphs.copying import PLAIN, no_memory
+
+_UNINITIALISED = (UninitializedParameter, UninitializedBuffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class BatchReader:
 
     def read(self, given: Mapping[str, Any]) -> Batch:
         """The batch that ``given`` is. Raises InputError for a wrong name, type, dtype, device, shape or row count."""
+        if not isinstance(given, Mapping):
+            raise InputError(f"the batch is a {type(given).__name__}", remedy="Pass a dict of tensors by name.")
         if given.keys() != self._expected.keys():
             raise self._wrong_names(given)
         counts: dict[str | None, tuple[int, str]] = {}
@@ -100,6 +106,11 @@ class BatchReader:
             raise InputError(
                 f"input {name!r} is a {type(value).__name__}, not a tensor", remedy="Pass torch tensors by name."
             )
+        if value.is_nested or isinstance(value, _UNINITIALISED):
+            what = "a nested tensor" if value.is_nested else "not initialised yet"
+            raise InputError(
+                f"input {name!r} is {what}", remedy="Pass a dense tensor, such as .to_padded_tensor() gives."
+            )
         shape = value.shape
         if len(shape) != expected.ndim or any([shape[i] != size for i, size in expected.fixed]):  # noqa: C419 (faster)
             raise InputError(
@@ -121,6 +132,8 @@ class BatchReader:
                 f"input {name!r} has the layout {value.layout}",
                 remedy="Pass a dense tensor, such as .to_dense() gives.",
             )
+        if type(value) in PLAIN and not _has_memory(value):
+            raise no_memory(name)
 
     def _wrong_names(self, given: Mapping[str, Any]) -> InputError:
         unknown = [name for name in given if name not in self._expected]
@@ -132,6 +145,14 @@ class BatchReader:
             )
         missing = [name for name in self._expected if name not in given]
         return InputError(f"input {missing[0]!r} is missing", remedy="Pass every declared input by name.")
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    """Whether a tensor's storage holds its elements: that of one of zeros may not be there, others may be freed."""
+    if value._is_zerotensor():
+        return False
+    last = value.storage_offset() + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return value.numel() == 0 or value.untyped_storage().nbytes() >= (last + 1) * value.itemsize
 
 
 def exact_check(values: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.runtime.batch import Batch, BatchReader
 
+_FLAGS: dict[Any, bool | None] = {True: True, False: False, None: None}  # what is equal to one finds the same batch
 _LATER = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
@@ -31,6 +33,24 @@ def _miss_remedy(plan: Plan, reason: MissReason) -> str:
         return f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
     sizes = reason is MissReason.TOO_LARGE
     return "Add the size to cudagraph_capture_sizes" if sizes else "Choose another cudagraph_mode"
+
+
+def as_count(name: str, value: Any) -> int:
+    """A count that a caller gives, as a plain int. Raises InputError for what is no whole number."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        raise InputError(f"{name} is {value!r}, a {type(value).__name__}", remedy="Pass an int.") from None
+
+
+def as_flag(value: Any) -> bool | None:
+    """``uniform_decode`` as a caller gives it. Raises InputError for what is not equal to True, False or None."""
+    try:
+        return _FLAGS[value]
+    except (LookupError, TypeError):
+        raise InputError(
+            f"uniform_decode is {value!r}, a {type(value).__name__}", remedy="Pass True or False, or leave it out."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,8 @@ class BatchRouter:
         """
         plan, q = self._plan, self._plan.query_len
         self.check_size(num_tokens)
+        if num_reqs is not None and num_reqs < 1:
+            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
         if self._reader.counting("num_reqs") is None:
             num_reqs = None
         elif num_reqs is None:
@@ -108,14 +130,12 @@ class BatchRouter:
                     remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
                 )
             num_reqs = num_tokens // q if uniform_decode else num_tokens
-        if num_reqs is not None and (not isinstance(num_reqs, int) or num_reqs < 1):
-            raise InputError(f"asked for {num_reqs!r:.100} requests", remedy="A batch has at least one.")
         return self._route(Batch(num_tokens, num_reqs), uniform_decode, num_active_loras)
 
     def check_size(self, num_tokens: int) -> None:
         """Raise InputError if the static buffers do not hold so many tokens."""
         most = self._most_tokens
-        if not isinstance(num_tokens, int) or not 0 < num_tokens <= most:
+        if not 0 < num_tokens <= most:
             raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
@@ -136,12 +156,6 @@ class BatchRouter:
 
     def _route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int) -> Route:
         q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
-        if uniform_decode is not None and type(uniform_decode).__name__ not in ("bool", "bool_"):  # NumPy's, too
-            raise InputError(
-                f"uniform_decode is {uniform_decode!r:.100}", remedy="Pass True or False, or leave it out."
-            )
-        if uniform_decode is not None:
-            uniform_decode = bool(uniform_decode)
         if uniform_decode is None:
             uniform_decode = q == 1 and (reqs is None or reqs == tokens)
         elif uniform_decode and (tokens % q or (reqs is not None and reqs != tokens // q)):
@@ -155,7 +169,7 @@ class BatchRouter:
                 f"{min(tokens, most)}",
                 remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
             )
-        if type(num_active_loras) is not int or num_active_loras:
+        if num_active_loras:
             self._check_loras(num_active_loras)
         mode, descriptor = self._dispatcher.dispatch(tokens, uniform_decode, num_active_loras)
         wanted: Key | None = None
@@ -167,10 +181,6 @@ class BatchRouter:
 
     def _check_loras(self, num_active_loras: int) -> None:
         most = self._plan.max_loras or 0
-        if not hasattr(num_active_loras, "__index__"):
-            raise InputError(
-                f"num_active_loras is {num_active_loras!r:.100}", remedy="Pass the number of distinct adapters."
-            )
         if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
             raise InputError(
                 f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",

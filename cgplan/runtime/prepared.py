@@ -153,7 +153,7 @@ class BatchPreparer:
 
     def _padded(self, route: Route, count: BatchCount) -> Run:
         """PIECEWISE, where the model's own code runs with graphs inside, and whatever debug mode looks at."""
-        graphed, outputs, debug = self._graphed, self._outputs, self._debug
+        graphed, outputs, debug, copier = self._graphed, self._outputs, self._debug, self._copier
         mode, descriptor, batch = route.mode, route.descriptor, route.batch
         padded_reqs, names = graphed.padded_reqs(descriptor), self._names
         views = HandedViews(lambda: tuple(graphed.views(descriptor).values()))
@@ -164,7 +164,11 @@ class BatchPreparer:
                 graphed.backend.replay(entry.graph)
                 return entry.output
             tensors = dict(zip(names, views.tensors(), strict=True))
-            output = graphed.run_graphed(mode, descriptor, tensors)
+            before = graphed.buffers.versions()
+            try:
+                output = graphed.run_graphed(mode, descriptor, tensors)
+            finally:
+                copier.note_writes(before)
             outputs.check(output, descriptor, padded_reqs)
             return output
 

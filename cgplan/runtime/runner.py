@@ -14,14 +14,14 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import InputError
 from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.dispatching import Route
+from cgplan.runtime.dispatching import Route, as_count, as_flag
 from cgplan.runtime.prepared import PreparedBatch, Values, on_device
 from cgplan.runtime.runner_state import RunnerState
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
 
 MOST_PREPARED = 4096  # sizes of batches that are kept ready; the one that was prepared first goes first
-_NOT_MET = (LookupError, AttributeError, TypeError)  # what looking up a wrong call may raise
+_NOT_MET = (LookupError, AttributeError, TypeError, RuntimeError, ValueError)  # what looking up a wrong call may raise
 
 
 class GraphRunner(RunnerState):
@@ -96,6 +96,7 @@ class GraphRunner(RunnerState):
         self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int
     ) -> tuple[PreparedBatch, Values, CopyIn]:
         """Check a call that is not like an earlier one, and prepare its batch if it is the first of its size."""
+        uniform_decode, num_active_loras = as_flag(uniform_decode), as_count("num_active_loras", num_active_loras)
         route, demand = self.route(inputs, uniform_decode, num_active_loras), self._demand
         values: Values = self._pick(inputs)
         if demand.may_capture(route):
@@ -149,13 +150,19 @@ class GraphRunner(RunnerState):
             InputError: there cannot be such a batch, or it does not fit into the static buffers.
             DispatchMissError, CgplanError: As for a call.
         """
-        staged = self._staged.get((num_tokens, num_reqs, uniform_decode, num_active_loras))
-        return self._new_stage(num_tokens, num_reqs, uniform_decode, num_active_loras) if staged is None else staged
+        counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
+        try:
+            return self._staged[counts]
+        except _NOT_MET:
+            return self._new_stage(*counts)
 
     def _new_stage(
         self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
     ) -> StagedBuffers:
         self._check_open()
+        num_tokens, uniform_decode = as_count("num_tokens", num_tokens), as_flag(uniform_decode)
+        num_reqs = None if num_reqs is None else as_count("num_reqs", num_reqs)
+        num_active_loras = as_count("num_active_loras", num_active_loras)
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
         route, demand = self._router.of_counts(*counts), self._demand
         if demand.may_capture(route) and self._acquire(False):  # not inside another block, whose rows are written
@@ -202,7 +209,12 @@ class GraphRunner(RunnerState):
             key = route.descriptor
             copy = self._copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
             copy.run(values, self._launcher.current_stream())
-            return self._outputs.cut(graphed.run_eager(key, graphed.views(key)), tokens, reqs)
+            before = graphed.buffers.versions()
+            try:
+                output = graphed.run_eager(key, graphed.views(key))
+            finally:
+                self._copier.note_writes(before)
+            return self._outputs.cut(output, tokens, reqs)
         finally:
             self._release()
 
@@ -211,7 +223,8 @@ class GraphRunner(RunnerState):
     ) -> Route:
         """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
         self._check_open()
-        return self._router.of_tensors(inputs, uniform_decode, num_active_loras)
+        loras = as_count("num_active_loras", num_active_loras)
+        return self._router.of_tensors(inputs, as_flag(uniform_decode), loras)
 
     def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
         """Views of the static buffers for a batch, by name: write into them and pass them to the call.
@@ -220,8 +233,9 @@ class GraphRunner(RunnerState):
         without that, and is to be preferred. The runner owns the memory.
         """
         self._check_open()
+        num_tokens = as_count("num_tokens", num_tokens)
         self._router.check_size(num_tokens)
-        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else num_reqs
+        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else as_count("num_reqs", num_reqs)
         if not 0 < reqs <= min(num_tokens, self.plan.max_num_seqs):
             raise InputError(
                 f"{num_tokens} tokens are 1 to {min(num_tokens, self.plan.max_num_seqs)} requests, asked for {reqs}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import Mode
@@ -118,6 +120,10 @@ class RunnerStats:
 
     @time_every.setter
     def time_every(self, calls: int) -> None:
+        try:
+            calls = operator.index(calls)
+        except TypeError:
+            raise InputError(f"time_every is {calls!r}", remedy="Pass an int: one call of so many is timed.") from None
         self._time_every = calls
         self.until_timed = calls - 1 if calls > 0 else NEVER
 
