@@ -242,9 +242,11 @@ def test_members_of_a_pool_on_two_streams() -> None:
     with pytest.raises(CgplanError, match="'target' was called on another stream than 'draft' before") as caught:
         target(x=x)
     assert "own GraphPool" in caught.value.remedy
+    with pytest.raises(CgplanError, match="another stream than 'draft'"), target.stage(num_tokens=256):
+        raise AssertionError("what is written here would race the draft")
+    backend.busy = set()
     with target.stage(num_tokens=256) as buffers:
         buffers["x"].copy_(x)
-        backend.busy = set()
     same(buffers.output.clone(), wanted)
     backend.busy, backend.now = {2}, 1
     with pytest.raises(CgplanError, match="'draft' was called on another stream than 'target' before"):

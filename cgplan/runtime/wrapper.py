@@ -145,7 +145,8 @@ class CUDAGraphWrapper:
         taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
-        return [(entry.output, partial(self._free, entry.graph)) for entry in entries]
+        # Whoever frees it later must not hold the output, whose end is waited for.
+        return [(e.output, partial(self._free, replace(e, output=None, slots={}, manifest=None))) for e in entries]
 
     def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
         return descriptor
