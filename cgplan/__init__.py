@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cgplan.descriptors import BatchDescriptor
     from cgplan.errors import (
         AddressError,
+        AllReduceError,
         BackendError,
         BudgetError,
         CaptureError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConfigFileError,
         DispatchMissError,
+        DistributedError,
         HostSyncError,
         InputError,
         ModeError,
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
         OutputShapeError,
         PlanError,
         PlanMismatchError,
+        RankFailedError,
+        RankMismatchError,
+        RegistrationError,
+        RendezvousError,
         ReportError,
         SealedError,
         StepTimeError,
@@ -39,16 +45,18 @@ if TYPE_CHECKING:
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
     from cgplan.runtime.api import capture
     from cgplan.runtime.bench import bench
-    from cgplan.runtime.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
+    from cgplan.runtime.breakable import BreakableCUDAGraphCapture
     from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper
+    from cgplan.runtime.breaks import eager_break_during_capture
     from cgplan.runtime.context import forward_context, get_forward_context
-    from cgplan.runtime.piecewise import compile_piecewise
     from cgplan.runtime.runner import GraphRunner
     from cgplan.runtime.session import CaptureSession
+    from cgplan.runtime.traced import compile_piecewise
     from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 
 __all__ = [
     "AddressError",
+    "AllReduceError",
     "AttentionSupport",
     "BackendError",
     "BatchDescriptor",
@@ -69,6 +77,7 @@ __all__ = [
     "ConfigFileError",
     "CudagraphDispatcher",
     "DispatchMissError",
+    "DistributedError",
     "GraphRunner",
     "HostSyncError",
     "Input",
@@ -81,6 +90,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanMismatchError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RegistrationError",
+    "RendezvousError",
     "ReportError",
     "SealedError",
     "StepTimeError",
@@ -103,12 +116,13 @@ _HOMES = {
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.runtime.api": ("capture",),
     "cgplan.runtime.bench": ("bench",),
-    "cgplan.runtime.breakable": ("BreakableCUDAGraphCapture", "eager_break_during_capture"),
+    "cgplan.runtime.breakable": ("BreakableCUDAGraphCapture",),
     "cgplan.runtime.breakable_models": ("BreakableCUDAGraphWrapper",),
+    "cgplan.runtime.breaks": ("eager_break_during_capture",),
     "cgplan.runtime.context": ("forward_context", "get_forward_context"),
-    "cgplan.runtime.piecewise": ("compile_piecewise",),
     "cgplan.runtime.runner": ("GraphRunner",),
     "cgplan.runtime.session": ("CaptureSession",),
+    "cgplan.runtime.traced": ("compile_piecewise",),
     "cgplan.runtime.wrapper": ("CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

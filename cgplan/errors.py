@@ -22,6 +22,12 @@
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
     ├── AddressError              18   a tensor that a graph was captured with has moved
     ├── NumbersError              19   in debug mode, a replay differs from the model's own code
+    ├── DistributedError          40   ranks cannot work together
+    │   ├── RendezvousError       41   ... because one of them did not come
+    │   ├── RankMismatchError     42   ... because they differ: configuration, model, torch, driver, captures
+    │   ├── RankFailedError       43   ... because one of them raised, was killed, or does not answer
+    │   ├── RegistrationError     44   graph buffers cannot be shared, or are not registered yet
+    │   └── AllReduceError        45   the all-reduce that was asked for cannot work here, or failed
     ├── ReportError               16   a saved file is not a report or plan that this version reads
     └── OutputPathError           17   the output path cannot be written
 
@@ -163,6 +169,42 @@ class NumbersError(CgplanError):
     """In debug mode, a replay gave other numbers than the model's own code, or padding reached real rows."""
 
     exit_code = 19
+
+
+class DistributedError(CgplanError):
+    """Ranks cannot work together; every rank that still lives raises it, in the same words."""
+
+    exit_code = 40
+
+
+class RendezvousError(DistributedError):
+    """A rank did not come within the timeout, or came twice; the message names it."""
+
+    exit_code = 41
+
+
+class RankMismatchError(DistributedError):
+    """Ranks differ where they must not; the message names the rank, and both values."""
+
+    exit_code = 42
+
+
+class RankFailedError(DistributedError):
+    """A rank raised, was killed, or has stopped answering; the message names the rank, the step and the cause."""
+
+    exit_code = 43
+
+
+class RegistrationError(DistributedError):
+    """Memory that a graph reads cannot be handed to other processes, or a graph was replayed before it was."""
+
+    exit_code = 44
+
+
+class AllReduceError(DistributedError):
+    """The all-reduce that was asked for cannot work on this machine, or a rank left it while another waited."""
+
+    exit_code = 45
 
 
 class ReportError(CgplanError):

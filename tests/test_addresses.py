@@ -659,3 +659,69 @@ def test_random_structures_in_place_of_each_other(old: list[Any], new: list[Any]
     made = manifest(old)
     assert not made.matches({"x": new})
     assert made.compare({"x": new})
+
+
+def reviewed(tensor: torch.Tensor, way: str) -> torch.Tensor:
+    """The same memory in another form."""
+    match way:
+        case "type":
+            return tensor.view(torch.int32)
+        case "shape":
+            return tensor.reshape(2, 8)
+        case "rows":
+            return tensor[:2]
+        case "strides":
+            return tensor.t()
+    raise AssertionError(way)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("way", ["type", "shape", "rows", "strides"])
+def test_memory_in_another_form_is_refused(way: str, many: bool, repeats: bool) -> None:
+    """Also where the check has been compiled, and where tensors are compared as a group."""
+    tensors = [torch.zeros(4, 4) for _ in range(20 if many else 3)]
+    held = {"w": tensors}
+    made = AddressManifest.of({"x": held}, CPU, repeats=repeats)
+    for _ in range(3):
+        made.check({"x": held}, what="FULL 4")
+    held["w"] = [*tensors[:1], reviewed(tensors[1], way), *tensors[2:]]
+    assert made.matches({"x": held}), "the addresses are the same"
+    assert made.compare({"x": held}).reshaped[0][0] == "x.w[1]"
+    for _ in range(2):
+        with pytest.raises(
+            AddressError,
+            match=r"were others: 0 changed, 1 reshaped, 0 missing, 0 added\n  reshaped  x\.w\[1\]: float32 \[4, 4\]",
+        ):
+            made.check({"x": held}, what="FULL 4")
+    held["w"] = [tensor.view(4, 4) for tensor in tensors]  # other objects of the same form
+    made.check({"x": held}, what="FULL 4")
+    held["w"][0] = torch.zeros(4, 4)
+    with pytest.raises(AddressError, match="1 changed"):
+        made.check({"x": held}, what="FULL 4")
+
+
+def test_what_came_after_the_capture_may_change_again_and_again() -> None:
+    model = torch.nn.Linear(2, 2)
+    made = AddressManifest.of({"model": model}, CPU, repeats=True)
+    for size in range(1, 5):
+        model.last = torch.zeros(size)
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    model.weight.data = torch.zeros(2, 2)
+    with pytest.raises(AddressError, match=r"1 changed, 0 missing, 0 added\n  changed  model\.weight"):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_only_a_check_that_repeats_keeps_tensors(repeats: bool) -> None:
+    held = [t()]
+    made = AddressManifest.of({"x": held}, CPU, repeats=repeats)
+    for _ in range(2):
+        made.check({"x": held}, what="FULL 4")
+    assert made.still_holds({"x": held}) == repeats
+    reference = weakref.ref(held.pop())
+    gc.collect()
+    assert (reference() is not None) == repeats
+    del made
+    gc.collect()
+    assert reference() is None

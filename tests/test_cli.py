@@ -322,6 +322,41 @@ def test_mode_none_captures_nothing_and_says_so(home: Path) -> None:
     assert "Graphs: none" in render_text(report)
 
 
+def test_lazy_captures_nothing_and_says_so(home: Path) -> None:
+    lazy = ("--config", "good.yaml", "--set", "compilation.capture_policy=lazy")
+    report = CaptureReport.model_validate_json(good("capture", *lazy, "--json").stdout)
+    assert (report.records, report.pool_bytes, report.capture_policy, report.waiting) == ((), 0, "lazy", 3)
+    assert "lazy: when a batch first asks for a key; 3 are waiting" in render_text(report)
+    found = good("bench", *lazy, "--output", "bench.json")
+    measured = load_report("bench.json")
+    assert isinstance(measured, BenchReport)
+    assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in measured.records] == [
+        (1, "FULL", 0),
+        (3, "FULL", 1),
+        (9, "NONE", 0),
+    ]
+    assert [r.descriptor.num_tokens for r in measured.capture.records] == [4, 1]
+    assert "bench" in found.stderr.lower()
+
+
+def test_a_saved_plan_is_captured_under_any_policy(home: Path) -> None:
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    for policy, captured in (("lazy", 0), ("adaptive", 3), ("eager", 3)):
+        changed = ("--set", f"compilation.capture_policy={policy}", "--plan", "plan.json", "--json")
+        result = good("capture", "--config", "good.yaml", *changed)
+        report = CaptureReport.model_validate_json(result.stdout)
+        assert (len(report.records), report.capture_policy) == (captured, policy)
+
+
+def test_inspect_shows_policy_and_pool(home: Path) -> None:
+    given = ("--set", "compilation.capture_policy=adaptive", "--set", "compilation.pool=per_graph")
+    shown = good("inspect", "--config", "good.yaml", *given).stdout
+    assert re.search(r"^compilation\.capture_policy +adaptive +--set$", shown, re.MULTILINE)
+    assert re.search(r"^compilation\.pool +per_graph +--set$", shown, re.MULTILINE)
+    message = refused(errors.ConfigError, "inspect", "--config", "good.yaml", "--set", "compilation.pool=per_model")
+    assert "per_mode" in message
+
+
 def test_warnings_and_mode_changes_come_before_the_capture(home: Path) -> None:
     narrow = ("--set", "scheduler.max_num_batched_tokens=2", "--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY")
     changed = ("--set", "compilation.attention_support=NEVER", "--set", "compilation.splitting_ops=[]")
@@ -623,7 +658,7 @@ def test_inspect_shows_what_each_lora_case_adds(home: Path) -> None:
     good("capture", "--config", "good.yaml", *lora, "--output", "run.json")
     for source in ("estimate", "measure", "run.json"):
         shown = good(*asked, "--costs", source).stdout
-        assert re.search(r"^any number +3 +[\d.]+ \w+ +[\d.]+ [mu]s$", shown, re.MULTILINE)
+        assert re.search(r"^any number +3 +[\d.]+ \w+ +[\d.]+ [mu]?s$", shown, re.MULTILINE)
         assert "what the plan would save without that case alone" in shown
         plan = Plan.model_validate_json(good(*asked, "--costs", source, "--json").stdout)
         assert plan.predicted is not None

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from cgplan.config import CompilationConfig, Config, Input, LoRAConfig, ModelConfig, ReportConfig
+from cgplan.config.distributed import DistributedConfig
 from cgplan.config.reference import json_schema, markdown
 from cgplan.config.schema import SchedulerConfig, SpeculativeConfig
 from cgplan.config.section import Section
@@ -26,6 +27,7 @@ SECTIONS = [
     ReportConfig,
     TrafficConfig,
     BudgetConfig,
+    DistributedConfig,
 ]
 
 

@@ -149,3 +149,36 @@ def test_outputs_of_8_bits(backend: GraphBackend) -> None:
     model.choices = (model.choices[0], lambda x: (x * 4).to(torch.float8_e4m3fn))
     with pytest.raises(NumbersError, match=r"the largest deviation is 16\n"):
         runner(x=rows(backend, 2))
+
+
+class Stateful(torch.nn.Module):
+    """Counts its calls in a buffer, an attribute and a tensor made anew, and adds the count to what it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, device=device))
+        self.cache = torch.zeros(16, 4, device=device)
+        self.attend = torch.nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        self.cache[: x.shape[0]].mul_(0.5).add_(x)
+        return self.attend(x + self.cache[: x.shape[0]]) + self.count
+
+
+@pytest.mark.parametrize("way", [{"cudagraph_mode": "FULL"}, {"splitting_modules": ["attend"]}])
+def test_state_that_is_written_in_place_counts_once(backend: GraphBackend, way: dict[str, Any]) -> None:
+    """Each checked call runs the forward several times; the state must be as after one."""
+    plain, checked = Stateful(backend.device), Stateful(backend.device)
+    mode = {"cudagraph_mode": "PIECEWISE", **way}
+    runners = [debugged(backend, model, debug=model is checked, **mode) for model in (plain, checked)]
+    for model in (plain, checked):
+        model.count.zero_()
+        model.cache.zero_()
+    for count in (3, 2, 8, 3, 1, 2):
+        x = rows(backend, count)
+        wanted, found = (runner(x=x) for runner in runners)
+        assert torch.equal(found, wanted)
+        assert torch.equal(checked.count, plain.count)
+        assert torch.equal(checked.cache[:count], plain.cache[:count])
+    assert checked.count.item() == 6

@@ -16,6 +16,7 @@ from cgplan.planning.lint import (
     lint,
     lint_without_traffic,
     lora_cases,
+    milliseconds,
     scheduler_cliffs,
     traffic_cliffs,
     uneven_sizes,
@@ -263,3 +264,7 @@ def test_many_wide_steps_are_counted() -> None:
     steps = lint_without_traffic(config, build_plan(config))
     assert len(steps) == 4
     assert steps[-1] == "FULL: and 3 more steps as wide"
+
+
+def test_times_are_written_without_exponents() -> None:
+    assert [milliseconds(us) for us in (4740.0, 999_400.0, 8_012_345.0)] == ["4.74 ms", "999 ms", "8012 ms"]

@@ -135,6 +135,34 @@ def test_a_run_that_is_cut_short(serving: ModuleType) -> None:
     assert max(request.computed for request in found.requests) <= 5 * 16
 
 
+@pytest.mark.parametrize("policy", ["lazy", "adaptive"])
+def test_graphs_on_demand_serve_the_same_tokens(
+    policy: str, served: dict[str, Any], serving: ModuleType, tmp_path: Path
+) -> None:
+    times = tmp_path / "times.csv"
+    rows = [("eager", 1, 900), ("eager", 64, 1000), ("PIECEWISE", 1, 200), ("PIECEWISE", 64, 800)]
+    rows += [("FULL", 1, 90), ("FULL", 64, 700)]
+    times.write_text("mode,num_tokens,microseconds\n" + "".join(f"{m},{n},{us}\n" for m, n, us in rows))
+    torch._dynamo.reset()
+    given = ["--requests", "24", "--arrivals", "1", "--check", "0.5", "--modes", "FULL_AND_PIECEWISE"]
+    on_demand = ["--policy", policy, "--replan-every", "12", "--step-times", str(times)]
+    results = serving.serve_all(serving.parse([*EXACT, *given, *on_demand]))
+    [found] = results.values()
+    assert [request.tokens for request in found.requests] == [request.tokens for request in served["NONE"].requests]
+    assert found.checked > 20
+    assert found.wrong == 0
+    assert found.grown <= 0 or policy == "lazy"
+    text = serving.on_demand(results)
+    assert f"0 wrong of {found.checked} tokens" in text
+    if policy == "lazy":
+        assert found.steps[NONE] == found.replans == found.evictions == 0
+        assert {found.steps[PIECEWISE] > 0, found.steps[FULL] > 0} == {True}
+    else:
+        assert found.replans >= 3
+        assert found.captures > 0 < found.evictions
+        assert f"{found.replans} replans" in text
+
+
 def test_blocks_are_given_back(serving: ModuleType) -> None:
     """More requests than the cache holds at once: they wait for blocks, and at the end all blocks are free."""
     args = serving.parse(["--requests", "12", "--modes", "NONE", "--set", "model.kwargs.num_blocks=5"])

@@ -18,8 +18,11 @@ def progress(doing: str) -> Iterator[Step]:
     """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps.
 
     Args:
-        doing: What is under way, such as "capture".
+        doing: What is under way, such as "capture"; nothing is shown where it is empty.
     """
+    if not doing:
+        yield lambda *_: None
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda index, total, what: _plain(console, doing, index, total, what)

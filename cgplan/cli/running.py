@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,10 @@ def run_capture(
     saved: SavedPlan | None = None,
 ) -> None:
     """Capture and publish the report. Raises the errors of each step."""
-    with redirect_stdout(sys.stderr):  # what a model prints is not the result
-        runner = _captured(path, overrides, device, output, saved)
-    publish(runner.report, output, as_json=as_json)
+    with _captured(path, overrides, device, output, saved) as runner:
+        report = runner.report
+    if is_first_rank():
+        publish(report, output, as_json=as_json)
 
 
 def run_bench(
@@ -52,18 +54,33 @@ def run_bench(
 ) -> None:
     """Capture, measure and publish the report. Raises the errors of each step."""
     against = check_peers(against)
-    with redirect_stdout(sys.stderr):  # what a model prints is not the result
-        runner = _captured(path, overrides, device, output, saved)
+    if against and has_ranks():
+        raise ConfigError(
+            "--against measures one process, and torchrun has started several",
+            remedy="Leave out --against, or run `cgplan bench` without torchrun.",
+        )
+    with _captured(path, overrides, device, output, saved) as runner:
         from cgplan.runtime.bench import bench
 
-        with progress("bench") as step:
+        with progress("bench" if is_first_rank() else "") as step:
             report = bench(runner, progress=step, against=against, seed=seed)
-    publish(report, output, as_json=as_json)
+    if is_first_rank():
+        publish(report, output, as_json=as_json)
 
 
+@contextmanager
 def _captured(
     path: Path, overrides: Sequence[str], device: str | None, output: Path | None, saved: SavedPlan | None
-) -> GraphRunner:
+) -> Iterator[GraphRunner]:
+    """A block with the runner, in which what is printed goes to standard error: it is not the result."""
+    with redirect_stdout(sys.stderr):
+        yield from _runners(path, overrides, device, output, saved)
+
+
+def _runners(
+    path: Path, overrides: Sequence[str], device: str | None, output: Path | None, saved: SavedPlan | None
+) -> Iterator[GraphRunner]:
+    """The runner, once; what ranks share is taken down when the block is over."""
     loaded = read_config(path, [*overrides, *([f"device={device}"] if device else [])])
     config = loaded.config
     model = _model_of(config, path)
@@ -72,15 +89,32 @@ def _captured(
         _check_rows(config, path)
     if output is not None:
         check_writable(output)
-    if saved is None:
+    if saved is None and is_first_rank():
         announce(plan)
+    if has_ranks():
+        from cgplan.cli.ranks import captured_on_ranks
+
+        fit = None if saved is None else (lambda backend: _fitted(plan, config, backend, saved))
+        with captured_on_ranks(loaded, model, plan, fit) as runner:
+            yield runner
+        return
     from cgplan.graphs import select_backend  # torch from here on
 
     backend = select_backend(config.device)
     if saved is not None:
         plan = _fitted(plan, config, backend, saved)
         announce(plan)
-    return _capture(loaded, model, plan, backend)
+    yield _capture(loaded, model, plan, backend)
+
+
+def has_ranks() -> bool:
+    """Whether torchrun has started more than this process."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints: rank 0, or the only one."""
+    return not has_ranks() or os.environ["RANK"] == "0"
 
 
 def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan) -> Plan:

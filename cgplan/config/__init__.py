@@ -1,5 +1,6 @@
 """What the user asks for: frozen models, YAML in, and where each value came from."""
 
+from cgplan.config.distributed import DistributedConfig
 from cgplan.config.load import LoadedConfig, load_config, read_config, validate_config
 from cgplan.config.schema import (
     CompilationConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "CompilationConfig",
     "Config",
     "Dim",
+    "DistributedConfig",
     "Input",
     "LoRAConfig",
     "LoadedConfig",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from cgplan.config.distributed import DistributedConfig
 from cgplan.config.section import Section
 from cgplan.config.shapes import Dim
 from cgplan.config.values import (
@@ -148,7 +149,8 @@ class CompilationConfig(Section):
         default="auto",
         description="How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: "
         "the capture breaks at splitting_modules, and at functions under eager_break_during_capture. wrappers: the "
-        "model holds CUDAGraphWrappers of its own. auto: modules if splitting_modules are given, else ops.",
+        "model holds CUDAGraphWrappers of its own. auto: modules if splitting_modules are given, or no "
+        "splitting_ops and the model calls such functions; else ops.",
     )
     compiler: Literal["eager", "inductor"] = Field(
         default="eager",
@@ -180,6 +182,12 @@ class CompilationConfig(Section):
         default="borrow",
         description="borrow: outputs are views of graph memory, overwritten by the next replay of any graph in the "
         "pool. clone: outputs are copies.",
+    )
+    all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = Field(
+        default="auto",
+        description="How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels "
+        "over registered graph buffers (shared memory on the CPU). nccl: torch.distributed (gloo on the CPU). "
+        "symm_mem: PyTorch's symmetric memory. auto: custom where it can work, else nccl.",
     )
     on_miss: Literal["eager", "error"] = Field(
         default="eager", description="What happens to a batch that no graph serves: run it eagerly, or raise."
@@ -275,6 +283,9 @@ class Config(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="Bounds of a batch.")
     lora: LoRAConfig | None = Field(default=None, description="LoRA adapters; absent: none.")
     speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig, description="Speculative decoding.")
+    distributed: DistributedConfig = Field(
+        default_factory=DistributedConfig, description="Several processes under torchrun."
+    )
     report: ReportConfig = Field(default_factory=ReportConfig, description="What bench measures.")
     traffic: TrafficConfig | None = Field(
         default=None, description="Synthetic traffic to plan for; absent: none, traffic comes from a file."

@@ -10,13 +10,21 @@ import torch
 
 from cgplan.graphs.address_layout import SCALARS, Layout, PartKind, Reading, parts_of, wrapped_tensors
 
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Type, shape and strides: what besides its address a graph has frozen of a tensor."""
+    return tensor.dtype, tensor.shape, tensor.stride()
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor: its address in bytes and its number, equal for the same tensor under another path."""
+    """A tensor: its address in bytes, its number, equal for the same tensor under another path, and its form."""
 
     address: int
     number: int
+    form: Form
     overrides: bool  # it has a __torch_function__ of its own
 
 
@@ -128,13 +136,13 @@ class Walk:
 
     def _leaf(self, tensor: torch.Tensor) -> Leaf | None:
         try:
-            address = tensor.data_ptr()
+            address, form = tensor.data_ptr(), form_of(tensor)
         except Exception:  # sparse and fake tensors have no memory at one address
             return None
         number = self.tensors.setdefault(id(tensor), (tensor, len(self.tensors)))[1]
         kind = type(tensor)
         quiet = kind is torch.Tensor or kind.__torch_function__ is torch._C._disabled_torch_function_impl
-        return Leaf(address, number, not quiet)
+        return Leaf(address, number, form, not quiet)
 
     def _add_parts(self, node: Node, parts: Iterable[Reading]) -> None:
         taken: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import torch
 
 from cgplan.errors import AddressError
 from cgplan.graphs.address_check import Check, compile_check
-from cgplan.graphs.address_walk import Entry, Leaf, Node, Walk
+from cgplan.graphs.address_walk import Entry, Form, Leaf, Node, Walk
 
 _SHOWN = 10
 _MAX_REBINDS = 8
@@ -29,19 +29,21 @@ class AddressDifference:
         missing: Paths at which there was a tensor and is none.
         added: Paths at which there is a tensor and was none.
         changed: Path, address at capture and address now (bytes), of tensors that lie elsewhere.
+        reshaped: Path, and type, shape and strides at capture and now, of tensors that lie where they lay.
     """
 
     missing: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     changed: tuple[tuple[str, int, int], ...] = ()
+    reshaped: tuple[tuple[str, Form, Form], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.added or self.changed)
+        return bool(self.missing or self.added or self.changed or self.reshaped)
 
     @property
     def paths(self) -> frozenset[str]:
         """All paths at which something differs."""
-        return frozenset((*self.missing, *self.added, *(path for path, _, _ in self.changed)))
+        return frozenset((*self.missing, *self.added, *(found[0] for found in (*self.changed, *self.reshaped))))
 
     def without(self, ignored: frozenset[str]) -> AddressDifference:
         """What differs at other paths."""
@@ -49,35 +51,51 @@ class AddressDifference:
             tuple(path for path in self.missing if path not in ignored),
             tuple(path for path in self.added if path not in ignored),
             tuple(found for found in self.changed if found[0] not in ignored),
+            tuple(found for found in self.reshaped if found[0] not in ignored),
         )
 
 
 class AddressManifest:
-    """The address and the path of every tensor of a device that can be reached from some roots.
+    """Address, type, shape, strides and path of every tensor of a device that can be reached from some roots.
 
-    It holds numbers, names and classes: no tensors and no roots. It looks into dicts and other Mappings, lists, tuples,
-    named tuples, deques, dataclasses, ``__slots__``, plain objects and modules (parameters, buffers, submodules and
+    It holds numbers, names and classes, and no roots; tensors it holds only once `check` has compiled itself. It looks
+    into dicts and other Mappings, lists, tuples, named tuples, deques, dataclasses, ``__slots__``, plain objects and
+    modules (parameters, buffers, submodules and
     attributes), to any depth and through cycles. It does not look at attributes that start with an underscore, at
     properties and class attributes, into sets, iterators, functions, classes and threads, nor at attributes of tensors;
     sparse tensors have no address. A path is as in Note [Address paths]. A tensor or container that is reached by
     several paths is named by the first one; the others are aliases, and are checked too.
 
-    An address is all that is compared: a tensor at the same address with another shape or type passes.
     """
 
-    __slots__ = ("_check", "_count", "_device", "_ignored", "_rebinds", "_top")
+    __slots__ = ("_addresses", "_check", "_count", "_device", "_ignored", "_rebinds", "_repeats", "_top")
 
-    def __init__(self, top: Node, count: int, device: torch.device, ignored: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        top: Node,
+        count: int,
+        device: torch.device,
+        ignored: frozenset[str] = frozenset(),
+        *,
+        repeats: bool = False,
+    ) -> None:
         self._top = top
         self._count = count
         self._device = device
         self._ignored = ignored
-        self._check: Check | None = None
+        self._repeats = repeats
+        self._addresses: Check | None = None  # of `matches`
+        self._check: Check | None = None  # of `check`
         self._rebinds = 0
 
     @classmethod
     def of(
-        cls, roots: Mapping[str, Any], device: torch.device, *, before: AddressManifest | None = None
+        cls,
+        roots: Mapping[str, Any],
+        device: torch.device,
+        *,
+        before: AddressManifest | None = None,
+        repeats: bool = False,
     ) -> AddressManifest:
         """The manifest of what ``roots`` holds now.
 
@@ -86,13 +104,15 @@ class AddressManifest:
             device: Tensors on other devices are left alone. ``cuda`` without an index is the current device.
             before: An earlier manifest of the same roots. What has moved, come or gone since then is not state that a
                 graph relies on, and is left alone: a forward that keeps its last result in an attribute, say.
+            repeats: Whether it will be checked on each replay: `check` then compiles itself, and holds the tensors that
+                the first check met, until the manifest is dropped.
         """
         walk = Walk(torch.empty(0, device=device).device)
         top, count, ignored = walk.run(roots), len(walk.tensors), frozenset[str]()
         if before is not None:
             ignored = _difference(before._top, top).paths
             count -= _drop(top, ignored)
-        return cls(top, count, walk.device, ignored)
+        return cls(top, count, walk.device, ignored, repeats=repeats)
 
     def __len__(self) -> int:
         """The number of tensors, each counted once."""
@@ -120,7 +140,8 @@ class AddressManifest:
         return named
 
     def matches(self, roots: Mapping[str, Any]) -> bool:
-        """Whether all tensors lie where they lay. Never raises. Fast, for every replay; the first call compiles it.
+        """Whether all tensors lie where they lay, whatever their shapes and types. Never raises. Fast; the first call
+        compiles it.
 
         False, too, where a container that holds tensors, or that was empty in one, has another class or length, or
         where something else took the place of None: `compare` then says whether an address differs.
@@ -128,12 +149,13 @@ class AddressManifest:
         It does not see a tensor that came in place of a number, a string or a tensor of another device, in a container
         without tensors inside (but `args`, `kwargs` and other roots are looked at), or in a slot that was not set.
         """
-        try:
-            if self._check is None:
-                self._check = compile_check(self._top, self._device)
-            return self._check(roots)
-        except Exception:
-            return False
+        if self._addresses is None:
+            self._addresses = compile_check(self._top, self._device)
+        return _passes(self._addresses, roots)
+
+    def still_holds(self, roots: Mapping[str, Any]) -> bool:
+        """Whether a `check` would pass, as far as the function that it compiled can tell; False without one."""
+        return self._check is not None and _passes(self._check, roots)
 
     def compare(self, roots: Mapping[str, Any]) -> AddressDifference:
         """How the structure differs now, by a fresh walk; it sees what the fast check does not."""
@@ -142,8 +164,8 @@ class AddressManifest:
     def check(self, roots: Mapping[str, Any], *, what: str, may_grow: bool = False) -> None:
         """Refuse a structure that the graph cannot be replayed with.
 
-        A structure that differs in its containers and not in its addresses is accepted, and the fast check is compiled
-        anew for it, at most 8 times.
+        The first check is a walk. Where checks repeat, further ones are as fast as `matches`; what differs in its
+        containers and in no tensor is accepted, and compiled anew, at most 8 times.
 
         Args:
             roots: As for `of`, with the values of this replay.
@@ -151,25 +173,35 @@ class AddressManifest:
             may_grow: Accept tensors that were not there at capture: no graph can depend on them.
 
         Raises:
-            AddressError: tensors are missing, added or changed; names them.
+            AddressError: tensors are missing, added, changed or reshaped; names them.
         """
-        if self.matches(roots):
+        if self.still_holds(roots):
             return
         walk = Walk(self._device)
         top = walk.run(roots)
         difference = self._difference(top)
         if may_grow:
+            self._ignored |= frozenset(difference.added)  # they may move as they like
             difference = replace(difference, added=())
         if difference:
             raise AddressError(_message(what, difference, self._count), remedy=_REMEDY)
-        if self._rebinds < _MAX_REBINDS:
+        if self._rebinds <= _MAX_REBINDS:
             self._rebinds += 1
             self._count = len(walk.tensors) - _drop(top, self._ignored)
-            self._top, self._check = top, None
+            self._top, self._addresses = top, None
+            if self._repeats:
+                self._check = compile_check(top, self._device, [tensor for tensor, _ in walk.tensors.values()])
 
     def _difference(self, top: Node) -> AddressDifference:
         found = _difference(self._top, top)
         return found.without(self._ignored) if self._ignored else found
+
+
+def _passes(check: Check, roots: Mapping[str, Any]) -> bool:
+    try:
+        return check(roots)
+    except Exception:
+        return False
 
 
 def _visit(top: Node) -> Iterator[tuple[Path, Leaf | Node]]:
@@ -211,6 +243,7 @@ def _difference(old: Node, new: Node) -> AddressDifference:
     missing: list[str] = []
     added: list[str] = []
     changed: list[tuple[str, int, int]] = []
+    reshaped: list[tuple[str, Form, Form]] = []
     seen: set[tuple[Node | None, Node | None]] = set()
     stack: list[tuple[Path, Any, Any]] = [(None, old, new)]
     while stack:
@@ -218,6 +251,8 @@ def _difference(old: Node, new: Node) -> AddressDifference:
         if isinstance(before, Leaf) and isinstance(after, Leaf):
             if before.address != after.address:
                 changed.append((_text(path), before.address, after.address))
+            elif before.form != after.form:
+                reshaped.append((_text(path), before.form, after.form))
             continue
         if isinstance(before, Leaf):
             missing.append(_text(path))
@@ -227,7 +262,7 @@ def _difference(old: Node, new: Node) -> AddressDifference:
         if pair not in seen and pair != (None, None):
             seen.add(pair)
             stack += [((path, step), *sides) for step, sides in reversed(_children(*pair).items())]
-    return AddressDifference(tuple(missing), tuple(added), tuple(changed))
+    return AddressDifference(tuple(missing), tuple(added), tuple(changed), tuple(reshaped))
 
 
 def _children(before: Node | None, after: Node | None) -> dict[str, tuple[Any, Any]]:
@@ -235,6 +270,11 @@ def _children(before: Node | None, after: Node | None) -> dict[str, tuple[Any, A
     old = {entry.step: entry.child for entry in before.entries} if before else {}
     new = {entry.step: entry.child for entry in after.entries} if after else {}
     return {step: (old.get(step), new.get(step)) for step in (*old, *(step for step in new if step not in old))}
+
+
+def _form(form: Form) -> str:
+    dtype, shape, stride = form
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(stride)}"
 
 
 def _text(path: Path) -> str:
@@ -248,11 +288,15 @@ def _text(path: Path) -> str:
 def _message(what: str, difference: AddressDifference, count: int) -> str:
     kinds = {
         "changed": [f"{path}: {old:#x} at capture, {new:#x} now" for path, old, new in difference.changed],
+        "reshaped": [f"{path}: {_form(old)} at capture, {_form(new)} now" for path, old, new in difference.reshaped],
         "missing": list(difference.missing),
         "added": list(difference.added),
     }
-    counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in kinds.items())
-    shown = [f"{what} was captured with {count} tensors that do not lie where they lay: {counts}"]
+    counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in kinds.items() if lines or kind != "reshaped")
+    moved = (
+        "do not lie where they lay" if any((*kinds["changed"], *kinds["missing"], *kinds["added"])) else "were others"
+    )
+    shown = [f"{what} was captured with {count} tensors that {moved}: {counts}"]
     for kind, lines in kinds.items():
         shown += [f"  {kind:<7}  {line}" for line in lines[:_SHOWN]]
         if len(lines) > _SHOWN:

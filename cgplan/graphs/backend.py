@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from cgplan.errors import BackendError
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.planning.allocator import Allocation
@@ -87,6 +88,10 @@ class GraphBackend(ABC):
     @abstractmethod
     def abort(self, graph: Graph) -> None:
         """Stop a capture that failed and free what it took; the device works as before."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what this thread launches now goes into a graph."""
 
     @abstractmethod
     def replay(self, graph: Graph) -> None:
@@ -202,3 +207,11 @@ class GraphBackend(ABC):
         finally:
             torch.clear_autocast_cache()  # a forward may have turned it on: casts that it made lie in the pool
             torch.set_autocast_cache_enabled(cached)
+
+
+def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
+    """The error of a capture into something that is no pool of the backend."""
+    return BackendError(
+        f"{pool!r:.100} is no pool of this {backend.name} backend",
+        remedy="Make pools with backend.new_pool(), of the same backend object that captures.",
+    )

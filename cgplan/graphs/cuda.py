@@ -7,55 +7,33 @@ Note [Failed captures]
     (3) the allocator of pinned memory keeps a function that looks into the graph object.
     `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
     well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure.
+    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
+    graphs of the stream still use. `capture_begin` may leave the same behind, and what it is known to refuse is refused
+    before it is called. A capture is ended on the stream that it began on, whichever is current by then.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.errors import BackendError, CaptureError
-from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
+from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.borrowing import can_borrow, unowned
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
+from cgplan.graphs.cuda_pools import CudaGraph, CudaPool, segments_of
 from cgplan.graphs.kernel_copying import KernelCopier
 from cgplan.graphs.kernel_nodes import count_kernels, cuda_runtime
 from cgplan.graphs.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.workspaces import keep_workspaces
-
-
-@dataclass(slots=True, eq=False)
-class CudaPool:
-    """A pool's handle, and the graphs that keep it alive.
-
-    torch forgets a pool with its last graph and then refuses captures into it: the next one gets a new handle.
-    ``ranges`` are the addresses of its segments when ``listed`` was (handle, bytes that torch had ever reserved).
-    """
-
-    handle: Any
-    graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    listed: tuple[Any, int] | None = None
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class CudaGraph:
-    """One CUDA graph and the pool that it captures into."""
-
-    pool: CudaPool
-    graph: torch.cuda.CUDAGraph
-    captured: bool = False
 
 
 class CudaBackend(GraphBackend):
@@ -88,10 +66,15 @@ class CudaBackend(GraphBackend):
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pools."""
-        return sum(segment["total_size"] for segment in self._segments(*pools))
+        return sum(segment["total_size"] for segment in segments_of(self.device, pools))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
-        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted."""
+        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
+
+        Raises BackendError for what is no pool of this backend.
+        """
+        if not isinstance(pool, CudaPool):
+            raise foreign_pool(pool, self)
         return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
 
     def register_generator(self, generator: torch.Generator) -> None:
@@ -102,33 +85,68 @@ class CudaBackend(GraphBackend):
         """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
         if graph.captured:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+        if stream == torch.cuda.default_stream(self.device):
+            raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
         if not graph.pool.graphs:
             graph.pool.handle = torch.cuda.graph_pool_handle()
-        self._register_generators(graph.graph)
-        graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        try:
+            self._register_generators(graph.graph)
+            graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        except RuntimeError as error:
+            self._forget(graph)
+            raise CaptureError(
+                f"the capture did not begin: {str(error).splitlines()[0]}", remedy="See what failed on the GPU before."
+            ) from error
+        graph.stream = stream
         graph.pool.graphs.add(graph)
 
     def end(self, graph: CudaGraph) -> None:
-        """Stop capturing and instantiate the graph."""
+        """Stop capturing and instantiate the graph.
+
+        Raises:
+            CaptureError: the capture is not valid.
+            CaptureMemoryError: no memory to instantiate it; it is freed.
+        """
         try:
-            graph.graph.capture_end()
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
                 f"the capture is not valid: {str(error).splitlines()[0]}",
                 remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
             ) from error
+        try:
+            graph.graph.instantiate()
+        except RuntimeError as error:
+            self.reset(graph)
+            line = str(error).splitlines()[0]
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in line:
+                raise CaptureMemoryError(
+                    f"no memory to instantiate a graph: {line}",
+                    remedy="Capture fewer sizes, or keep more free.",
+                ) from error
+            raise CaptureError(
+                f"the graph cannot be instantiated: {line}", remedy="See what failed on the GPU before."
+            ) from error
         graph.captured = True
-        graph.graph.instantiate()
 
     def abort(self, graph: CudaGraph) -> None:
         """Stop capturing and free what the capture took, see Note [Failed captures]."""
         try:
-            graph.graph.capture_end()
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
         except RuntimeError:
             self._forget(graph)
         else:
             self.reset(graph)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is capturing."""
+        return torch.cuda.is_current_stream_capturing()
 
     def replay(self, graph: CudaGraph) -> None:
         """Queue the graph on the current stream."""
@@ -164,7 +182,7 @@ class CudaBackend(GraphBackend):
 
     def reset(self, graph: CudaGraph) -> None:
         """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""
-        self._drop(graph)
+        graph.drop()
         if torch.cuda.current_stream(self.device) == self._stream:  # in a session, which goes on
             keep_workspaces(self.device)
 
@@ -193,7 +211,7 @@ class CudaBackend(GraphBackend):
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         now = (pool.handle, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
         if pool.listed != now:
-            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in self._segments(pool)]
+            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments_of(self.device, [pool])]
             pool.listed = now
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < end for start, end in pool.ranges)
@@ -263,23 +281,6 @@ class CudaBackend(GraphBackend):
         torch.cuda.synchronize(self.device)
         return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
 
-    @staticmethod
-    def _drop(graph: CudaGraph) -> None:
-        graph.graph.reset()
-        graph.pool.graphs.discard(graph)
-        graph.captured = False
-
-    def _segments(self, *pools: CudaPool) -> list[dict[str, Any]]:
-        """The allocator's segments of some pools.
-
-        Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a
-        reference too many from the numbers of the pool's handle (pytorch pull request 196366), and the process
-        crashes some time after the 256th pool.
-        """
-        segments = torch.cuda.memory._snapshot()["segments"]
-        index, handles = self.device.index, {pool.handle for pool in pools}
-        return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == index]
-
     def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
         for generator in self._generators.values():
             graph.register_generator_state(generator)
@@ -289,13 +290,12 @@ class CudaBackend(GraphBackend):
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
-        self._drop(graph)
-        self._failed.append(graph.graph)
+        graph.drop()
         small = torch.cuda.CUDAGraph()
         self._register_generators(small)
         with torch.cuda.stream(self._stream):
             small.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
             small.capture_end()
-            small.reset()
             keep_workspaces(self.device)
+        self._failed += [graph.graph, small]

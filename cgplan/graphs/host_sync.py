@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
-from cgplan.graphs.source import _first
+from cgplan.graphs.source import users_line
 
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
@@ -31,6 +31,7 @@ _HOST_METHODS = {
     torch.Tensor.__repr__: "__repr__",
     torch.Tensor.__reduce_ex__: "__reduce_ex__",
 }
+_WHOLE: set[str] = set()  # see record_whole
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -40,8 +41,8 @@ def blamed_line(raised: TracebackType | None = None) -> str:
     The code of a traced forward was generated; in its place stands the line that the running node was traced from.
     """
     if raised is None:
-        return _first(_places(traceback.walk_stack(sys._getframe(1))))
-    return _first(_places(reversed(list(traceback.walk_tb(raised)))))
+        return users_line(_places(traceback.walk_stack(sys._getframe(1))))
+    return users_line(_places(reversed(list(traceback.walk_tb(raised)))))
 
 
 def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
@@ -79,7 +80,11 @@ class HostGuard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Probe(TorchDispatchMode):
+class Onlooker(TorchDispatchMode):
+    """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
+
+
+class _Probe(Onlooker):
     """Runs everything eagerly and stops at the first operator that needs the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,8 +122,8 @@ def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostS
 
 
 def is_probing() -> bool:
-    """Whether ``find_host_sync`` is running the forward."""
-    return isinstance(_get_current_dispatch_mode(), _Probe)
+    """Whether an ``Onlooker`` is looking at the forward."""
+    return isinstance(_get_current_dispatch_mode(), Onlooker)
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -161,9 +166,19 @@ def implemented_in_python(func: Any, key: str) -> bool:
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim"):
         return False
+    if func._schema.name in _WHOLE:
+        return False
     name = func._schema.name.replace("::", "/")
     overload = f".{func._overloadname}" if func._overloadname != "default" else ""
     return any(f"{name}{overload}/{k}" in torch.library._impls for k in (key, "CompositeExplicitAutograd"))
+
+
+def record_whole(name: str) -> None:
+    """Have the tape record an operator as one step although its kernel is Python: it runs again on each replay.
+
+    For kernels that do what no operator does, such as waiting for another process.
+    """
+    _WHOLE.add(name)
 
 
 @cache

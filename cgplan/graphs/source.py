@@ -6,7 +6,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -18,19 +18,20 @@ _MACHINERY = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, 
 
 def current_line() -> str:
     """``file:line: source`` of the innermost frame that is neither torch's nor cgplan's machinery."""
-    return _first(_stack())
+    return users_line(_stack())
 
 
 def raising_line(tb: TracebackType | None) -> str:
     """The same for the point where an exception was raised."""
-    return _first((frame.f_code.co_filename, line) for frame, line in reversed(list(traceback.walk_tb(tb))))
+    return users_line((frame.f_code.co_filename, line) for frame, line in reversed(list(traceback.walk_tb(tb))))
 
 
 def _stack() -> Iterator[tuple[str, int]]:
     return ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(2)))
 
 
-def _first(places: Iterator[tuple[str, int]]) -> str:
+def users_line(places: Iterable[tuple[str, int]]) -> str:
+    """The first of some places, (file, line), that is neither torch's nor cgplan's machinery."""
     for name, line in places:
         if not name.startswith(_MACHINERY) and not name.endswith("/contextlib.py"):
             return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"

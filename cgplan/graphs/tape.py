@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from threading import get_ident
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CaptureError
-from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading
+from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.host_sync import HostGuard
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.recorder import Recorder, Step, replay, tensor_on
@@ -52,6 +53,7 @@ class TapeBackend(GraphBackend):
     def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
+        self._recording: set[int] = set()  # threads that record
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
 
     def new_pool(self) -> TapePool:
@@ -71,17 +73,20 @@ class TapeBackend(GraphBackend):
         return pool.log
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
-        """An empty tape."""
+        """An empty tape. Raises BackendError for a pool that this backend did not make."""
+        if not isinstance(pool, TapePool) or pool not in self._pools:
+            raise foreign_pool(pool, self)
         return TapeGraph(pool)
 
     def begin(self, graph: TapeGraph) -> None:
         """Start recording in this thread."""
         if graph.steps is not None or graph.recording is not None:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
-        modes = ExitStack()
-        modes.enter_context(HostGuard())
-        recorder = modes.enter_context(Recorder(graph.pool))
-        graph.recording = (recorder, modes)
+        with ExitStack() as modes:
+            modes.enter_context(HostGuard())
+            recorder = modes.enter_context(Recorder(graph.pool))
+            graph.recording = (recorder, modes.pop_all())
+        self._recording.add(get_ident())
 
     def end(self, graph: TapeGraph) -> None:
         """Stop recording."""
@@ -93,6 +98,10 @@ class TapeBackend(GraphBackend):
         """Stop recording and drop the steps."""
         self._stop(graph)
         self._trim(graph.pool)
+
+    def is_capturing(self) -> bool:
+        """Whether a tape of this backend is recording in this thread."""
+        return get_ident() in self._recording
 
     def replay(self, graph: TapeGraph) -> None:
         """Run the recorded operators; returns when they have run."""
@@ -180,6 +189,7 @@ class TapeBackend(GraphBackend):
             raise CaptureError("no capture is under way in this graph", remedy="Call begin first.")
         recorder, modes = graph.recording
         graph.recording = None
+        self._recording.discard(get_ident())
         modes.close()
         recorder.finish()
         return recorder

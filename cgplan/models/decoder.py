@@ -12,9 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
+from cgplan.distributed import current_all_reduce
 from cgplan.errors import InputError, ModelError
 from cgplan.models.decoder_config import DecoderConfig
-from cgplan.models.layers import DecoderLayer, GatedMLP, Projection, RMSNorm, SelfAttention, Table, rotary_angles
+from cgplan.models.layers import (
+    ColumnParallel,
+    DecoderLayer,
+    GatedMLP,
+    Projection,
+    RMSNorm,
+    RowParallel,
+    SelfAttention,
+    Split,
+    Table,
+    rotary_angles,
+)
 from cgplan.models.loading import parse_dtype
 
 
@@ -23,12 +35,16 @@ class Decoder(nn.Module):
 
     The state dict has the names of transformers' ``Qwen3ForCausalLM`` (or, without ``qk_norm``,
     ``LlamaForCausalLM``) less the prefix ``model.``, so weights of a checkpoint can be loaded.
+
+    With ``tensor_parallel`` it has its rank's part of each layer, cut from the weights that one process would draw, and
+    has to be built inside ``all_reduce_by``. Raises ModelError outside of it, or for another number of ranks.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         dtype, lora = parse_dtype(config.dtype), (config.max_loras, config.lora_rank)
+        split = _split(config.tensor_parallel)
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(
@@ -41,8 +57,9 @@ class Decoder(nn.Module):
                     cache_shape=(config.num_blocks + 1, config.block_size),
                     dtype=dtype,
                     lora=lora,
+                    split=split,
                 ),
-                GatedMLP(config.hidden_size, config.intermediate_size, dtype, lora),
+                GatedMLP(config.hidden_size, config.intermediate_size, dtype, lora, split),
                 config.hidden_size,
                 config.rms_norm_eps,
                 dtype,
@@ -57,9 +74,18 @@ class Decoder(nn.Module):
     def _randomise(self, seed: int) -> None:
         """Fill weights and adapters on their own device: 0.6 billion numbers take a GPU milliseconds."""
         generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
+        for module in self.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() < 2:
+                    continue
+                if not isinstance(module, ColumnParallel | RowParallel) or module.split.parts == 1:
+                    parameter.normal_(0.0, 0.02, generator=generator)
+                    continue
+                shape = list(parameter.shape)
+                shape[module.split_dim] *= module.split.parts
+                whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                whole.normal_(0.0, 0.02, generator=generator)
+                parameter.copy_(module.split.part(whole, module.split_dim))
         for _, projection in self._projections() if self.config.max_loras else ():
             rank, size_in = projection.lora_a.shape[1:]
             projection.lora_a.normal_(0.0, size_in**-0.5, generator=generator)
@@ -137,6 +163,20 @@ class Decoder(nn.Module):
         is no such slot.
         """
         self.load_lora(slot, {})
+
+
+def _split(parts: int) -> Split:
+    """This rank's part of so many."""
+    if parts == 1:
+        return Split()
+    reducer = current_all_reduce()
+    found = 1 if reducer is None else reducer.ranks.world_size
+    if reducer is None or found != parts:
+        raise ModelError(
+            f"the decoder is split over {parts} ranks (tensor_parallel), and {found} run",
+            remedy=f"Start it with torchrun --nproc-per-node {parts}, or set tensor_parallel to {found}.",
+        )
+    return Split(parts, reducer.ranks.rank, reducer.number)
 
 
 def _check_adapter(name: str, adapter: Mapping[str, Tensor], projection: Projection, max_rank: int) -> None:

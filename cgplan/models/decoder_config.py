@@ -31,6 +31,7 @@ class DecoderConfig:
         max_loras: Adapter slots; 0 leaves LoRA out.
         lora_rank: Largest rank of an adapter.
         logits: Whether ``forward`` returns logits; else hidden states.
+        tensor_parallel: Ranks that the heads and the MLP are split over; 1 for one process.
         dtype: Of weights and cache: float32, bfloat16 or float16.
         seed: Of the random weights.
     """
@@ -51,6 +52,7 @@ class DecoderConfig:
     max_loras: int = 0
     lora_rank: int = 8
     logits: bool = True
+    tensor_parallel: int = 1
     dtype: str = "float32"
     seed: int = 0
 
@@ -82,6 +84,21 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim {self.head_dim} is odd", remedy="Rotary positions need an even head_dim.")
+        self._check_split()
+
+    def _check_split(self) -> None:
+        parts = self.tensor_parallel
+        for name in ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size"):
+            if getattr(self, name) % parts:
+                raise ModelError(
+                    f"tensor_parallel {parts} does not divide {name} {getattr(self, name)}",
+                    remedy="Start as many ranks as divide the heads, hidden_size and intermediate_size.",
+                )
+        if parts > 1 and self.max_loras:
+            raise ModelError(
+                f"tensor_parallel is {parts} and max_loras {self.max_loras}: adapters are not split over ranks",
+                remedy="Leave LoRA out, or run the model in one process.",
+            )
 
 
 def _coerce(name: str, value: object, kind: type) -> object:

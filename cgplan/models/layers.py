@@ -8,6 +8,7 @@ and each graph captured from it holds the case of its own descriptor.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,58 @@ class Projection(nn.Module):
                 self.lora_b[slot, :rank].copy_(adapter["lora_B"].T)
 
 
+class Split(NamedTuple):
+    """How projections are split over ranks, see `ColumnParallel` and `RowParallel`.
+
+    Attributes:
+        parts: Ranks; 1 for one process.
+        rank: Which part is this process's.
+        group: Number of the all-reduce that sums over the ranks, see ``cgplan.distributed.AllReduce``.
+    """
+
+    parts: int = 1
+    rank: int = 0
+    group: int = 0
+
+    def part(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole weight."""
+        return full.chunk(self.parts, dim)[self.rank]
+
+
+UNSPLIT = Split()
+
+
+class ColumnParallel(Projection):
+    """This rank's rows of a projection's weight: it takes the whole input, and gives its part of the output."""
+
+    split_dim = 0
+
+    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, lora: tuple[int, int], split: Split) -> None:
+        super().__init__(size_in, size_out // split.parts, dtype, *lora)
+        self.split = split
+
+
+class RowParallel(Projection):
+    """This rank's columns of a projection's weight: it takes its part of the input, and the ranks' results are summed.
+
+    Behind a ColumnParallel projection that makes one all-reduce for the two, inside of the graph.
+    """
+
+    split_dim = 1
+
+    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, lora: tuple[int, int], split: Split) -> None:
+        super().__init__(size_in // split.parts, size_out, dtype, *lora)
+        self.split = split
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [num_tokens, in / parts] to [num_tokens, out], the same on all ranks."""
+        y = super().forward(x)
+        if self.split.parts == 1:
+            return y
+        summed: Tensor = torch.ops.cgplan.all_reduce(y, self.split.group)
+        return summed
+
+
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine factors for `rotate`, each [num_tokens, 1, head_dim], of positions [num_tokens].
 
@@ -155,7 +208,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; owns the layer's KV cache, which never moves."""
+    """Grouped-query attention; owns the layer's KV cache, which never moves. Split over ranks, it has their heads."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -171,16 +224,17 @@ class SelfAttention(nn.Module):
         cache_shape: tuple[int, int],
         dtype: torch.dtype,
         lora: tuple[int, int],
+        split: Split = UNSPLIT,
     ) -> None:
         super().__init__()
         self.head_dim, self.scale = head_dim, head_dim**-0.5
-        self.q_proj = Projection(hidden_size, num_heads * head_dim, dtype, *lora)
-        self.k_proj = Projection(hidden_size, num_kv_heads * head_dim, dtype, *lora)
-        self.v_proj = Projection(hidden_size, num_kv_heads * head_dim, dtype, *lora)
-        self.o_proj = Projection(num_heads * head_dim, hidden_size, dtype, *lora)
+        self.q_proj = ColumnParallel(hidden_size, num_heads * head_dim, dtype, lora, split)
+        self.k_proj = ColumnParallel(hidden_size, num_kv_heads * head_dim, dtype, lora, split)
+        self.v_proj = ColumnParallel(hidden_size, num_kv_heads * head_dim, dtype, lora, split)
+        self.o_proj = RowParallel(num_heads * head_dim, hidden_size, dtype, lora, split)
         self.q_norm = RMSNorm(head_dim, norm_eps, dtype) if norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, norm_eps, dtype) if norm_eps is not None else None
-        shape = (*cache_shape, num_kv_heads, head_dim)
+        shape = (*cache_shape, num_kv_heads // split.parts, head_dim)
         self.register_buffer("key_cache", _zeros(*shape, dtype=dtype), persistent=False)
         self.register_buffer("value_cache", _zeros(*shape, dtype=dtype), persistent=False)
 
@@ -201,11 +255,18 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, lora: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        lora: tuple[int, int],
+        split: Split = UNSPLIT,
+    ) -> None:
         super().__init__()
-        self.gate_proj = Projection(hidden_size, intermediate_size, dtype, *lora)
-        self.up_proj = Projection(hidden_size, intermediate_size, dtype, *lora)
-        self.down_proj = Projection(intermediate_size, hidden_size, dtype, *lora)
+        self.gate_proj = ColumnParallel(hidden_size, intermediate_size, dtype, lora, split)
+        self.up_proj = ColumnParallel(hidden_size, intermediate_size, dtype, lora, split)
+        self.down_proj = RowParallel(intermediate_size, hidden_size, dtype, lora, split)
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result are [num_tokens, hidden_size]."""
@@ -230,11 +291,15 @@ class DecoderLayer(nn.Module):
 
 
 __all__ = [
+    "UNSPLIT",
+    "ColumnParallel",
     "DecoderLayer",
     "GatedMLP",
     "Projection",
     "RMSNorm",
+    "RowParallel",
     "SelfAttention",
+    "Split",
     "Table",
     "add_lora",
     "rotary_angles",

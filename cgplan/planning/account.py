@@ -15,7 +15,7 @@ from cgplan.planning.evidence import Evidence, Expected, LadderPoint, LaneSizes,
 from cgplan.planning.lanes import Served, expected_step, lanes_of, padded_share
 from cgplan.planning.latency import StepTimes
 from cgplan.planning.left_out import left_out
-from cgplan.planning.lint import lint
+from cgplan.planning.lint import lint, milliseconds
 from cgplan.planning.plan import Plan
 from cgplan.planning.traffic import Traffic
 
@@ -159,7 +159,7 @@ class Case:
         if not self.plan.keys and self.plan.mode is not CUDAGraphMode.NONE:
             return "no graph brings anything: eager steps take no longer, or the budget pays for none that is of use"
         if ladder is None:
-            return f"{_ms(expected)} a step with {graphs}"
+            return f"{milliseconds(expected)} a step with {graphs}"
         whose = f"the {ladder.name} ladder's" if name != "configured" else "the configured sizes'"
         change = expected / ladder.expected_us - 1
         if change > NO_GAIN:
@@ -178,7 +178,3 @@ class Case:
 
 def _graphs(number: int) -> str:
     return "1 graph" if number == 1 else f"{number} graphs"
-
-
-def _ms(microseconds: float) -> str:
-    return f"{microseconds / 1000:.3g} ms"

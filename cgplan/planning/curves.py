@@ -12,13 +12,14 @@ from cgplan.config import Config
 from cgplan.errors import PlanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.boxes import Boxes, Limits
+from cgplan.planning.building import build_plan
 from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.demand import Bounds, Problem
 from cgplan.planning.evidence import LadderPoint, NotWorth, ParetoPoint
 from cgplan.planning.ladders import LADDERS
 from cgplan.planning.lanes import expected_step, key_of, may_serve, padded_share, serve
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.plan import Lane, build_plan, capture_order
+from cgplan.planning.plan import Lane, capture_order
 from cgplan.planning.search import Found, search
 from cgplan.planning.traffic import Traffic
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.plan import Plan, build_plan
+from cgplan.planning.building import build_plan
+from cgplan.planning.plan import Plan
 from cgplan.planning.vllm_config import read_vllm
 
 Engine = Literal["vllm", "sglang", "trtllm", "json"]

@@ -9,11 +9,12 @@ import numpy as np
 from cgplan.config import Config
 from cgplan.errors import PlanError
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.building import build_plan
 from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.evidence import LeftOut
 from cgplan.planning.lanes import Routes, lanes_of
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.plan import Lane, Plan, build_plan, capture_order
+from cgplan.planning.plan import Lane, Plan, capture_order
 from cgplan.planning.traffic import Traffic
 
 NO_BATCH = "no batch would run in it"

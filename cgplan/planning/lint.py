@@ -92,7 +92,8 @@ def traffic_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator[s
             share = sum(weight for _, weight in missed) / traffic.total
             yield (
                 f"{share:.2%} of the steps are {_kind(uniform)} batches that no graph holds, up to "
-                f"{largest.num_tokens} tokens: there {_ms(eager)} eagerly, {_ms(graph)} in a {mode} graph"
+                f"{largest.num_tokens} tokens: there {milliseconds(eager)} eagerly, {milliseconds(graph)} in a {mode} "
+                "graph"
             )
 
 
@@ -112,7 +113,8 @@ def scheduler_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator
         if eager > CLIFF * graph:
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} tokens, which no graph "
-                f"holds: {_ms(eager)} eagerly, {_ms(graph)} in a {mode} graph; lower it, or capture that size"
+                f"holds: {milliseconds(eager)} eagerly, {milliseconds(graph)} in a {mode} graph; lower it, or capture "
+                "that size"
             )
 
 
@@ -206,7 +208,7 @@ def wide_steps(served: Sequence[Served]) -> Iterator[str]:
             yield (
                 f"{part.lane} at {part.size} tokens: {part.padding:.0%} of what runs is padding, in "
                 f"{part.weight / total:.1%} of the steps; its batches have {part.tokens / part.weight:.4g} tokens on "
-                f"average, and would take {_ms(lost / part.weight)} less at their own sizes"
+                f"average, and would take {milliseconds(lost / part.weight)} less at their own sizes"
             )
 
 
@@ -241,8 +243,10 @@ def _kind(uniform: bool) -> str:
     return "uniform decode" if uniform else "mixed"
 
 
-def _ms(microseconds: float) -> str:
-    return f"{microseconds / 1000:.3g} ms"
+def milliseconds(microseconds: float) -> str:
+    """``4740.0`` -> ``4.74 ms``; three digits, or all before the point."""
+    value = microseconds / 1000
+    return f"{value:.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
 def _count(number: int, what: str) -> str:

@@ -15,8 +15,6 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
-from cgplan.planning.resolution import ModeChange, resolve_mode
-from cgplan.planning.sizes import resolve_sizes
 
 PLAN_SCHEMA_VERSION = 2
 # What does not decide a capture: what is measured, and what is planned from.
@@ -26,6 +24,7 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "budget": True,
     "speculative": {"accepted_tokens"},
     "compilation": {"capture_policy"},
+    "distributed": {"timeout", "data_parallel_sync"},
 }
 
 Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
@@ -33,7 +32,7 @@ Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), r
 Key = tuple[Mode, Descriptor]
 
 
-class _Change(BaseModel):
+class PlanChange(BaseModel):
     """A ModeChange in JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -141,7 +140,7 @@ class Plan(BaseModel):
     schema_version: int = PLAN_SCHEMA_VERSION
     requested_mode: Mode
     mode: Mode
-    changes: tuple[_Change, ...] = ()
+    changes: tuple[PlanChange, ...] = ()
     capture_sizes: tuple[int, ...]
     sizes_source: str
     keys: tuple[Key, ...]
@@ -202,36 +201,6 @@ class Plan(BaseModel):
             raise ReportError(f"not a plan: {error}", remedy="Give a file that cgplan saved.") from None
 
 
-def build_plan(config: Config) -> Plan:
-    """Plan for a configuration, without torch and without a device.
-
-    Raises:
-        ModeError: the mode cannot be captured with the model's attention.
-        PlanError: no capture size is left.
-    """
-    mode, changes = resolve_mode(config)
-    sizes = resolve_sizes(config, mode)
-    cases = _lora_cases(config)
-    keys = _keys(config, mode, sizes.sizes, cases)
-    return Plan(
-        requested_mode=config.compilation.cudagraph_mode,
-        mode=mode,
-        changes=tuple(_change(c) for c in changes),
-        capture_sizes=sizes.sizes,
-        sizes_source=sizes.source,
-        keys=keys,
-        lora_cases=cases,
-        query_len=config.query_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_loras=config.lora.max_loras if config.lora else None,
-        warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys)),
-        config_hash=config_hash(config),
-        config=capture_config(config),
-        budget=budget_of(config),
-    )
-
-
 def budget_of(config: Config) -> dict[str, Any]:
     """The limits that are set: bytes, seconds, and a number of graphs."""
     return config.budget.model_dump(mode="json", exclude_none=True)
@@ -282,50 +251,3 @@ def _problems(plan: Plan) -> Iterable[str]:
             yield f"{mode} {key}: a uniform batch has num_reqs * {plan.query_len} tokens"
         if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in plan.lora_cases:
             yield f"{mode} {key}: {key.num_active_loras} active adapters are not among lora_cases, or has_lora is wrong"
-
-
-def _unused_sizes(config: Config, sizes: Sequence[int], keys: Sequence[Key]) -> tuple[str, ...]:
-    """A warning about sizes that the user listed and no graph is captured for."""
-    unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
-    if not unused or not isinstance(config.compilation.cudagraph_capture_sizes, tuple):
-        return ()
-    return (
-        f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
-        f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens",
-    )
-
-
-def _change(change: ModeChange) -> _Change:
-    return _Change(requested=change.requested, resolved=change.resolved, reason=change.reason)
-
-
-def _lora_cases(config: Config) -> tuple[int, ...]:
-    """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
-    if config.lora is None:
-        return (0,)
-    most = config.lora.max_loras
-    if not config.compilation.cudagraph_specialize_lora:
-        return (most + 1,)
-    powers = [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
-    return (0, *powers, most + 1)
-
-
-def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]) -> tuple[Key, ...]:
-    seqs, q = config.scheduler.max_num_seqs, config.query_len
-    keys: list[Key] = []
-    mixed, decode = mode.mixed_mode(), mode.decode_mode()
-    if mixed is not CUDAGraphMode.NONE:
-        full = mixed is CUDAGraphMode.FULL
-        keys += [
-            (mixed, BatchDescriptor(s, min(s, seqs) if full else None, False, case > 0, case))
-            for s in sizes
-            for case in cases
-        ]
-    if mode.separate_routine() and decode is CUDAGraphMode.FULL:
-        keys += [
-            (decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case))
-            for s in sizes
-            if q <= s <= q * seqs
-            for case in cases
-        ]
-    return capture_order(keys)

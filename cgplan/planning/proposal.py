@@ -12,13 +12,14 @@ from cgplan.errors import BudgetError
 from cgplan.planning.account import Case
 from cgplan.planning.boxes import Limits
 from cgplan.planning.budget import Best, best_plan
+from cgplan.planning.building import build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.curves import MOST, WORTH, Curve
 from cgplan.planning.demand import Bounds, problem_of
 from cgplan.planning.evidence import Evidence
 from cgplan.planning.lanes import lanes_of, serve
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.plan import Plan, Predicted, build_plan, capture_config, config_hash
+from cgplan.planning.plan import Plan, Predicted, capture_config, config_hash
 from cgplan.planning.traffic import Traffic
 
 

@@ -2,16 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from cgplan.reports.records import (
-    BenchRecord,
-    BenchReport,
-    CaptureReport,
-    Environment,
-    GraphRecord,
-    Report,
-    Timing,
-    load_report,
-)
+from cgplan.reports.loading import Report, load_report
+from cgplan.reports.records import BenchRecord, BenchReport, CaptureReport, Environment, GraphRecord, Timing
 
 if TYPE_CHECKING:
     from cgplan.reports.tables import render, render_text

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer, ValidationError
+from pydantic import BeforeValidator, PlainSerializer
 
-from cgplan.config import files
 from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Machine
+from cgplan.planning.plan import Machine
 from cgplan.reports.base import Record as _Record
 from cgplan.reports.base import Timing as Timing
 from cgplan.reports.peer_records import PeersRecord
+from cgplan.reports.rank_records import RankRecord
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -67,6 +64,7 @@ class GraphRecord(_Record):
         warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph (to the last
             one where there are eager pieces between them, which run too).
         eager_pieces: Functions that run eagerly between the graphs of the key.
+        segment_nodes: The nodes of each graph, in order; empty where they could not be counted.
     """
 
     mode: Mode
@@ -78,6 +76,7 @@ class GraphRecord(_Record):
     warmup_seconds: float
     capture_seconds: float
     eager_pieces: int = 0
+    segment_nodes: tuple[int, ...] = ()
 
 
 Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]
@@ -175,6 +174,7 @@ class CaptureReport(_Record):
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
         warnings: What the user should know about.
+        ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
     """
 
     kind: Literal["capture"] = "capture"
@@ -199,6 +199,7 @@ class CaptureReport(_Record):
     waiting: int = 0
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
 
     @property
     def warmup_seconds(self) -> float:
@@ -292,40 +293,3 @@ class BenchReport(_Record):
         from cgplan.reports.tables import render_text
 
         return render_text(self)
-
-
-Report = CaptureReport | BenchReport | Plan
-_KINDS: dict[str, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
-    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
-    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
-    "plan": (Plan, PLAN_SCHEMA_VERSION),
-}
-
-
-def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError if the file is none, or of a schema version that is not read."""
-    remedy = "Give a JSON file that `cgplan ... --output` wrote."
-    text = files.read_text(path, ReportError, remedy)
-    try:
-        data = json.loads(text)
-    except RecursionError:
-        raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
-    except json.JSONDecodeError as error:
-        raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ReportError(f"{path}: not JSON: {error}", remedy=remedy) from None
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=remedy)
-    model, version = _KINDS[kind]
-    if data.get("schema_version") != version:
-        raise ReportError(
-            f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
-            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
-        )
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ReportError(f"{path}: damaged report: {where}: {first['msg']}", remedy=remedy) from None

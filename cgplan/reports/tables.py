@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cgplan.modes import CUDAGraphMode
 from cgplan.reports.cost_tables import budget_rows, prediction_table
 from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
+from cgplan.reports.loading import Report
 from cgplan.reports.peer_tables import peers_tables
 from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
+from cgplan.reports.rank_records import rank_table
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
     CaptureReport,
     Environment,
     GraphRecord,
-    Report,
     SplitRecord,
     Timing,
 )
@@ -71,9 +74,11 @@ def _capture(report: CaptureReport) -> RenderableType:
         return Group(head, Text(), facts("Graphs: none", _totals(report)))
     parts: list[RenderableType] = [head, Text(), _graphs(report.records, report.environment), Text()]
     if report.split is not None:
-        parts += [facts("Split", split_rows(report.split)), Text()]
+        parts += [facts("Split", [*split_rows(report.split), *_segment_rows(report)]), Text()]
     if (predicted := prediction_table(report)) is not None:
         parts += [predicted, Text()]
+    if report.ranks:
+        parts += [rank_table(report.ranks), Text()]
     return Group(*parts, facts("Totals", _totals(report)))
 
 
@@ -81,8 +86,7 @@ def _demand_rows(report: CaptureReport) -> list[tuple[str, str]]:
     """When keys are captured and where, if not all at once into one pool; and those that failed since."""
     rows = []
     if report.capture_policy == "lazy":
-        keys = "1 key is" if report.waiting == 1 else f"{report.waiting} keys are"
-        rows.append(("captures", f"lazy: {keys} captured when a batch first asks for it"))
+        rows.append(("captures", f"lazy: when a batch first asks for a key; {report.waiting} are waiting"))
     elif report.capture_policy == "adaptive":
         rows.append(("captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"))
     if report.pool != "shared":
@@ -104,6 +108,17 @@ def split_rows(split: SplitRecord) -> list[tuple[str, str]]:
     if split.captured:
         rows += [("captured", listed(split.captured))]
     return [*rows, ("eager", listed(split.eager))] if split.eager else rows
+
+
+def _segment_rows(report: CaptureReport) -> list[tuple[str, str]]:
+    """How many nodes each segment of the largest PIECEWISE key has, equal neighbours as one."""
+    pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
+    if not pieces:
+        return []
+    runs = [(nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes)]
+    listed = ", ".join(f"{nodes} x{count}" if count > 1 else str(nodes) for nodes, count in runs)
+    kind = "operators" if report.environment.backend == TAPE else "nodes"
+    return [(f"{kind} each", f"{listed} (num_tokens {pieces[0].descriptor.num_tokens})")]
 
 
 def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:

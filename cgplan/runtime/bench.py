@@ -27,7 +27,7 @@ def bench(
     against: Sequence[str] = (),
     seed: int | None = None,
 ) -> BenchReport:
-    """Measure the sizes of ``config.report`` (absent: every captured size) on example batches.
+    """Measure the sizes of ``config.report`` (absent: every size that is or may be captured) on example batches.
 
     Uniform decode batches are measured where a batch of that size can be one. Mixed batches are measured elsewhere,
     and beside them where the plan has other graphs for those: so that the planner learns of both.
@@ -44,7 +44,7 @@ def bench(
         ModelError: the model failed eagerly.
     """
     against, report = check_peers(against), runner.report
-    sizes = sorted(set(runner.config.report.sizes or runner.plan.capture_sizes))
+    sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
     records = []
     for index, size in enumerate(sizes):
         if progress:
@@ -69,7 +69,7 @@ def bench(
 
 def _kinds(runner: GraphRunner, size: int) -> tuple[bool, ...]:
     """Whether a batch of that size is measured as uniform decode, as a mixed one, or as both."""
-    plan, dispatch = runner.plan, CudagraphDispatcher(runner.plan).dispatch
+    plan, dispatch = runner.plan, CudagraphDispatcher(runner.wanted).dispatch
     can_be_uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
     as_uniform, as_mixed = (dispatch(size, uniform, _loras(runner)) for uniform in (True, False))
     if can_be_uniform and as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != as_uniform:
@@ -96,6 +96,8 @@ def _example(runner: GraphRunner, size: int, uniform: bool) -> BenchBatch:
 def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
     example = _example(runner, size, uniform)
     call: dict[str, Any] = {**example.given_to(runner), **example.options}
+    if runner.config.compilation.capture_policy == "lazy":
+        runner(**call)  # captures its graph
     route = runner.route(example.tensors, **example.options)
     eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))
     graph = graph_host = replay = graph_queued = replay_queued = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ from cgplan.reports.base import Timing
 from cgplan.reports.peer_records import OURS, PeerRecord, PeersRecord, WayRecord, check_peers
 from cgplan.reports.records import CaptureReport
 from cgplan.runtime.failures import drop_locals
-from cgplan.runtime.peers import WAYS, BenchBatch, Call, Way, used_bytes
+from cgplan.runtime.peers import Bare, BenchBatch, Call, Eager, Ours, Way, used_bytes
+from cgplan.runtime.peers_cuda import GraphedCallables, ReduceOverhead
 from cgplan.runtime.runner import GraphRunner
 
+WAYS: Mapping[str, type[Way]] = {way.name: way for way in (Ours, Eager, Bare, GraphedCallables, ReduceOverhead)}
 MOST_ROUNDS = 5
 Progress = Callable[[int, int, str], None]
 

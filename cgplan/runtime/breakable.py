@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
@@ -10,20 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.errors import CaptureError
+from cgplan.errors import CaptureError, CgplanError
 from cgplan.graphs import GraphBackend
-from cgplan.graphs.host_sync import is_probing
 from cgplan.graphs.source import current_line
 from cgplan.runtime.context import current_forward_context
 from cgplan.runtime.eager_pieces import EagerPiece, TorchState
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _ActiveCapture(threading.local):
@@ -39,11 +33,6 @@ class Segment:
     """What was captured between two breaks: one graph of the backend."""
 
     graph: Any = field(repr=False)
-    backend: GraphBackend = field(repr=False)
-
-    def replay(self, now: TorchState) -> None:  # noqa: ARG002  (a graph runs in no state; as an eager piece has it)
-        """Replay the graph."""
-        self.backend.replay(self.graph)
 
 
 class BreakableCUDAGraphCapture:
@@ -69,20 +58,29 @@ class BreakableCUDAGraphCapture:
         pool: Graph pool that the segments and the output slots of eager pieces share.
 
     Raises:
+        CgplanError: ``backend`` is no backend.
         CaptureError: on entering inside another capture, or on leaving if a segment is not valid. After any error the
             segments are freed, and a new capture may begin.
     """
 
     def __init__(self, backend: GraphBackend, pool: Any) -> None:
+        if not isinstance(backend, GraphBackend):
+            raise CgplanError(
+                f"a breakable capture on {backend!r:.100}, which is no backend",
+                remedy='Make one with cgplan.graphs.select_backend("auto").',
+            )
         self._backend = backend
         self._pool = pool
         self._items: list[Segment | EagerPiece] = []
-        self._empty: list[Any] = []  # graphs without work; they keep the pool alive while no other graph does
+        # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
+        # would release library workspaces that the others use.
+        self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._derived: dict[str, Any] = {}
         self._broken_in: str | None = None
         self._is_ready = False
+        self._launches: list[tuple[Callable[[], None], EagerPiece | None]] = []
         self._others: list[BreakableCUDAGraphCapture] = []
         _living.add(self)
 
@@ -141,6 +139,10 @@ class BreakableCUDAGraphCapture:
                         self._open[1].__exit__(kind, error, traceback)
                 self._discard()
                 return
+            if self._broken_in is None and self._open is None:
+                raise CaptureError(
+                    "this breakable capture was left before it began", remedy="Use it in a `with` block."
+                )
             if self._broken_in is not None or self._open is None:
                 raise CaptureError(
                     f"eager piece {self._broken_in} failed while it was captured, and the model went on",
@@ -163,7 +165,7 @@ class BreakableCUDAGraphCapture:
             CaptureError: outside of the block or inside another eager piece; if the segment is not valid; if a result
                 is not a dense tensor on the device of the capture. What the function raises passes.
         """
-        return self._add(_name_of(function), function, args, kwargs)
+        return self.add_named(name_of(function), function, args, kwargs)
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
         """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay.
@@ -172,6 +174,8 @@ class BreakableCUDAGraphCapture:
         """
         if not self.is_recording:
             raise CaptureError("a slot outside of a segment", remedy="Ask for it inside the capture's block.")
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"a slot for {value!r:.100}, which is no tensor", remedy="Pass a tensor.")
         with torch.inference_mode(False):  # else it could be written to only there
             slot = self._backend.slot(value)
             self._copies.append((self._backend.borrow(slot), value.detach()))
@@ -192,8 +196,10 @@ class BreakableCUDAGraphCapture:
         try:
             if context is not None:
                 context.derived = {}
-            for item in self._items:
-                item.replay(now)
+            for launch, piece in self._launches:
+                launch()
+                if piece is not None:
+                    piece.replay(now)
         finally:
             if context is not None:
                 context.derived = before
@@ -201,13 +207,20 @@ class BreakableCUDAGraphCapture:
     def reset(self) -> None:
         """Free the graphs. What the block returned is no longer valid."""
         self._is_ready = False
+        self._launches = []
         graphs = [*self.graphs, *self._empty]
         self._items, self._empty, self._copies = [], [], []
         for graph in graphs:
             self._backend.reset(graph)
 
-    def _add(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def add_named(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As ``add_eager``, under a name for messages."""
         line = current_line()
+        if not callable(function):
+            raise CaptureError(
+                f"an eager piece has to be a function, found {function!r:.100}, at {line}",
+                remedy="Pass the function and its arguments apart: add_eager(function, x).",
+            )
         if self._open is None or self._broken_in is not None:
             raise CaptureError(
                 f"eager piece {name} outside of a segment, at {line}",
@@ -249,7 +262,7 @@ class BreakableCUDAGraphCapture:
         if is_empty:
             self._empty.append(graph)
         else:
-            self._items.append(Segment(graph, self._backend))
+            self._items.append(Segment(graph))
         with torch.no_grad():
             for slot, value in self._copies:
                 slot.copy_(value)
@@ -259,40 +272,33 @@ class BreakableCUDAGraphCapture:
 
     def _finish(self) -> None:
         _active.capture, self._derived, self._others, self._is_ready = None, {}, [], True
-        # Without any work in graphs, slots lie in a pool that only an empty graph keeps.
-        kept = [] if self.graphs else self._empty[:1]
-        for graph in self._empty[len(kept) :]:
-            self._backend.reset(graph)
-        self._empty = kept
+        self._launches = list(self._pairs())
+
+    def _pairs(self) -> Iterator[tuple[Callable[[], None], EagerPiece | None]]:
+        """What a replay does, flat: the launch of a segment, and the eager piece behind it."""
+        launch: Callable[[], None] | None = None
+        for item in self._items:
+            if isinstance(item, EagerPiece):
+                yield launch or _nothing, item
+                launch = None
+            else:
+                launch = self._backend.launcher(item.graph)
+        if launch is not None:
+            yield launch, None
 
     def _discard(self) -> None:
         _active.capture, self._open, self._derived, self._others = None, None, {}, []
         self.reset()
 
 
-def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function or method an eager piece of whatever breakable capture it is called in.
-
-    Outside of a breakable capture, in a FULL capture, and inside another eager piece, the function runs as it is.
-    See BreakableCUDAGraphCapture.add_eager for what it may return.
-    """
-    return broken_out(function, _name_of(function))
+def recording_capture() -> BreakableCUDAGraphCapture | None:
+    """The capture that a segment of is being recorded in this thread."""
+    capture = _active.capture
+    return capture if capture is not None and capture.is_recording else None
 
 
-def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """The same as ``eager_break_during_capture``, under a name for messages."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        capture = _active.capture
-        if capture is None or not capture.is_recording:
-            if is_probing():  # looking for what needs the host in a segment; here it may
-                with _disable_current_modes():
-                    return function(*args, **kwargs)
-            return function(*args, **kwargs)
-        return capture._add(name, function, args, kwargs)  # type: ignore[no-any-return]
-
-    return call
+def _nothing() -> None:
+    """The segment before an eager piece that has none."""
 
 
 @contextmanager
@@ -316,5 +322,6 @@ def _explain(error: CaptureError, before: str) -> CaptureError:
     )
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """What messages call a function."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__

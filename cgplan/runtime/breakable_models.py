@@ -19,8 +19,9 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError, ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.breakable import BreakableCUDAGraphCapture, broken_out
-from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.runtime.breakable import BreakableCUDAGraphCapture, recording_capture
+from cgplan.runtime.breaks import broken_out
+from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 
 _DEFAULTS = CUDAGraphOptions()
 
@@ -51,6 +52,10 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         key_fn: Callable[..., Hashable] | None = None,
     ) -> None:
         super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
+        if key_fn is not None and not callable(key_fn):
+            raise CgplanError(
+                f"key_fn is {key_fn!r:.100}", remedy="Pass a function of the arguments that returns a hashable value."
+            )
         self._key_fn = key_fn
 
     def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -72,11 +77,14 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         return capture, output, slots
 
-    def _replay(self, graph: BreakableCUDAGraphCapture) -> None:
-        graph.replay()
+    def _is_reading(self) -> bool:
+        return recording_capture() is not None
 
-    def _free(self, graph: BreakableCUDAGraphCapture) -> None:
-        graph.reset()
+    def _replay(self, entry: CUDAGraphEntry) -> None:
+        entry.graph.replay()
+
+    def _free(self, entry: CUDAGraphEntry) -> None:
+        entry.graph.reset()
 
     def _parts(self, graph: BreakableCUDAGraphCapture) -> tuple[tuple[Any, ...], int]:
         return graph.graphs, graph.num_eager_breaks

@@ -12,7 +12,8 @@ import torch
 
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError
-from cgplan.modes import CUDAGraphMode
+from cgplan.graphs.source import current_line
+from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 
 T = TypeVar("T")
 
@@ -34,6 +35,33 @@ class CaptureScope:
     is_open: bool = True
     entries: list[Any] = field(default_factory=list)
     wrappers: list[Any] = field(default_factory=list)
+
+
+class WatchedMetadata(Mapping[str, Any]):
+    """Metadata that notes which names are read.
+
+    Args:
+        metadata: What is read.
+        counts: Whether reading matters now.
+
+    Attributes:
+        read: The names so far.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
+        self._metadata, self._counts = metadata, counts
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if self._counts():
+            self.read.add(name)
+        return self._metadata[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
 
 
 @dataclass(slots=True)
@@ -90,8 +118,19 @@ def forward_context(
         scope: The session or runner that the pass belongs to; runners set it.
 
     Raises:
-        CgplanError: a graph mode without a descriptor.
+        CgplanError: a graph mode without a descriptor, or an argument of the wrong kind.
     """
+    if runtime_mode not in RUNTIME_MODES:
+        raise CgplanError(
+            f"forward_context cannot have the runtime mode {runtime_mode!r}",
+            remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL, such as CudagraphDispatcher.dispatch returned.",
+        )
+    for value, kind in ((descriptor, BatchDescriptor), (metadata, Mapping), (scope, CaptureScope)):
+        if value is not None and not isinstance(value, kind):
+            raise CgplanError(
+                f"forward_context was given {value!r:.100} where a {kind.__name__} belongs",
+                remedy="Pass (mode, descriptor) as CudagraphDispatcher.dispatch returned them, then tensors by name.",
+            )
     if descriptor is None:
         if runtime_mode is not CUDAGraphMode.NONE:
             raise CgplanError(
@@ -117,7 +156,7 @@ def get_forward_context() -> ForwardContext:
     context = _current.get()
     if context is None:
         raise CgplanError(
-            "no forward context is set",
+            f"no forward context is set, at {current_line()}",
             remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
         )
     return context

@@ -16,16 +16,18 @@ from cgplan.graphs.buffers import StaticBuffer
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.ambient import random_state_kept
 from cgplan.runtime.graphed import GraphedModel
+from cgplan.runtime.written import WrittenState
 
 
 class DebugChecks:
     """What a runner does besides while ``compilation.debug`` is set. A call then costs several times as much.
 
     On the first call that a graph serves, its results are compared with the model's own code on the same padded batch,
-    and with a replay whose padding rows are NaN: real rows must be the same to the last bit. The graph's own replay
-    runs last, so state that a forward writes is what it would be without the checks, as long as writing it again
-    changes nothing; all of them draw the same random numbers. On every call, what the call before returned is filled
-    with NaN.
+    and with a replay whose padding rows are NaN: real rows must be the same to the last bit. So the forward runs up to
+    four times. What it writes of the model's tensors and attributes is put back after each run but the last, which is
+    the graph's own replay; see WrittenState for what is not put back: tensors over 64 MiB, such as a KV cache, into
+    which the same values are written again, and state outside of the model. All of them draw
+    the same random numbers. On every call, what the call before returned is filled with NaN.
     """
 
     def __init__(self, graphed: GraphedModel) -> None:
@@ -58,10 +60,15 @@ class DebugChecks:
         references = []
         if checked not in self._seen:
             staged = {name: buffer.tensor.clone() for name, buffer in buffers.items()}
+            views = self._graphed.views(descriptor)
             with self._random_state_kept():
-                eager = self._graphed.run_eager(descriptor, self._graphed.views(descriptor))
-            references.append(("the model's own code", _copied(cut(eager))))
+                written = WrittenState(self._graphed.holder, lambda: self._graphed.run_eager(descriptor, views))
             _put_back(buffers, staged)  # the model may write into its inputs
+            with self._random_state_kept():
+                eager = self._graphed.run_eager(descriptor, views)
+            references.append(("the model's own code", _copied(cut(eager))))
+            _put_back(buffers, staged)
+            written.put_back()
             if any(padding.values()):
                 for name, count in padding.items():
                     buffer = buffers[name]
@@ -70,6 +77,7 @@ class DebugChecks:
                     poisoned = _copied(cut(replay()))
                 references.append(("the same batch with NaN in its padding rows", poisoned))
                 _put_back(buffers, staged)
+                written.put_back()
         found = _copied(cut(replay()))
         for what, reference in references:
             _compare(found, reference, f"the replay of {mode} {descriptor} differs from {what}")

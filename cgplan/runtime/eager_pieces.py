@@ -111,6 +111,8 @@ class EagerPiece:
                 results.append(_Slot(slot, slot.shape, slot.dtype, slot.device))
                 copies.append((slot, leaf.detach()))
         self._results = results
+        alone = self._spec is _LEAF and isinstance(results[0], _Slot)
+        self._only: _Slot | None = results[0] if alone else None  # type: ignore[assignment]
         del self._flat, self._is_given, self._shared
         return tree_unflatten(handed, self._spec), copies
 
@@ -120,10 +122,10 @@ class EagerPiece:
         Raises CaptureError if they are not what they were at capture; the function's own errors pass.
         """
         if self._state == now:
-            self._deliver(self._call())
+            self._run()
         else:
             with self._state.restored():
-                self._deliver(self._call())
+                self._run()
 
     def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         backend, pool = self._backend, self._pool
@@ -142,15 +144,17 @@ class EagerPiece:
             flat, self._nested = tree_flatten((args, kwargs), is_leaf=is_leaf)
             self._arguments = tuple(map(kept, flat)), {}
 
-    def _call(self) -> Any:
+    def _run(self) -> None:
         args, kwargs = self._arguments
         if self._nested is not None:  # new lists and dicts each time, in case the function edits them
             args, kwargs = tree_unflatten(args, self._nested)
-        return self._function(*args, **kwargs)
+        result = self._function(*args, **kwargs)
+        if self._only is None or not self._only.accept(result):  # the common case, without a walk over a tree
+            self._deliver(result)
 
     def _deliver(self, result: Any) -> None:
         flat: Sequence[Any]
-        if result is None or isinstance(result, torch.Tensor):  # the common cases, without a walk over a tree
+        if result is None or isinstance(result, torch.Tensor):  # no walk over a tree either
             flat, spec = (result,), _LEAF
         else:
             flat, spec = tree_flatten(result)

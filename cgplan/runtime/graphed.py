@@ -22,10 +22,12 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import Key
 from cgplan.runtime.ambient import AmbientState, generators_of
+from cgplan.runtime.breaks import calls_breaks
 from cgplan.runtime.context import CaptureScope, forward_context
-from cgplan.runtime.piecewise import PiecewiseModel
 from cgplan.runtime.pools import GraphPool, RunnerPools
+from cgplan.runtime.rebound import StateSnapshot
 from cgplan.runtime.routes import choose_route
+from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 
@@ -54,6 +56,9 @@ class GraphedModel:
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
         generators: The random generators of its own that the model draws from.
+        notes: What the report should warn of.
+        holder: The object whose attributes are the model's state; None for a function.
+        before_free: Called before graphs are freed: other ranks may read their memory.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class GraphedModel:
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
-        self.route = choose_route(plan, config, model, backend)
+        self._is_traced = True  # unless the route traces
+        self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
         self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=options)
@@ -80,7 +86,9 @@ class GraphedModel:
         self.generators = generators_of(model, backend.device)
         for generator in self.generators:
             backend.register_generator(generator)
-        self._holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
+        self.notes: list[str] = []
+        self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
+        self.before_free: Callable[[], None] = lambda: None
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
@@ -91,7 +99,8 @@ class GraphedModel:
         self._is_traced = self.route.splitter is None
         # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
         self._own = model if config.compilation.compiler == "eager" else self.route.forward
-        if isinstance(self.route.forward, PiecewiseModel):  # also for a runner that is dropped without being closed
+        if self.route.splitter is not None and isinstance(self.route.forward, PiecewiseModel):
+            # Its own, not one of the user's; also for a runner that is dropped without being closed.
             self._finalizer = finalize(self, self.route.forward.forget)
 
     def _allocate_buffers(self) -> StaticBuffers:
@@ -164,8 +173,10 @@ class GraphedModel:
         return self._moved is not None
 
     def invalidate(self, name: str) -> None:
-        """Refuse replays from now on, because ``name`` has moved."""
-        self._moved = name
+        """Refuse replays from now on, because ``name`` has moved. Raises InputError for what is no name."""
+        if not isinstance(name, str) or not name:
+            raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
+        self._moved, self._state = name, None  # which may hold the old memory
 
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
@@ -174,9 +185,14 @@ class GraphedModel:
 
     def _state_now(self, before: AddressManifest | None = None) -> AddressManifest | None:
         """Where the model's tensors lie; None where that is not checked."""
-        if self.config.compilation.address_policy == "off" or self._holder is None:
+        if self.config.compilation.address_policy == "off" or self.holder is None:
             return None
-        return AddressManifest.of({"model": self._holder}, self.backend.device, before=before)
+        repeats = self.config.compilation.address_policy == "always"
+        return AddressManifest.of({"model": self.holder}, self.backend.device, before=before, repeats=repeats)
+
+    def state(self) -> StateSnapshot | None:
+        """What is in the model's attributes now; None for a function."""
+        return None if self.holder is None else StateSnapshot(self.holder)
 
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
@@ -193,7 +209,7 @@ class GraphedModel:
         once = self.config.compilation.address_policy == "first" and not again
         if self._state is None or (once and key in self._checked):
             return
-        self._state.check({"model": self._holder}, what=f"{mode} {descriptor}", may_grow=True)
+        self._state.check({"model": self.holder}, what=f"{mode} {descriptor}", may_grow=True)
         self._checked.add(key)
 
     def _check_generators(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -228,6 +244,12 @@ class GraphedModel:
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
         self.backend.synchronize()
+        try:
+            self.before_free()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         for wrapper in self.scope.wrappers:
             wrapper.reset(self.scope)
         for _, free in self._retired:
@@ -252,6 +274,11 @@ class GraphedModel:
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
             return call(**{name: tensors[name] for name in self.config.inputs})
+
+    def _try(self, model: Callable[..., Any]) -> None:
+        """Run the model's own code on padding."""
+        _, smallest = self.plan.keys[-1]
+        self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))
 
     def _trace(self, descriptor: BatchDescriptor) -> None:
         """Let the route's compiler see the model, on padding.

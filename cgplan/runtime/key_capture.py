@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,7 @@ from cgplan.runtime.ambient import random_state_kept
 from cgplan.runtime.failures import explain_failure
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
+from cgplan.runtime.rebound import check_rebound
 from cgplan.runtime.wrapper import CUDAGraphEntry
 
 
@@ -58,6 +60,7 @@ class CapturedKey:
             driver_bytes=driver_bytes(backend, self.before[0], self.after[0]),
             warmup_seconds=self.warmup_seconds,
             capture_seconds=self.capture_seconds,
+            segment_nodes=tuple(n for n in nodes if n is not None) if None not in nodes else (),
         )
 
 
@@ -82,6 +85,7 @@ class KeyCapture:
         self._in_service = in_service
         self._outputs = outputs
         self._backend = graphed.backend
+        self._watched: set[CUDAGraphMode] = set()
 
     @classmethod
     def of(cls, graphed: GraphedModel, *, in_service: bool = False) -> KeyCapture:
@@ -119,7 +123,7 @@ class KeyCapture:
             before = (backend.memory(), graphed.pools.nbytes)
             read = time.perf_counter()
             capturing = True
-            output = graphed.run_graphed(mode, descriptor, graphed.views(descriptor))
+            output = self._run_watched(mode, descriptor, graphed.views(descriptor))
         except Exception as error:
             failure = explain_failure(
                 error,
@@ -148,6 +152,18 @@ class KeyCapture:
         reading = (read - warm) + (time.perf_counter() - done)
         captured = sum(entry.capture_seconds for entry in entries)
         return CapturedKey(mode, descriptor, tuple(entries), before, after, warm - start, captured, reading)
+
+    def _run_watched(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, views: dict[str, torch.Tensor]) -> Any:
+        """Capture, and see to it that the first key of each mode leaves no state behind that graphs would not see."""
+        graphed = self._graphed
+        lives = mode is CUDAGraphMode.PIECEWISE and graphed.route.name == "wrappers"  # Python code runs on each replay
+        before = None if lives or mode in self._watched else graphed.state()
+        output = graphed.run_graphed(mode, descriptor, views)
+        if before is not None:
+            self._watched.add(mode)
+            given = list(views.values())
+            graphed.notes += check_rebound(before, lambda: graphed.run_eager(descriptor, views), given)
+        return output
 
     def drop_all(self) -> None:
         """Free all graphs that were captured so far, and their pool; more can be captured.

@@ -1,4 +1,4 @@
-"""Other ways to run the same model: what one would write or switch on instead of a GraphRunner.
+"""Other ways to run the same model: what one would write instead of a GraphRunner; torch's are in peers_cuda.py.
 
 Note [Several ways in one process]
     inductor's CUDA graphs drop the process's cuBLAS workspaces before and after each recording, also those that other
@@ -14,22 +14,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import BackendError
+from cgplan.errors import CgplanError
 from cgplan.graphs import GraphBackend
-from cgplan.graphs.address_walk import Walk
+from cgplan.graphs.host_sync import find_host_sync
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.peer_records import OURS
 from cgplan.runtime.context import forward_context
 from cgplan.runtime.runner import GraphRunner
 
 Call = Callable[[], Any]
-_STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class BenchBatch:
 
     def given_to(self, runner: GraphRunner) -> dict[str, torch.Tensor]:
         """The tensors of a runner's call: where it copies none in, views of its static buffers that hold the batch."""
-        if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.plan.max_capture_size:
+        if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.wanted.max_capture_size:
             return self.tensors
         views = runner.input_views(self.size, self.descriptor.num_reqs)
         for name, value in self.tensors.items():
@@ -90,8 +88,14 @@ class Way(ABC):
         self.note: str | None = None
 
     @property
-    def _backend(self) -> GraphBackend:
+    def backend(self) -> GraphBackend:
+        """The device."""
         return self._runner.backend
+
+    @property
+    def runner(self) -> GraphRunner:
+        """The runner that it is compared with."""
+        return self._runner
 
     def check(self, batches: Sequence[BenchBatch]) -> None:  # noqa: B027
         """Raise what stands against it, before it is prepared; what this costs is not counted."""
@@ -123,7 +127,7 @@ class Ours(Way):
 
     def prepare(self, batches: Sequence[BenchBatch]) -> None:  # noqa: ARG002
         """Capture the runner's plan."""
-        self._runner.recapture()
+        self.runner.recapture()
 
     def call(self, batch: BenchBatch) -> Call:
         """The runner's call; where it copies nothing in, with the copies that its caller makes."""
@@ -140,7 +144,7 @@ class Ours(Way):
 
     def free(self) -> None:
         """Close the runner."""
-        self._runner.close()
+        self.runner.close()
 
 
 class Eager(Way):
@@ -153,7 +157,7 @@ class Eager(Way):
 
     def call(self, batch: BenchBatch) -> Call:
         """The model's call."""
-        model = self._runner.model
+        model = self.runner.model
         return lambda: batch.run(model)
 
 
@@ -167,23 +171,32 @@ class Bare(Way):
 
     def prepare(self, batches: Sequence[BenchBatch]) -> None:
         """Capture each size, the largest first, as often warmed up as the runner does it."""
-        backend, model = self._backend, self._runner.model
+        backend, model = self.backend, self.runner.model
         self._pool, self._graphs = backend.new_pool(), dict[int, tuple[Any, dict[str, torch.Tensor], Any]]()
         with backend.session():
             for batch in sorted(batches, key=lambda b: -b.size):
                 static = {name: value.clone() for name, value in batch.tensors.items()}
-                for _ in range(self._runner.config.compilation.cudagraph_num_of_warmups):
+                for _ in range(self.runner.config.compilation.cudagraph_num_of_warmups):
                     batch.run(model, static)
-                graph = backend.new_graph(self._pool)
-                with backend.capturing(graph):
-                    output = batch.run(model, static)
-                self._graphs[batch.size] = (graph, static, output)
+                self._graphs[batch.size] = self._capture(batch, static)
+
+    def _capture(self, batch: BenchBatch, static: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor], Any]:
+        backend, model = self.backend, self.runner.model
+        graph = backend.new_graph(self._pool)
+        try:
+            with backend.capturing(graph):
+                output = batch.run(model, static)
+        except CgplanError:
+            raise
+        except Exception as error:  # of torch's own, which may name no operator
+            raise find_host_sync(lambda: batch.run(model, static), backend.device) or error from None
+        return graph, static, output
 
     def call(self, batch: BenchBatch) -> Call:
         """Copies and a replay."""
         graph, static, output = self._graphs[batch.size]
         pairs = [(static[name], value) for name, value in batch.tensors.items()]
-        replay = self._backend.launcher(graph)
+        replay = self.backend.launcher(graph)
 
         def run() -> Any:
             for target, value in pairs:
@@ -196,129 +209,9 @@ class Bare(Way):
     def free(self) -> None:
         """Free graphs and pool."""
         for graph, _, _ in self._graphs.values():
-            self._backend.reset(graph)
+            self.backend.reset(graph)
         self._graphs.clear()
         del self._pool
-
-
-class _NeedsCuda(Way):
-    def check(self, batches: Sequence[BenchBatch]) -> None:  # noqa: ARG002
-        """Raise BackendError where there is no GPU."""
-        if self._backend.device.type != "cuda":
-            raise BackendError(f"it needs CUDA, and this is {self._backend.name}", remedy="Run it on a GPU.")
-
-
-class GraphedCallables(_NeedsCuda):
-    """``torch.cuda.make_graphed_callables``, one for each size in one pool, without gradients."""
-
-    name = "make_graphed_callables"
-
-    def check(self, batches: Sequence[BenchBatch]) -> None:
-        """Raise what a capture raises that cleans up behind itself; this one would leave torch's allocator unusable."""
-        super().check(batches)
-        trial = Bare(self._runner)
-        try:
-            trial.prepare(batches)
-        finally:
-            trial.free()
-
-    def prepare(self, batches: Sequence[BenchBatch]) -> None:
-        """Capture each size, the largest first, with torch's own number of warm-ups."""
-        self._graphed: dict[int, Callable[..., Any]] = {}
-        pool, model = torch.cuda.graph_pool_handle(), self._runner.model
-        for batch in sorted(batches, key=lambda b: -b.size):
-            tensors = tuple(value.clone() for value in batch.tensors.values())
-
-            def forward(*given: torch.Tensor, batch: BenchBatch = batch) -> Any:
-                with torch.no_grad():
-                    return batch.run(model, dict(zip(batch.tensors, given, strict=True)))
-
-            self._graphed[batch.size] = torch.cuda.make_graphed_callables(forward, tensors, pool=pool)
-
-    def call(self, batch: BenchBatch) -> Call:
-        """The graphed callable's call."""
-        graphed, tensors = self._graphed[batch.size], tuple(batch.tensors.values())
-        return lambda: graphed(*tensors)
-
-    def free(self) -> None:
-        """Drop the callables; their graphs go with them."""
-        self._graphed.clear()
-
-
-class ReduceOverhead(_NeedsCuda):
-    """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each call.
-
-    It compiles for each size from an empty cache. Tensors that the model holds are marked as lying still, as its
-    parameters are, because a graph that writes into others would be left out.
-    """
-
-    name = "reduce-overhead"
-    calls_until_ready = 2  # the first compiles and warms up, the second records
-
-    def prepare(self, batches: Sequence[BenchBatch]) -> None:  # noqa: ARG002
-        """Wrap the model; compiling comes with the first calls."""
-        model = self._runner.model
-        self._mark_static(getattr(model, "__self__", model))
-
-        def forward(**inputs: torch.Tensor) -> Any:
-            return model(**inputs)
-
-        # With a code object of its own, so that all that Dynamo keeps of it can be dropped.
-        own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
-        self._code = own.__code__
-        self._compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
-        self._skips = self._skipped()
-
-    def _mark_static(self, holder: Any) -> None:
-        walk = Walk(self._backend.device)
-        walk.run({"model": holder})
-        found = [tensor for tensor, _ in walk.tensors.values() if not hasattr(tensor, _STATIC)]
-        self._marked = [tensor for tensor in found if not isinstance(tensor, torch.nn.Parameter)]
-        for tensor in self._marked:
-            torch._dynamo.mark_static_address(tensor, guard=False)
-
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """With an empty cache of compiled code, and room for all sizes."""
-        from torch._inductor.utils import fresh_inductor_cache
-
-        limits = {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
-        with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-            yield
-
-    def call(self, batch: BenchBatch) -> Call:
-        """A step of the compiled model."""
-        compiled = self._compiled
-
-        def run() -> Any:
-            torch.compiler.cudagraph_mark_step_begin()
-            return batch.run(compiled)
-
-        return run
-
-    def settled(self) -> None:
-        """Note graphs that torch left out."""
-        skipped = self._skipped() - self._skips
-        if skipped:
-            self.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
-
-    def free(self) -> None:
-        """Drop recordings and compiled code, and the marks."""
-        for tensor in self._marked:
-            delattr(tensor, _STATIC)
-        self._marked.clear()
-        torch._C._dynamo.eval_frame.reset_code(self._code)
-        del self._compiled
-        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-        reset_cudagraph_trees()
-
-    @staticmethod
-    def _skipped() -> int:
-        return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
-
-
-WAYS: Mapping[str, type[Way]] = {way.name: way for way in (Ours, Eager, Bare, GraphedCallables, ReduceOverhead)}
 
 
 def used_bytes(backend: GraphBackend) -> int:

@@ -15,9 +15,12 @@ from cgplan.graphs import GraphBackend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
+from cgplan.runtime.breakable import BreakableCUDAGraphCapture
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
-from cgplan.runtime.piecewise import PiecewiseBackend, compile_piecewise
+from cgplan.runtime.eager_pieces import EagerPiece
+from cgplan.runtime.piecewise import PiecewiseBackend
 from cgplan.runtime.splitting import Piece
+from cgplan.runtime.traced import compile_piecewise
 from cgplan.runtime.wrapper import CUDAGraphOptions
 
 
@@ -49,8 +52,11 @@ class SplitRoute:
         sides = {eager: Counter[str]() for eager in (False, True)}
         for piece in self.pieces:
             sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
-        if self.breaks is not None:
-            sides[True].update(self.breaks.names)
+        named = self.breaks.names if self.breaks else ()
+        sides[True].update(named)
+        if capture := next(iter(self._captures), None):  # functions are known once they were called
+            run = [piece.name for piece in capture.segments if isinstance(piece, EagerPiece)]
+            sides[True].update(name for name in run if name not in named)
         kinds = [piece.eager for piece in self.pieces]
         return SplitRecord(
             route=self.name,
@@ -60,23 +66,55 @@ class SplitRoute:
             eager=dict(sides[True].most_common()),
         )
 
+    @property
+    def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
+        """What was captured by breaks."""
+        wrapper = self.forward
+        return [e.graph for e in wrapper.entries.values()] if isinstance(wrapper, BreakableCUDAGraphWrapper) else []
+
+    def warnings(self) -> list[str]:
+        """What the user should know about the split, once keys are captured."""
+        if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
+            return ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
+        if not self._captures:
+            return []
+        run = {p.name for capture in self._captures for p in capture.segments if isinstance(p, EagerPiece)}
+        if not run:
+            return [
+                "nothing broke the capture: no module of splitting_modules and no function under "
+                "eager_break_during_capture was called, so PIECEWISE graphs are the whole forward"
+            ]
+        names = self.breaks.names if self.breaks else ()
+        idle = [n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)]
+        shown = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
+        return [f"modules that splitting_modules names were never called: {shown}"] if idle else []
+
     def remove(self) -> None:
         """Give the model back as it was."""
         if self.breaks is not None:
             self.breaks.remove()
 
 
-def choose_route(plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend) -> SplitRoute:
-    """The way that the configuration asks for. Raises ConfigError where it does not fit the model.
+def choose_route(
+    plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend, calls_breaks: Callable[[], bool]
+) -> SplitRoute:
+    """The way that the configuration asks for.
 
     A plan without PIECEWISE keys needs no segments, whatever its mode: nothing is traced, and mixed batches run the
     model itself.
+
+    Args:
+        plan, config, model, backend: As for a session.
+        calls_breaks: Says whether the model calls functions under ``eager_break_during_capture``; it may run the model.
+
+    Raises ConfigError where the way does not fit the model, ModelError for one that is compiled already.
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
     name = compilation.piecewise
     if name == "auto":
-        name = "modules" if compilation.splitting_modules else "ops"
+        by_ops = compilation.splitting_ops is not None or not piecewise
+        name = "modules" if compilation.splitting_modules or (not by_ops and calls_breaks()) else "ops"
     if compilation.compiler == "inductor" and piecewise and name != "ops":
         raise ConfigError(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",

@@ -31,8 +31,9 @@ class GraphRunner(RunnerState):
     ``clone``: views of graph memory, overwritten by the next call of this runner, and the same tensor objects each
     time. One whose shape, strides or requires_grad was changed in place is left to its holder, and the next call
     gives another. (Other memory of the same shape, given to one by ``.data =`` or ``set_``, would not be noticed.)
-    Not for use from several threads, and on one stream at a time: a call from another stream is refused while the
-    stream of the last call still has work.
+    With ``capture_policy: lazy`` a call may capture the key that its batch asks for; ``replan`` exchanges the
+    graphs of an adaptive runner. Not for use from several threads, and on one stream at a time: a call from another
+    stream is refused while the stream of the last call still has work.
 
     Attributes:
         stats: What calls were answered with so far.
@@ -137,7 +138,8 @@ class GraphRunner(RunnerState):
                 buffers["input_ids"].copy_(ids)
             logits = buffers.output
 
-        Leaving the block runs the batch, see StagedBuffers.
+        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key is captured here,
+        ahead of the block, unless another block is open.
 
         Args:
             num_tokens: Tokens of the batch, at most ``plan.max_capture_size``.

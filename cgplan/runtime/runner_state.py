@@ -130,7 +130,9 @@ class RunnerState:
 
         Calls that a graph would serve raise AddressError with that name until ``recapture``; so does leaving a block of
         staged buffers that is under way.
+        Raises InputError for what is no name, CgplanError if the runner is closed.
         """
+        self._check_open()
         self._graphed.invalidate(name)
         for batch in list(self._batches.values()):
             batch.look_again()
@@ -142,8 +144,9 @@ class RunnerState:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
 
         The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. Raises as CaptureSession.run does; the runner is then closed.
+        no longer valid. Raises as CaptureSession.run does; the runner is then closed, and cannot capture again.
         """
+        self._check_open()
         live = self._demand.live
         keys = live.keys if self._demand.is_lazy else None
         self.close()

@@ -11,7 +11,7 @@ import torch
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureMemoryError, PlanError
+from cgplan.errors import CaptureMemoryError, ConfigError, PlanError, RankFailedError
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, config_hash
@@ -25,6 +25,7 @@ from cgplan.runtime.key_capture import CapturedKey, KeyCapture, driver_bytes
 from cgplan.runtime.live import LiveGraphs
 from cgplan.runtime.pools import GraphPool, PoolUse
 from cgplan.runtime.runner import GraphRunner
+from cgplan.runtime.together import ALONE, Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class CaptureSession:
         pool: A pool to capture into that other runners use too, and that has the same backend; absent: pools of its
             own, as ``compilation.pool`` says.
         name: What messages call the runner.
+        together: The sessions of other ranks, where several processes capture one model.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CaptureSession:
         progress: Callable[[CaptureProgress], None] | None = None,
         pool: GraphPool | None = None,
         name: str = "runner",
+        together: Together = ALONE,
     ) -> None:
         self._plan = plan
         self._model = model
@@ -69,6 +72,7 @@ class CaptureSession:
         self._progress = progress or (lambda _: None)
         self._pool = pool
         self._name = name
+        self._together = together
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
@@ -81,6 +85,8 @@ class CaptureSession:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
                 everything of this session is freed and the model runs as before.
             ModelError: the model failed before its capture began.
+            ConfigError: graphs on demand were asked for with several ranks.
+            DistributedError: with other ranks, one of them failed; all raise it.
         """
         config, use = self._config, PoolUse() if self._pool is None else self._pool.use
         if self._plan.config_hash != config_hash(config):
@@ -88,7 +94,13 @@ class CaptureSession:
                 f"the plan was made from configuration {self._plan.config_hash}, not from {config_hash(config)}",
                 remedy="Pass build_plan(config) of the same configuration.",
             )
-        lazy = config.compilation.capture_policy == "lazy"
+        policy = config.compilation.capture_policy
+        if policy != "eager" and self._together is not ALONE:
+            raise ConfigError(
+                f"capture_policy is {policy}, and several ranks capture together",
+                remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
+            )
+        lazy = policy == "lazy"
         return GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
 
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
@@ -98,45 +110,56 @@ class CaptureSession:
         backend, config = self._backend, self._config
         backend.release_cached()
         before, start = backend.memory(), time.perf_counter()
-        plan, left_out = fitting(asked, config, before.free) if keys is None else (asked, ())
+        free = self._together.begin(asked, before.free)
+        plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
         guard = BudgetGuard(config, plan, backend, before, start)
-        graphed = self._open(plan, guard)
-        wanted = graphed.plan
-        first = [key for key in wanted.keys if keys is None or key in keys]
         captured: list[CapturedKey] = []
+        graphed: GraphedModel | None = None
         try:
+            graphed = self._open(plan, guard)
+            wanted = graphed.plan
+            first = [key for key in wanted.keys if keys is None or key in keys]
             with backend.session(), torch.no_grad():
                 captured += self._capture_all(KeyCapture.of(graphed), guard, first)
                 graphed.buffers.restore()
                 backend.synchronize()
+            self._together.end()
         except BaseException as error:
             drop_locals(error)
             captured.clear()  # the traceback holds this frame
-            graphed.free()
-            raise
+            failure = self._together.failed(error)
+            if graphed is not None:
+                graphed.free()
+            if failure is error:
+                raise
+            raise failure from error
         if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
             graphed.free()
-            graphed = GraphedModel(restricted(plan, (), config), config, self._model, backend, self._pool)
+            graphed = self._new(restricted(plan, (), config))
         graphed.plan = restricted(plan, [c.key for c in captured], config)
         graphed.seal()
         report = self._report(graphed, captured, before, start)
         skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
         budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
-        report = report.model_copy(update={"budget": budget})
+        report = self._together.completed(report.model_copy(update={"budget": budget}))
         del captured
         return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
 
     def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
         """The model with buffers for the plan; for no key, if there is a budget and no memory for them."""
-        config, model, backend = self._config, self._model, self._backend
         try:
-            graphed = GraphedModel(plan, config, model, backend, self._pool)
+            graphed = self._new(plan)
         except CaptureMemoryError:
             if not guard.active or not plan.keys:
                 raise
             guard.ran_out(plan.keys[0])
-            graphed = GraphedModel(restricted(plan, (), config), config, model, backend, self._pool)
+            graphed = self._new(restricted(plan, (), self._config))
         guard.static_bytes = graphed.buffers.nbytes
+        return graphed
+
+    def _new(self, plan: Plan) -> GraphedModel:
+        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool)
+        graphed.before_free = self._together.release
         return graphed
 
     def _capture_all(
@@ -150,26 +173,28 @@ class CaptureSession:
         """
         captured: list[CapturedKey] = []
         for index, key in enumerate(keys):
-            if guard.stop_before(key):
+            if self._together.any(guard.stop_before(key)):
                 break
             self._progress(CaptureProgress(index, len(keys), *key))
             try:
                 done = capture.capture(*key)
-            except CaptureMemoryError as error:
+            except (CaptureMemoryError, RankFailedError) as error:  # the second: another rank has said the first
                 if not guard.active:
                     raise
                 drop_locals(error)
                 guard.ran_out(key)
+                self._together.any(True, because=error)
             else:
                 captured.append(done)
                 del done
-                if not guard.add(captured[-1], len(keys) - index - 1):
+                if not self._together.any(guard.add(captured[-1], len(keys) - index - 1)):
                     continue
                 captured.pop()
             before = [c.key for c in captured]
             captured.clear()
             guard.forget()
             capture.drop_all()
+            self._together.dropped()
             if before:
                 return [] if again else self._capture_all(capture, guard, before, again=True)
         return captured
@@ -214,4 +239,4 @@ class CaptureSession:
             warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
         if not self._backend.supports("borrow"):
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
-        return warnings
+        return warnings + graphed.route.warnings() + graphed.notes

@@ -4,72 +4,25 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CgplanError, SealedError
+from cgplan.errors import CaptureError, CgplanError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
-from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
+from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
+from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
-
-
-@dataclass(frozen=True, slots=True)
-class CUDAGraphOptions:
-    """How a wrapper captures.
-
-    Attributes:
-        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later captures reuse it:
-            an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
-        num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
-        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
-            each replay copies them there. All other arguments must lie where they lay at capture.
-        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
-            Arguments are checked, and of FULL graphs and inside runners the forward context's metadata.
-    """
-
-    borrow_outputs: bool = True
-    num_of_warmups: int = 1
-    copied_arguments: tuple[int, ...] = ()
-    address_check: Literal["off", "first", "always"] = "first"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CUDAGraphEntry:
-    """One captured graph.
-
-    Attributes:
-        descriptor: The batch that it serves.
-        graph: What the wrapper replays: the backend's graph, or a breakable capture.
-        output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        slots: Memory of the copied arguments, by position.
-        manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
-        capture_seconds: From begin to the end of the capture, instantiation included.
-        scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
-        segments: The backend's graphs that it consists of, in order.
-        eager_pieces: How many functions run eagerly between them.
-        ambient: Torch's state around the capture.
-    """
-
-    descriptor: BatchDescriptor
-    graph: Any
-    output: Any
-    slots: Mapping[int, torch.Tensor]
-    manifest: AddressManifest | None
-    capture_seconds: float
-    scope: CaptureScope | None = field(repr=False)
-    segments: tuple[Any, ...] = ()
-    eager_pieces: int = 0
-    ambient: AmbientState | None = None
+_DEFAULTS = CUDAGraphOptions()
 
 
 class CUDAGraphWrapper:
@@ -85,10 +38,14 @@ class CUDAGraphWrapper:
     Args:
         runnable: What is captured.
         runtime_mode: FULL or PIECEWISE.
-        backend: Device; the session's if absent, and outside of any session chosen as for ``auto``.
+        backend: Device outside of any session, chosen as for ``auto`` if absent; a session's captures are made by the
+            session's.
         pool: Graph pool; the session's if absent, and the wrapper's own outside of any session. The wrapper owns its
             graphs, not the pool.
         options: How it captures.
+
+    Raises:
+        CgplanError: an argument is not what it should be.
     """
 
     __graph_memory__ = True  # an address manifest of the model does not look inside
@@ -101,12 +58,23 @@ class CUDAGraphWrapper:
         *,
         backend: GraphBackend | None = None,
         pool: Any = None,
-        options: CUDAGraphOptions = CUDAGraphOptions(),
+        options: CUDAGraphOptions = _DEFAULTS,
     ) -> None:
         if runtime_mode not in RUNTIME_MODES or runtime_mode is CUDAGraphMode.NONE:
             raise CgplanError(
-                f"a graph wrapper cannot have the mode {runtime_mode}", remedy="Choose FULL or PIECEWISE."
+                f"a graph wrapper cannot have the mode {runtime_mode!r}",
+                remedy="Choose CUDAGraphMode.FULL or CUDAGraphMode.PIECEWISE.",
             )
+        if not callable(runnable):
+            raise CgplanError(
+                f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
+            )
+        for value, kind in ((backend, GraphBackend), (options, CUDAGraphOptions)):
+            if value is not None and not isinstance(value, kind):
+                raise CgplanError(
+                    f"a graph wrapper was given {value!r:.100} where a {kind.__name__} belongs",
+                    remedy="Make backends with cgplan.graphs.select_backend, options with cgplan.CUDAGraphOptions.",
+                )
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self._backend = backend
@@ -128,7 +96,7 @@ class CUDAGraphWrapper:
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
             if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's output;
                 self._fill(entry, args)  # between PIECEWISE segments the next piece does
-                self._replay(entry.graph)
+                self._replay(entry)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
@@ -138,12 +106,12 @@ class CUDAGraphWrapper:
             entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
             self._checked.add(key)
         self._fill(entry, args)
-        self._replay(entry.graph)
+        self._replay(entry)
         return entry.output
 
     @property
     def backend(self) -> GraphBackend:
-        """The device that it captures on."""
+        """The device that it captures on; inside of sessions it is that of the last one."""
         if self._backend is None:
             self._backend = select_backend()
         return self._backend
@@ -166,7 +134,7 @@ class CUDAGraphWrapper:
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
-            self._free(entry.graph)
+            self._free(entry)
             del self.entries[key]
             self._checked.discard(key)
 
@@ -199,6 +167,15 @@ class CUDAGraphWrapper:
         """Positions of the arguments that may lie elsewhere on the next call."""
         return self.options.copied_arguments
 
+    def _check_copied(self, args: tuple[Any, ...]) -> None:
+        for i in self.options.copied_arguments:
+            if i >= len(args) or not isinstance(args[i], torch.Tensor):
+                found = f"{args[i]!r:.100}" if i < len(args) else f"one of {len(args)} arguments"
+                raise CaptureError(
+                    f"copied_arguments names argument {i}, which is {found}",
+                    remedy="Name positions of tensors that are passed by position.",
+                )
+
     def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
         if entry.slots:
@@ -214,14 +191,20 @@ class CUDAGraphWrapper:
             args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
-            roots["metadata"] = context.metadata  # elsewhere it is for the eager pieces, and may be new on each call
+            roots["metadata"] = context.metadata
+        elif entry.metadata:  # what only eager pieces read may be new on each call
+            roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
         return roots
 
-    def _replay(self, graph: Any) -> None:
-        self.backend.replay(graph)
+    def _is_reading(self) -> bool:
+        """Whether what the callable reads at this moment of a capture is read by a graph."""
+        return True
 
-    def _free(self, graph: Any) -> None:
-        self.backend.reset(graph)
+    def _replay(self, entry: CUDAGraphEntry) -> None:
+        entry.backend.replay(entry.graph)
+
+    def _free(self, entry: CUDAGraphEntry) -> None:
+        entry.backend.reset(entry.graph)
 
     def _parts(self, graph: Any) -> tuple[tuple[Any, ...], int]:
         """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
@@ -239,18 +222,32 @@ class CUDAGraphWrapper:
         if scope is not None and not scope.is_open:
             raise SealedError(
                 f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is sealed",
-                remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
+                remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session. If torch.compile "
+                "has compiled the model anew, capture the model itself: its trace has no guards then.",
             )
-        if self._backend is None and scope is not None:
-            self._backend = scope.backend
+        if scope is not None and scope.backend is not None:
+            if self._backend is not None and self._backend.device != scope.backend.device:
+                raise CaptureError(
+                    f"a wrapper on {self._backend.device} inside a session on {scope.backend.device}",
+                    remedy="Make the wrapper without a backend: it takes the session's.",
+                )
+            self._backend = scope.backend  # another object of the same device has other pools and another stream
+        self._check_copied(args)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
                 self.runnable(*args, **kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
             pool = self._choose_pool(scope)
+            plain = context.metadata
+            watched = WatchedMetadata(plain, self._is_reading)
             start = time.perf_counter()
-            graph, output, slots = self._record(pool, args, kwargs)
+            try:
+                if scope is None:
+                    context.metadata = watched
+                graph, output, slots = self._record(pool, args, kwargs)
+            finally:
+                context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
         kept = output
@@ -258,12 +255,15 @@ class CUDAGraphWrapper:
             if self.options.borrow_outputs:
                 kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
+        read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
-        parts = self._parts(graph)
-        entry = CUDAGraphEntry(context.descriptor, graph, kept, slots, None, seconds, scope, *parts, ambient=ambient)
+        entry = CUDAGraphEntry(
+            context.descriptor, graph, kept, slots, None, seconds, self.backend, scope, read, *parts, ambient=ambient
+        )
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
-            entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device))
+            always = self.options.address_check == "always"
+            entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device, repeats=always))
         self.entries[key] = entry
         if scope is not None:
             scope.entries.append(entry)
@@ -282,3 +282,6 @@ class CUDAGraphWrapper:
         if self._own_pool is None:
             self._own_pool = self.backend.new_pool()
         return self._own_pool
+
+
+__all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

@@ -4,6 +4,8 @@ mixed batches in pieces besides.
     python docs/examples/serving.py
     python docs/examples/serving.py --config configs/decoder_0_6b.yaml --requests 512
     python docs/examples/serving.py --requests 20000 --arrivals 0.5 --steps 10000 --modes FULL_AND_PIECEWISE
+    python docs/examples/serving.py --requests 20000 --arrivals 0.5 --steps 10000 --modes FULL_AND_PIECEWISE \\
+        --policy adaptive --replan-every 500
 
 Requests have the lengths of Azure's trace of a code assistant (`tests/data/README.md`). Its prompts, 4,800 tokens and
 more, are scaled down by one factor, so that the longest takes three quarters of what a block table of the configuration
@@ -12,6 +14,10 @@ holds; outputs are as recorded, cut to what is left. Tokens are random, and so a
 The scheduler is the usual one. Each step, every running request that decodes gets one token, then prompts get what is
 left of the token budget, in chunks; requests are admitted while there are places and cache blocks for their whole
 length, so nothing is ever preempted. Arrivals are counted in steps, not in seconds: each mode sees the same batches.
+
+With `--policy lazy` a graph is captured when a batch first asks for it; with `--policy adaptive` the graphs are planned
+anew every so many steps, for the batches since. Memory is compared from when the loop is warm: after 50 steps, and
+after three replans.
 """
 
 import argparse
@@ -27,9 +33,11 @@ import torch
 
 from cgplan import CUDAGraphMode
 from cgplan.config import load_config
+from cgplan.errors import TrafficError
 from cgplan.graphs import select_backend
 from cgplan.models.loading import load_model
-from cgplan.reports.layout import filled, plain_text
+from cgplan.planning.latency import StepTimes
+from cgplan.reports.layout import describe_sizes, filled, plain_text
 from cgplan.reports.units import format_bytes
 from cgplan.runtime.managers import CudaGraphManager
 
@@ -68,7 +76,16 @@ class Served:
     padding: int = 0
     checked: int = 0
     wrong: int = 0
-    grown: int = 0
+    memory: tuple[int, int] | None = None  # bytes that the allocator holds, warm and at the end
+    replans: int = 0
+    captures: int = 0
+    evictions: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def grown(self) -> int:
+        """Bytes that the run has taken since it was warm."""
+        return 0 if self.memory is None else self.memory[1] - self.memory[0]
 
 
 def trace_requests(count: int, capacity: int, vocab_size: int, arrivals: float, seed: int) -> list[Request]:
@@ -156,27 +173,50 @@ class Server:
                     self.running.remove(request)
                     self.free += request.blocks
 
+    def replan(self, times: StepTimes | None) -> bool:
+        """Plan the graphs anew for the batches since the last time; False if there were none."""
+        try:
+            self.manager.replan(times=times)
+        except TrafficError:
+            return False
+        return True
+
     @staticmethod
     def choose(logits: torch.Tensor, ends: torch.Tensor) -> list[int]:
         """The most probable token after each request's last one; the step's only copy to the host."""
         return logits[ends.to(logits.device)].argmax(-1).tolist()
 
-    def serve(self, requests: list[Request], seconds: float, steps: int, check: float) -> Served:
-        """Run until all requests are done, the time is up, or so many steps were made."""
+    def serve(
+        self,
+        requests: list[Request],
+        seconds: float,
+        steps: int,
+        check: float,
+        replan_every: int = 0,
+        times: StepTimes | None = None,
+    ) -> Served:
+        """Run until all requests are done, the time is up, or so many steps were made; replan every so many, if any."""
         served, waiting, step = Served(requests), deque(requests), 0
-        sampled = random.Random(0)
-        start, memory = time.perf_counter(), None
+        sampled, stats, backend = random.Random(0), self.manager.stats, self.manager.backend
+        captures, evictions = stats.captures, stats.evictions
+        start, memory, warm = time.perf_counter(), None, max(50, 3 * replan_every)
         while (waiting or self.running) and step < steps and time.perf_counter() - start < seconds:
             self.admit(waiting, step)
             step += 1
             if self.running:
                 self.step(served, sampled.random() < check)
-            if step == 50:  # warm: from here on nothing should grow
-                memory = self.manager.backend.memory().reserved
-        self.manager.backend.synchronize()
+            if replan_every and step % replan_every == 0 and self.replan(times):
+                served.replans += 1
+            if step == warm:  # from here on nothing should grow
+                backend.release_cached()
+                memory = backend.memory().reserved
+        backend.synchronize()
         served.seconds = time.perf_counter() - start
-        served.grown = self.manager.backend.memory().reserved - memory if memory is not None else 0
-        stats = self.manager.stats
+        if memory is not None:
+            backend.release_cached()
+            served.memory = (memory, backend.memory().reserved)
+        served.captures, served.evictions = stats.captures - captures, stats.evictions - evictions
+        served.sizes = self.manager.sizes
         for (mode, _), count in stats.replays.items():
             served.steps[mode] += count
         served.steps[CUDAGraphMode.NONE] = sum(stats.eager.values())
@@ -192,7 +232,9 @@ def serve_all(args: argparse.Namespace) -> dict[str, Served]:
         config.model.target, config.model.kwargs, device=backend.device, base_dir=Path(args.config).parent
     ).module
     capacity = min(config.metadata["block_tables"].shape[1], model.config.num_blocks) * model.config.block_size
-    configs = {m: load_config(args.config, [*args.set, f"compilation.cudagraph_mode={m}"]) for m in args.modes}
+    times = StepTimes.load(args.step_times) if args.step_times else None
+    policy = f"compilation.capture_policy={args.policy}"
+    configs = {m: load_config(args.config, [*args.set, policy, f"compilation.cudagraph_mode={m}"]) for m in args.modes}
     managers = {mode: CudaGraphManager(moded, model, backend, name=mode) for mode, moded in configs.items()}
     # Mixed batches up to the largest capture size have graphs; all modes take the same budget, so the same batches.
     largest = max(manager.plan.max_capture_size for manager in managers.values())
@@ -206,7 +248,9 @@ def serve_all(args: argparse.Namespace) -> dict[str, Served]:
             Server(manager, model, budget).serve(few, seconds=60.0, steps=20, check=0.0)  # libraries warm up
             manager.stats.reset()
             requests = trace_requests(args.requests, capacity, model.config.vocab_size, args.arrivals, seed=0)
-            served[mode] = Server(manager, model, budget).serve(requests, args.seconds, args.steps, args.check)
+            every = args.replan_every if args.policy == "adaptive" and mode != "NONE" else 0
+            server = Server(manager, model, budget)
+            served[mode] = server.serve(requests, args.seconds, args.steps, args.check, every, times)
     return served
 
 
@@ -232,10 +276,23 @@ def table(served: dict[str, Served]) -> str:
                 },
                 "padding": f"{found.padding} ({found.padding / max(computed + found.padding, 1):.0%})",
                 "wrong": f"{found.wrong}/{found.checked}",
-                "memory": f"+{format_bytes(found.grown)}",
+                "memory": f"+{format_bytes(found.grown)}" if found.grown >= 0 else f"-{format_bytes(-found.grown)}",
             }
         )
     return plain_text(filled(rows, left=("mode",)), width=120)
+
+
+def on_demand(served: dict[str, Served]) -> str:
+    """A line for each mode: what was captured and evicted while it served, and what memory did."""
+    lines = []
+    for mode, found in served.items():
+        warm, end = map(format_bytes, found.memory or (None, None))
+        lines.append(
+            f"{mode}: {found.replans} replans, {found.captures} captures, {found.evictions} evictions; memory {warm} "
+            f"warm, {end} at the end; {found.wrong} wrong of {found.checked} tokens; {len(found.sizes)} sizes at the "
+            f"end: {describe_sizes(found.sizes) if found.sizes else 'none'}"
+        )
+    return "\n".join(lines)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -251,8 +308,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=0, help="tokens of a step at most; 0: the largest capture size")
     parser.add_argument("--check", type=float, default=0.01, help="share of steps that are compared with eager")
     parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument(
+        "--policy", choices=("eager", "lazy", "adaptive"), default="eager", help="when keys are captured"
+    )
+    parser.add_argument("--replan-every", type=int, default=100, metavar="STEPS", help="with --policy adaptive")
+    parser.add_argument("--step-times", metavar="FILE", help="for replans; absent: measured by the runner")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    print(table(serve_all(parse())))
+    arguments = parse()
+    results = serve_all(arguments)
+    print(table(results))
+    if arguments.policy != "eager":
+        print(on_demand(results))

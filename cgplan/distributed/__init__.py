@@ -1,0 +1,27 @@
+"""Several processes, one rank each: how they meet, agree, share graph buffers, sum tensors, and fail together."""
+
+from cgplan.distributed.agreement import agree_on_model, agree_on_plan, agree_on_setup
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, all_reduce_by, current_all_reduce
+from cgplan.distributed.capture import RankedCapture
+from cgplan.distributed.data_parallel import DataParallelRunner, in_step
+from cgplan.distributed.ranks import Ranks, open_ranks
+from cgplan.distributed.registry import GraphBufferRegistry, Registration
+from cgplan.distributed.select import open_all_reduce
+
+__all__ = [
+    "AllReduce",
+    "CollectiveAllReduce",
+    "DataParallelRunner",
+    "GraphBufferRegistry",
+    "RankedCapture",
+    "Ranks",
+    "Registration",
+    "agree_on_model",
+    "agree_on_plan",
+    "agree_on_setup",
+    "all_reduce_by",
+    "current_all_reduce",
+    "in_step",
+    "open_all_reduce",
+    "open_ranks",
+]

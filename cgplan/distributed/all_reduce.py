@@ -1,0 +1,164 @@
+"""The all-reduce of models that are split over ranks: one operator, ``cgplan::all_reduce``, and who carries it out.
+
+``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for bit the same on all
+ranks; ``group`` is an AllReduce's number. All ranks call it in the same order with the same shapes, on one stream.
+Inside it is ``cgplan::all_reduce_row``, which is one node of a graph and one step of a tape: it reads where the inputs
+lie from a row of the registry's table, see Note [Registration] in registry.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Self
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.registry import Registration
+from cgplan.errors import DistributedError
+from cgplan.graphs import GraphBackend
+from cgplan.graphs.host_sync import is_probing, record_whole
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
+_LIBRARY.define("all_reduce(Tensor x, int group) -> Tensor")
+_LIBRARY.define("all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()")
+record_whole("cgplan::all_reduce_row")
+
+_numbers = itertools.count(1)
+_live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
+
+
+class AllReduce(ABC):
+    """Sums tensors over ranks.
+
+    Attributes:
+        name: As ``compilation.all_reduce`` has it.
+        number: The operator's ``group``.
+        ranks: Those that sum.
+    """
+
+    name: str
+
+    def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
+        self.ranks, self.backend = ranks, backend
+        self.number = next(_numbers)
+        self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
+        _live[self.number] = self
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in new memory; like the operator, and seen by a tape or a trace as such."""
+        result: torch.Tensor = torch.ops.cgplan.all_reduce(x, self.number)
+        return result
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """What the operator does on the way to ``all_reduce_row``."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if x.numel():
+            torch.ops.cgplan.all_reduce_row(x.contiguous(), out, self._row, self.number)
+        return out
+
+    @abstractmethod
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+        """Write the sum of all ranks' ``x`` to ``out``; the body of ``cgplan::all_reduce_row``."""
+
+    def begin_pass(self) -> None:  # noqa: B027
+        """Before captures, on all ranks: take back what an earlier pass registered."""
+
+    def end_pass(self, error: BaseException | None = None) -> Registration | None:
+        """After captures, on all ranks: register the graphs' buffers, or raise on all ranks if one failed.
+
+        Raises as GraphBufferRegistry.register.
+        """
+        self.ranks.agree("the capture pass", error=error)
+        return None
+
+    def release(self) -> None:  # noqa: B027
+        """Before graphs are freed, on all ranks."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise AllReduceError if a kernel gave up since the last look. Waits for the device."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what is shared; graphs that reduce must be gone."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.ranks.leave(error)
+        self.close()
+
+
+class CollectiveAllReduce(AllReduce):
+    """torch.distributed's all-reduce: NCCL, which a graph captures as its own kernels, and gloo on the CPU."""
+
+    name = "nccl"
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
+        """Copy, and reduce in place."""
+        out.copy_(x)
+        try:
+            dist.all_reduce(out, group=self.ranks.group)
+        except RuntimeError:
+            self.ranks.watch.blame(patience=2.0)
+            raise
+
+
+def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
+    if is_probing():  # one rank alone looks for an operator that needs the host
+        return x.clone()
+    return _at(group).reduce(x)
+
+
+def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group: int) -> None:
+    found = _at(group)
+    if x.device.type == "cpu" and found.backend.is_capturing():  # a capture runs nothing; what a tape computes is lost
+        out.copy_(x)
+    else:
+        found.run(x, out, row)
+
+
+def _at(group: int) -> AllReduce:
+    found = _live.get(group)
+    if found is None:
+        raise DistributedError(
+            f"there is no all-reduce {group} any more", remedy="Keep the ranks open as long as the model is used."
+        )
+    return found
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("all_reduce", _all_reduce, _key)
+    _LIBRARY.impl("all_reduce_row", _all_reduce_row, _key)
+torch.library.register_fake("cgplan::all_reduce", lambda x, _: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake("cgplan::all_reduce_row", lambda *_: None, lib=_LIBRARY)
+
+_current: ContextVar[AllReduce | None] = ContextVar("cgplan_all_reduce", default=None)
+
+
+@contextmanager
+def all_reduce_by(reducer: AllReduce) -> Iterator[AllReduce]:
+    """A block in which models are built that sum over ranks by this one."""
+    token = _current.set(reducer)
+    try:
+        yield reducer
+    finally:
+        _current.reset(token)
+
+
+def current_all_reduce() -> AllReduce | None:
+    """The all-reduce of the block, None outside of one."""
+    return _current.get()
+
+
+__all__ = ["AllReduce", "CollectiveAllReduce", "all_reduce_by", "current_all_reduce"]

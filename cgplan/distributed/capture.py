@@ -1,0 +1,111 @@
+"""RankedCapture: a capture session's meetings with those of the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from cgplan.config import Config
+from cgplan.distributed.agreement import plan_digest
+from cgplan.distributed.all_reduce import AllReduce
+from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.registry import Registration
+from cgplan.errors import DistributedError, RankMismatchError
+from cgplan.planning import Plan
+from cgplan.reports.rank_records import RankRecord
+from cgplan.reports.records import CaptureReport
+from cgplan.runtime.together import Together
+
+logger = logging.getLogger(__name__)
+
+
+class RankedCapture(Together):
+    """What sessions of several ranks do together; one for each session.
+
+    Args:
+        ranks: All ranks.
+        reducer: Whose buffers the graphs read.
+        config: With a budget, ranks agree before and after each key.
+    """
+
+    def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
+        self._ranks, self._reducer = ranks, reducer
+        self._has_budget = any(limit is not None for limit in vars(config.budget).values())
+        self._registration: Registration | None = None
+        self._is_agreed = False
+        self._failed = False
+
+    def begin(self, plan: Plan, free: int | None) -> int | None:
+        """Unregister what an earlier pass left, and compare the plans. Raises RankMismatchError."""
+        self._is_agreed = self._failed = False
+        self._reducer.begin_pass()
+        said = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))
+        for rank, (digest, _) in enumerate(said):
+            if digest != said[0][0]:
+                raise RankMismatchError(
+                    f"rank {rank} is about to capture plan {digest}, rank 0 plan {said[0][0]}",
+                    remedy="Capture the plan that agree_on_plan returns.",
+                )
+        return min((free for _, free in said if free is not None), default=None)
+
+    def any(self, refused: bool, because: BaseException | None = None) -> bool:
+        """Whether any rank's budget refuses a key; where there is a budget, a step of all ranks."""
+        if not self._has_budget:
+            return refused
+        if because is not None:
+            self._ranks.announce("the capture", because)
+        return any(self._ranks.agree("the budget", value=refused))
+
+    def dropped(self) -> None:
+        """Forget the rows of graphs that were freed, and what was announced."""
+        self._ranks.forgive()
+        self._reducer.begin_pass()
+
+    def end(self) -> None:
+        """Register the graphs' buffers; from now on they may be replayed. Raises as AllReduce.end_pass."""
+        self._is_agreed = True
+        self._registration = self._reducer.end_pass()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Come to the end of the pass with the error, and return what all ranks raise."""
+        self._failed = True
+        if self._is_agreed or not isinstance(error, Exception):
+            return error
+        self._is_agreed = True
+        try:
+            self._reducer.end_pass(error)
+        except Exception as agreed:
+            return agreed
+        return error
+
+    def release(self) -> None:
+        """Close the peers' handles, between two barriers: then graphs may be freed."""
+        try:
+            self._reducer.release()
+        except DistributedError as error:
+            if not self._failed:
+                raise
+            logger.warning("rank %d: %s", self._ranks.rank, error.message)
+
+    def completed(self, report: CaptureReport) -> CaptureReport:
+        """The report with a record of each rank, on all ranks."""
+        registered = self._registration
+        own = RankRecord(
+            rank=self._ranks.rank,
+            host=socket.gethostname(),
+            device=self._ranks.presences[self._ranks.rank].device,
+            all_reduce=self._reducer.name,
+            rows=registered.rows if registered else 0,
+            buffers=registered.buffers if registered else 0,
+            bases=registered.bases if registered else 0,
+            mapped_bytes=registered.mapped_bytes if registered else 0,
+            registration_seconds=registered.seconds if registered else 0.0,
+            pool_bytes=report.pool_bytes,
+            static_bytes=report.static_bytes,
+            total_bytes=report.total_bytes,
+            session_seconds=report.session_seconds,
+        )
+        return report.model_copy(update={"ranks": tuple(self._ranks.agree("the report", value=own))})
+
+
+__all__ = ["RankedCapture"]

@@ -1,0 +1,109 @@
+"""The custom all-reduce on the CPU: the kernels' protocol in torch operators, with barriers over shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import torch
+
+from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.registry import GraphBufferRegistry
+from cgplan.distributed.transport import MemoryTransport
+from cgplan.errors import AllReduceError, RegistrationError
+
+_SPINS = 200  # looks at the signals before the thread yields for longer
+
+
+class CpuKernels:
+    """Sums over table rows on the CPU.
+
+    A barrier: each rank adds one to its own count, writes it to its place in every rank's signals, and waits until all
+    places of its own signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
+    is one aligned word with one writer; a yield, which passes through locks, stands before each write and after each
+    wait, so that data is written before the count that tells of it, on any processor.
+
+    Args:
+        ranks: All ranks.
+        registry: Opens the signals.
+        transport: Holds them.
+    """
+
+    def __init__(self, ranks: Ranks, registry: GraphBufferRegistry, transport: MemoryTransport) -> None:
+        self._ranks = ranks
+        self._own = transport.empty(8 * ranks.world_size)
+        addresses = registry.open_block("signals", self._own)
+        self._signals = [(ctypes.c_uint64 * ranks.world_size).from_address(address) for address in addresses]
+        self._count = 0
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+        """Barrier, sum in float32 in the order of the ranks, barrier.
+
+        Raises:
+            RegistrationError: the row is not written: the graph was replayed before registration.
+            RankFailedError: a rank is lost, or has failed.
+            AllReduceError: a rank did not come within the timeout.
+        """
+        addresses = row.tolist()
+        if not all(addresses):
+            raise RegistrationError(
+                "a graph was replayed before its buffers were registered",
+                remedy="End the capture pass on all ranks first: CaptureSession does, or AllReduce.end_pass().",
+            )
+        self._barrier()
+        total = self._view(addresses[0], x).to(torch.float32, copy=True)
+        for address in addresses[1:]:
+            total += self._view(address, x)
+        out.view(-1).copy_(total)
+        self._barrier()
+
+    def reset(self) -> None:
+        """All counts from 0."""
+        self._count = 0
+        self._own.zero_()
+
+    def abort(self) -> None:
+        """Barriers look for failures themselves."""
+
+    def check(self) -> None:
+        """Barriers raise themselves."""
+
+    def forget(self) -> None:
+        """Drop the views of peers' memory."""
+        self._views.clear()
+
+    def _view(self, address: int, like: torch.Tensor) -> torch.Tensor:
+        """A rank's input, [numel], on the memory at an address."""
+        key = (address, like.nbytes, like.dtype)
+        if key not in self._views:
+            memory = (ctypes.c_char * like.nbytes).from_address(address)
+            self._views[key] = torch.frombuffer(memory, dtype=like.dtype)
+        return self._views[key]
+
+    def _barrier(self) -> None:
+        rank, own = self._ranks.rank, self._signals[self._ranks.rank]
+        self._count += 1
+        time.sleep(0)
+        for signals in self._signals:
+            signals[rank] = self._count
+        spins, deadline = 0, time.monotonic() + self._ranks.timeout
+        while min(own) < self._count:
+            spins += 1
+            if spins < _SPINS:
+                os.sched_yield()
+                continue
+            time.sleep(2e-5 if spins < 50 * _SPINS else 1e-3)
+            if spins % 16 == 0:
+                self._ranks.watch.check()
+                if time.monotonic() > deadline:
+                    late = ", ".join(str(peer) for peer, count in enumerate(own) if count < self._count)
+                    raise AllReduceError(
+                        f"rank {late} did not come to an all-reduce within {self._ranks.timeout:g} s",
+                        remedy="Every rank has to make the same calls in the same order.",
+                    )
+        time.sleep(0)
+
+
+__all__ = ["CpuKernels"]

@@ -1,0 +1,311 @@
+"""Ranks: the processes of one run, and the steps that they take together.
+
+Note [Teardown]
+    What ranks share is taken down in this order, on error paths too: (1) a barrier: no rank replays any more; (2) each
+    rank closes the handles that it has opened of the others' memory; (3) a barrier: nobody reads my memory any more;
+    (4) graphs, and (5) their pool are freed; (6) what the registry exported of its own: staging, signals, table;
+    (7) the process group. Memory that is freed while another process has it open is not defined for CUDA IPC; a process
+    group that is destroyed before a graph with its kernels leaves NCCL waiting. Where a rank is lost there is nobody to
+    meet: the barriers are left out, and the rest is done in the same order.
+    `GraphedModel.free` does (1) to (5) by way of `RankedCapture.release`, `AllReduce.close` (6), `Ranks.close` (7).
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from cgplan.config import DistributedConfig
+from cgplan.distributed.rendezvous import Place, Presence, connect, meet
+from cgplan.distributed.watch import RankWatch, first_line, spoken
+from cgplan.errors import RankFailedError, RankMismatchError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rank brings to the end of a step. ``induced``: it failed because another one had."""
+
+    step: str
+    value: Any
+    error: str = ""
+    remedy: str = ""
+    induced: bool = False
+
+
+class Ranks:
+    """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
+
+    Attributes:
+        place: This rank's number, and where the others are.
+        device: This rank's GPU, or the CPU.
+        presences: What each rank said when it came.
+        timeout: Seconds that ranks wait for one another.
+        watch: Who is still there.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        presences: list[Presence],
+        store: Any,
+        watch: RankWatch,
+        timeout: float,
+        *,
+        owns_group: bool,
+    ) -> None:
+        self.place, self.device, self.presences, self.watch, self.timeout = place, device, presences, watch, timeout
+        self._store = store
+        self._owns_group = owns_group
+        self._steps = 0
+        self._closed = False
+        self.group = dist.group.WORLD
+        self.cpu_group = self.group if device.type == "cpu" else dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout)
+        )  # fmt: skip
+
+    @property
+    def rank(self) -> int:
+        """From 0."""
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.place.world_size
+
+    @property
+    def group_name(self) -> str:
+        """torch's name of the group of all ranks."""
+        return dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks run on the same host."""
+        return len({presence.host for presence in self.presences}) == 1
+
+    def agree(self, step: str, *, error: BaseException | None = None, value: Any = None) -> list[Any]:
+        """Come to the end of a step; returns every rank's value, once all have come without an error.
+
+        All ranks come to the same steps in the same order. One that has failed comes with its error, to whichever step
+        the others are waiting in.
+
+        Raises:
+            RankFailedError: a rank failed, is lost, or did not come within the timeout. The same words on all ranks.
+            RankMismatchError: ranks came to different steps.
+            CgplanError: the given error, where all ranks failed with the same one.
+        """
+        self._steps += 1
+        induced = isinstance(error, RankFailedError)
+        answer = _Answer(step, value)
+        if error is not None:
+            answer = _Answer(step, None, spoken(error), getattr(error, "remedy", ""), induced)
+        logger.debug("rank %d: step %d, %s%s", self.rank, self._steps, step, ": " + answer.error if error else "")
+        self.watch.check_lost()
+        try:
+            if error is not None:
+                self.announce(step, error)
+            self._store.set(f"at/{self._steps}/{self.rank}", step)
+            self._wait_for_all(step)
+            answers = self._gather(answer)
+        except RuntimeError as failure:  # what gloo and the store raise
+            raise self._explained(step, failure) from failure
+        self._judge(answers, error)
+        return [found.value for found in answers]
+
+    def announce(self, step: str, error: BaseException) -> None:
+        """Say that this rank has raised, and will be at the next step: others need not wait for its data until then."""
+        if not isinstance(error, RankFailedError):
+            self.watch.announce(step, error)
+
+    def forgive(self) -> None:
+        """Go on after a failure that was announced, and that all ranks have dealt with: a step of all ranks."""
+        self.agree("going on")
+        self.watch.next_epoch()
+        self.agree("going on again")
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A block that ends well on all ranks, or raises on all of them. Raises as ``agree``."""
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.agree(name, error=error)
+
+    def broadcast(self, step: str, value: Any) -> Any:
+        """Rank 0's value, on all ranks. Raises as ``agree``."""
+        return self.agree(step, value=value if self.rank == 0 else None)[0]
+
+    def leave(self, error: BaseException) -> None:
+        """Say that this rank ends with an error. What it closes from now on, it closes without the others."""
+        self.watch.leave(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave, with the error that made this rank leave or without one; see Note [Teardown] for what comes before.
+
+        Without an error it waits for the others, so that no rank misses what another one holds.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        failure: RankFailedError | None = None
+        if error is not None:
+            self.leave(error)
+        elif self.watch.lost is None:
+            try:
+                self.agree("the end")
+            except RankFailedError as raised:
+                failure = raised
+        self.watch.stop()
+        self._say_goodbye(error or failure)
+        del self.group, self.cpu_group  # else their threads would outlive them, into the interpreter's end
+        if self._owns_group and dist.is_initialized():
+            _destroy(aborted=error is not None or failure is not None)
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.close(error)
+
+    def _wait_for_all(self, step: str) -> None:
+        """Wait until every rank has come to this step, so that the exchange itself waits for nobody."""
+        keys = [f"at/{self._steps}/{rank}" for rank in range(self.world_size)]
+        deadline, pause = time.monotonic() + self.timeout, 0.0005
+        while not self._store.check(keys):
+            self.watch.check_lost()
+            if time.monotonic() > deadline:
+                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise RankFailedError(
+                    f"rank {', '.join(missing)} did not come to {step} within {self.timeout:g} s",
+                    remedy="Look at what that rank does; raise distributed.timeout if it only takes longer.",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+        if self._steps > 2:
+            self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
+
+    def _gather(self, answer: _Answer) -> list[_Answer]:
+        """Every rank's answer, over gloo."""
+        answers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(answers, pickle.dumps(answer), group=self.cpu_group)
+        return [pickle.loads(found) for found in answers]
+
+    def _judge(self, answers: list[_Answer], error: BaseException | None) -> None:
+        """Raise what the answers amount to; the same on all ranks."""
+        failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
+        if failed:
+            self.watch.next_epoch()
+            if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
+                raise error
+            first = min(failed)[1]
+            found = answers[first]
+            raise RankFailedError(
+                f"rank {first} failed in {found.step}: {found.error}", remedy=found.remedy or "Look at that rank."
+            ) from error
+        for rank, found in enumerate(answers):
+            if found.step != answers[0].step:
+                raise RankMismatchError(
+                    f"rank {rank} came to {found.step!r}, rank 0 to {answers[0].step!r}",
+                    remedy="Ranks have to make the same calls in the same order.",
+                )
+
+    def _explained(self, step: str, failure: RuntimeError) -> RankFailedError:
+        """Who is to blame for what gloo or the store raised."""
+        try:
+            self.watch.blame(patience=min(3.0, self.timeout / 4))
+        except RankFailedError as named:
+            return RankFailedError(f"{named.message}; noticed in {step}", remedy=named.remedy)
+        return RankFailedError(
+            f"ranks lost one another in {step}: {first_line(failure)}",
+            remedy="Look at what the other ranks printed, and at the network between them.",
+        )
+
+    def _say_goodbye(self, error: BaseException | None) -> None:
+        """Whoever keeps the store stays until the others have read what they need."""
+        with suppress(RuntimeError):
+            self._store.set(f"bye/{self.rank}", "")
+            if self.rank == 0 and not self.place.agent_store:
+                others = [rank for rank in range(1, self.world_size) if not self.presences[rank].process.is_gone]
+                keys, deadline = [f"bye/{rank}" for rank in others], time.monotonic() + (2.0 if error else 10.0)
+                while keys and not self._store.check(keys) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+
+
+def _destroy(*, aborted: bool) -> None:
+    """End torch's process group. After a failure NCCL is told to give up instead of to wait."""
+    if aborted:
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and dist.get_backend() != "gloo":
+            with suppress(RuntimeError):
+                abort()
+                return
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Place | None = None) -> Ranks | None:
+    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo for all that the host says.
+
+    A process group that is there already is used, and left as it is at the end.
+
+    Args:
+        settings: The ``distributed`` section.
+        device: As ``config.device``; ``cuda`` is the GPU of the local rank.
+        place: This rank's; absent: from torchrun's environment.
+
+    Returns:
+        The ranks, or None outside of torchrun and for a single process.
+
+    Raises:
+        RendezvousError, RankMismatchError, BackendError, ConfigError: see ``connect`` and ``meet``.
+    """
+    place = Place.from_environment() if place is None else place
+    if place is None or place.world_size == 1:
+        return None
+    presence, own = Presence.of(place, device)
+    store, beside = connect(place, settings.timeout)
+    presences = meet(store, place, presence, settings.timeout)
+    host_rank = None if place.agent_store else 0
+    watch = RankWatch(beside, place.rank, [p.process for p in presences], settings.timeout, host_rank)
+    owns_group = not dist.is_initialized()
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    try:
+        if owns_group:
+            dist.init_process_group(
+                backend="gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=PrefixStore("group", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=settings.timeout),
+            )
+        return Ranks(place, own, presences, store, watch, settings.timeout, owns_group=owns_group)
+    except RuntimeError as failure:
+        try:
+            watch.blame(patience=min(3.0, settings.timeout / 4))
+        finally:
+            watch.stop()
+        raise RankFailedError(
+            f"rank {place.rank} could not set torch.distributed up: {first_line(failure)}",
+            remedy="Look at what the other ranks printed, and at the network between them.",
+        ) from failure
+
+
+__all__ = ["Ranks", "open_ranks"]

@@ -1,0 +1,246 @@
+"""GraphBufferRegistry: which memory captured all-reduces read, and how every rank comes to know where it lies.
+
+Note [Registration]
+    A captured all-reduce cannot know where its peers' inputs lie: they capture at the same time. So its kernel gets
+    the address of a row in a table on the device, one column a rank, and the row is written later. `take_row` hands
+    rows out during the captures and notes the input's address; nothing is exchanged then. At the end of the pass
+    `register` does in this order, each step with a line in the log:
+    (1) `_agree_on_counts`: every rank says how many rows it took, or why it failed; all agree, or all raise the same;
+    (2) `_exchange`: handles and offsets of the addresses go over the CPU group;
+    (3) `_open_peers`: the peers' handles are opened, once for each base;
+    (4) `_write_rows`: rows are written, and the device is waited for;
+    (5) `_seal`: every rank says that it is done; from now on graphs may be replayed.
+    A rank that fails in (2) to (4) comes to the end of the step with its error, so that nobody waits for it.
+    A row of zeros is one that is not registered: whoever replays a graph with it gets an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.transport import ExportedMemory, MemoryTransport
+from cgplan.errors import RankMismatchError, RegistrationError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a registration came to on one rank.
+
+    Attributes:
+        rows: Table rows: captured all-reduces.
+        buffers: Distinct addresses among their inputs.
+        bases: Allocations that they lie in.
+        opened: Allocations of peers that were mapped here.
+        mapped_bytes: Their size.
+        seconds: From the first step to the last.
+    """
+
+    rows: int
+    buffers: int
+    bases: int
+    opened: int
+    mapped_bytes: int
+    seconds: float
+
+
+class GraphBufferRegistry:
+    """The pointer table of one rank, see Note [Registration]. It owns the table, and what it has opened of the peers'.
+
+    Args:
+        ranks: All ranks.
+        transport: How memory is handed to others; the caller owns it.
+        device: Where the table lies.
+        capacity: Rows of the table.
+
+    Attributes:
+        table: [capacity, world_size] int64 on the device: address of each rank's input, as this rank sees it.
+    """
+
+    def __init__(self, ranks: Ranks, transport: MemoryTransport, device: torch.device, capacity: int) -> None:
+        self._ranks, self._transport, self._capacity = ranks, transport, capacity
+        self.table = torch.zeros(capacity, ranks.world_size, dtype=torch.int64, device=device)
+        self._addresses: list[int] = []
+        self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
+        self._blocks: list[int] = []
+        self._sealed = False
+        self._has_begun = False  # to exchange handles, on all ranks alike
+        self.last: Registration | None = None
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the rows are written, so that graphs may be replayed."""
+        return self._sealed
+
+    @property
+    def rows(self) -> int:
+        """Rows that were handed out."""
+        return len(self._addresses)
+
+    def take_row(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The table row, [world_size] int64, for an all-reduce that is being captured with this input.
+
+        Raises:
+            RegistrationError: the table is full, or sealed.
+        """
+        if self._sealed:
+            raise RegistrationError(
+                "an all-reduce was captured after the graph buffers had been registered",
+                remedy="Capture all graphs in one session; recapture() begins a new one.",
+            )
+        if self.rows == self._capacity:
+            raise RegistrationError(
+                f"the pointer table's {self._capacity} rows are taken",
+                remedy="Raise distributed.table_rows: a row for each all-reduce in each graph.",
+            )
+        self._addresses.append(tensor.data_ptr())
+        return self.table[self.rows - 1]
+
+    def register(self, error: BaseException | None = None) -> Registration:
+        """End the pass: make every rank's buffers known to all, or fail on all ranks alike.
+
+        Args:
+            error: Why this rank's pass failed; None if it went well.
+
+        Raises:
+            RankFailedError, RankMismatchError: a rank failed, or took another number of rows.
+            CgplanError: the given error, where all ranks failed alike.
+        """
+        start = time.perf_counter()
+        self._agree_on_counts(error)
+        self._has_begun = True
+        shared = self._exchange()
+        rows = self._open_peers(shared)
+        self._write_rows(rows)
+        self._seal()
+        own = {(memory.handle, memory.offset) for memory in shared[self._ranks.rank]}
+        self.last = Registration(
+            rows=self.rows,
+            buffers=len(own),
+            bases=len({handle for handle, _ in own}),
+            opened=len(self._opened),
+            mapped_bytes=sum(nbytes for _, nbytes in self._opened.values()),
+            seconds=time.perf_counter() - start,
+        )
+        return self.last
+
+    def unregister(self) -> None:
+        """Take back what ``register`` did: steps (1) to (3) of Note [Teardown] in ranks.py. Afterwards the memory of
+        graphs may be freed, and a new pass may begin.
+
+        Without peers, because one is lost, only this rank's part is done.
+        """
+        try:
+            if self._has_begun:
+                self._leave_peers()
+        finally:
+            self._has_begun = self._sealed = False
+            self._addresses.clear()
+            self.table.zero_()
+            self._transport.forget()
+
+    def open_block(self, name: str, block: torch.Tensor) -> list[int]:
+        """Where each rank's block of that name lies, as this rank sees it. The registry closes it.
+
+        For memory that is there before any capture and as long as the registry: staging, signals. A step of all ranks.
+        """
+        error: Exception | None = None
+        memory = None
+        try:
+            memory = self._transport.export(block.data_ptr())
+        except Exception as raised:
+            error = raised
+        shared = self._ranks.agree(f"exporting the {name}", error=error, value=memory)
+        found: list[int] = []
+        with self._ranks.step(f"opening the {name}"):
+            for rank, memory in enumerate(shared):
+                if rank == self._ranks.rank:
+                    found.append(block.data_ptr())
+                else:
+                    self._blocks.append(self._transport.open(memory))
+                    found.append(self._blocks[-1] + memory.offset)
+        return found
+
+    def close(self) -> None:
+        """Close what ``open_block`` opened, between two barriers; then the blocks may be freed."""
+        self.unregister()
+        together = self._ranks.watch.lost is None
+        if together:
+            self._ranks.agree("the end of all reductions")
+        while self._blocks:
+            self._transport.close(self._blocks.pop())
+        if together:
+            self._ranks.agree("closing the peers' blocks")
+
+    def _agree_on_counts(self, error: BaseException | None) -> None:
+        logger.info("rank %d: pass over, %d rows%s", self._ranks.rank, self.rows, f", {error}" if error else "")
+        counts = self._ranks.agree("the capture pass", error=error, value=self.rows)
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                raise RankMismatchError(
+                    f"rank {rank} captured {count} all-reduces, rank 0 captured {counts[0]}",
+                    remedy="Every rank has to capture the same graphs in the same order; does the model branch on its "
+                    "rank?",
+                )
+
+    def _exchange(self) -> list[Sequence[ExportedMemory]]:
+        memories: list[ExportedMemory] = []
+        error: Exception | None = None
+        try:
+            memories = [self._transport.export(address) for address in self._addresses]
+        except Exception as raised:
+            error = raised
+        shared = self._ranks.agree("exchanging the handles", error=error, value=memories)
+        logger.info("rank %d: %d addresses of each rank exchanged", self._ranks.rank, len(memories))
+        return shared
+
+    def _open_peers(self, shared: list[Sequence[ExportedMemory]]) -> list[list[int]]:
+        """Addresses by row and rank, as this rank sees them."""
+        columns: list[list[int]] = []
+        with self._ranks.step("opening the peers' handles"):
+            for rank, memories in enumerate(shared):
+                own = rank == self._ranks.rank
+                columns.append(self._addresses if own else [self._base(rank, m) + m.offset for m in memories])
+        logger.info("rank %d: %d bases of peers opened", self._ranks.rank, len(self._opened))
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _base(self, rank: int, memory: ExportedMemory) -> int:
+        key = (rank, memory.handle)
+        if key not in self._opened:
+            self._opened[key] = (self._transport.open(memory), memory.nbytes)
+        return self._opened[key][0]
+
+    def _write_rows(self, rows: list[list[int]]) -> None:
+        with self._ranks.step("writing the table"):
+            if rows:
+                self.table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int64))
+            if self.table.device.type == "cuda":
+                torch.cuda.synchronize(self.table.device)
+        logger.info("rank %d: %d rows written", self._ranks.rank, len(rows))
+
+    def _seal(self) -> None:
+        self._ranks.agree("sealing")
+        self._sealed = True
+        logger.info("rank %d: sealed", self._ranks.rank)
+
+    def _leave_peers(self) -> None:
+        together = self._ranks.watch.lost is None
+        logger.info("rank %d: closing %d bases of peers", self._ranks.rank, len(self._opened))
+        try:
+            if together:
+                self._ranks.agree("the end of all replays")
+        finally:
+            while self._opened:
+                self._transport.close(self._opened.popitem()[1][0])
+        if together:
+            self._ranks.agree("closing the peers' handles")
+
+
+__all__ = ["GraphBufferRegistry", "Registration"]

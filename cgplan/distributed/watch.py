@@ -1,0 +1,238 @@
+"""Who is still there: heartbeats in the store that torch.distributed meets at, and what ranks say before they fail.
+
+Note [How a failure is noticed]
+    Every rank writes a heartbeat into the TCPStore, and its process id when it came. A thread of each rank, the watch,
+    looks at those of the others. A rank is lost when its process has ended without a word (seen at once on the same
+    machine), when it said that it leaves with an error, or when its heartbeat has stood still for half the timeout.
+    That is final. A rank that has raised inside a common step announces it instead: it is going to come to the end of
+    the step, where all raise together, and the others only have to stop waiting for its data until then.
+    Whoever waits in code of its own (a barrier over shared memory, say) calls `check` in the loop; a kernel that waits
+    is told through `tell`. NCCL's and gloo's waits are ended by their own timeouts, which are set to the same value.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cgplan.errors import RankFailedError
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = "Look at what that rank printed; start all ranks again."
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as others can look for it.
+
+    Attributes:
+        pid: Its number.
+        started: When it began, in the kernel's clock ticks: numbers are used again.
+        home: Where that number means something: kernel, and namespace of processes.
+    """
+
+    pid: int
+    started: str
+    home: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """The process that asks."""
+        return cls(os.getpid(), _started(os.getpid()) or "", _home())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has surely ended; False where that cannot be seen from here."""
+        return bool(self.started) and self.home == _home() and _started(self.pid) != self.started
+
+
+def _started(pid: int) -> str | None:
+    """When a process began; None if there is none, or it has ended and its parent has not noticed yet."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _home() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+class RankWatch:
+    """Heartbeats of this rank, and a look at those of the others, see Note [How a failure is noticed].
+
+    Args:
+        store: A connection of its own to the common store: others may block theirs.
+        rank: This one.
+        processes: Of all ranks.
+        timeout: Seconds, see ``distributed.timeout``.
+        host_rank: The rank whose process holds the store; None where a launcher's does.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, processes: list[Process], timeout: float, host_rank: int | None = None
+    ) -> None:
+        self._store, self._rank, self._processes, self._timeout = store, rank, processes, timeout
+        self._host_rank = host_rank
+        self._lost: RankFailedError | None = None
+        self._announced: RankFailedError | None = None
+        self._epoch = 0
+        self._beats = 0
+        self._seen = {peer: ("", time.monotonic()) for peer in self._peers}
+        self._listeners: list[Callable[[RankFailedError], None]] = []
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="cgplan-rank-watch", daemon=True)
+        self._beat()
+        self._thread.start()
+
+    @property
+    def lost(self) -> RankFailedError | None:
+        """Why ranks cannot go on; None while all are there."""
+        return self._lost
+
+    def check(self) -> None:
+        """Raise RankFailedError if a rank is lost, or has announced that it failed in this step."""
+        failure = self._lost or self._announced
+        if failure is not None:
+            raise RankFailedError(failure.message, remedy=failure.remedy)
+
+    def check_lost(self) -> None:
+        """Raise RankFailedError if a rank is lost."""
+        if self._lost is not None:
+            raise RankFailedError(self._lost.message, remedy=self._lost.remedy)
+
+    def tell(self, listener: Callable[[RankFailedError], None]) -> Callable[[], None]:
+        """Have a function called, in the watch's thread, for each failure; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+
+    def announce(self, step: str, error: BaseException) -> None:
+        """Say that this rank has raised in a step, at whose end it will be."""
+        said = {"rank": self._rank, "step": step, "cause": spoken(error)}
+        self._store.compare_set(f"announced/{self._epoch}", "", json.dumps(said))
+
+    def leave(self, error: BaseException) -> None:
+        """Say that this rank ends with an error, and comes to no step any more. For it, the others are lost, too."""
+        with self._lock, suppress(RuntimeError):
+            if self._lost is None:
+                self._lost = RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
+                self._store.set(f"left/{self._rank}", json.dumps({"cause": spoken(error)}))
+
+    def next_epoch(self) -> None:
+        """Forget what was announced: all ranks have raised it."""
+        with self._lock:
+            self._epoch += 1
+            self._announced = None
+
+    def blame(self, patience: float) -> None:
+        """Look for a rank that is lost, for some seconds, and raise RankFailedError if there is one."""
+        deadline = time.monotonic() + patience
+        while True:
+            self._look()
+            self.check_lost()
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(len(self._processes)) if rank != self._rank]
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(0.5, self._timeout / 20)):
+            self._beat()
+            self._look()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        with suppress(RuntimeError):  # _look says what it means
+            self._store.set(f"beat/{self._rank}", str(self._beats))
+
+    def _look(self) -> None:
+        """Notice what has changed since the last look; no exception leaves it."""
+        with self._lock:
+            if self._lost is not None or self._stop.is_set():
+                return
+            gone = next((peer for peer in self._peers if self._processes[peer].is_gone), None)
+            try:
+                self._read_store()
+            except RuntimeError as error:
+                if self._stop.is_set():
+                    return
+                if gone is None and self._host_rank not in (None, self._rank):
+                    gone = self._host_rank
+                if gone is None:
+                    self._lose("the store of the ranks", f"does not answer: {first_line(error)}")
+            if gone is not None and self._lost is None:
+                self._lose(f"rank {gone}", "has ended without a word (killed, or out of memory?)")
+
+    def _read_store(self) -> None:
+        for peer in self._peers:
+            if self._store.check([f"left/{peer}"]):
+                said = json.loads(self._store.get(f"left/{peer}"))
+                self._lose(f"rank {peer}", f"has ended: {said['cause']}")
+                return
+            self._look_at_beat(peer)
+        if self._announced is None and self._store.check([f"announced/{self._epoch}"]):
+            said = json.loads(self._store.get(f"announced/{self._epoch}"))
+            if said["rank"] != self._rank:
+                self._announced = RankFailedError(
+                    f"rank {said['rank']} failed in {said['step']}: {said['cause']}", remedy=_REMEDY
+                )
+                self._tell(self._announced)
+
+    def _look_at_beat(self, peer: int) -> None:
+        key, now = f"beat/{peer}", time.monotonic()
+        beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        if beat != self._seen[peer][0]:
+            self._seen[peer] = (beat, now)
+        elif now - self._seen[peer][1] > self._timeout / 2:
+            self._lose(f"rank {peer}", f"has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
+
+    def _lose(self, who: str, what: str) -> None:
+        if self._lost is None:
+            self._lost = RankFailedError(f"{who} {what}", remedy=_REMEDY)
+            logger.info("rank %d: %s", self._rank, self._lost.message)
+            self._tell(self._lost)
+
+    def _tell(self, failure: RankFailedError) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(failure)
+            except Exception:  # the others are to hear of it, too
+                logger.exception("a listener failed")
+
+
+def spoken(error: BaseException) -> str:
+    """An error as other ranks read it: its class, and its message in one line."""
+    text = getattr(error, "message", None) or str(error) or "no message"
+    return f"{type(error).__name__}: {' '.join(str(text).split())}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+__all__ = ["Process", "RankWatch", "first_line", "spoken"]

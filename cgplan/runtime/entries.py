@@ -1,0 +1,85 @@
+"""What a graph wrapper is told, and what it keeps of each capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import ConfigError
+from cgplan.graphs import GraphBackend
+from cgplan.graphs.addresses import AddressManifest
+from cgplan.runtime.ambient import AmbientState
+from cgplan.runtime.context import CaptureScope
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class CUDAGraphOptions:
+    """How a wrapper captures.
+
+    Attributes:
+        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later captures reuse it:
+            an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
+        num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
+        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
+            each replay copies them there. All other arguments must lie where they lay at capture.
+        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
+            Arguments are checked, and what graphs read of the forward context's metadata.
+    """
+
+    borrow_outputs: bool = True
+    num_of_warmups: int = 1
+    copied_arguments: tuple[int, ...] = ()
+    address_check: Literal["off", "first", "always"] = "first"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that are not as described."""
+        if self.address_check not in ("off", "first", "always"):
+            raise ConfigError(f"address_check is {self.address_check!r:.100}", remedy="Choose off, first or always.")
+        if not _is_count(self.num_of_warmups):
+            raise ConfigError(f"num_of_warmups is {self.num_of_warmups!r:.100}", remedy="Give a number from 0.")
+        if not isinstance(self.copied_arguments, tuple) or not all(map(_is_count, self.copied_arguments)):
+            raise ConfigError(
+                f"copied_arguments is {self.copied_arguments!r:.100}",
+                remedy="Give a tuple of positions from 0, such as (0, 2).",
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CUDAGraphEntry:
+    """One captured graph.
+
+    Attributes:
+        descriptor: The batch that it serves.
+        graph: What the wrapper replays: the backend's graph, or a breakable capture.
+        output: What the callable returned at capture, on graph memory; each replay overwrites it.
+        slots: Memory of the copied arguments, by position.
+        manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
+        capture_seconds: From begin to the end of the capture, instantiation included.
+        backend: Captured it, and replays it.
+        scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
+        metadata: Names that its graphs read of the context's metadata, outside of runners; theirs is checked whole.
+        segments: The backend's graphs that it consists of, in order.
+        eager_pieces: How many functions run eagerly between them.
+        ambient: Torch's state around the capture.
+    """
+
+    descriptor: BatchDescriptor
+    graph: Any
+    output: Any
+    slots: Mapping[int, torch.Tensor]
+    manifest: AddressManifest | None
+    capture_seconds: float
+    backend: GraphBackend = field(repr=False)
+    scope: CaptureScope | None = field(repr=False)
+    metadata: frozenset[str] = frozenset()
+    segments: tuple[Any, ...] = ()
+    eager_pieces: int = 0
+    ambient: AmbientState | None = None

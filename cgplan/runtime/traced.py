@@ -1,0 +1,221 @@
+"""A model that is traced once and split: `compile_piecewise`, and the state that its trace depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from cgplan.config import CompilationConfig, Config, Dim, validate_config
+from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, InputError, ModelError
+from cgplan.graphs import GraphBackend, select_backend
+from cgplan.graphs.source import users_line
+from cgplan.planning import build_plan
+from cgplan.runtime.ambient import AmbientState
+from cgplan.runtime.batch import BatchReader
+from cgplan.runtime.context import current_forward_context
+from cgplan.runtime.piecewise import PiecewiseBackend
+
+
+class PiecewiseModel:
+    """A model whose PIECEWISE segments are captured; called with the declared inputs by name.
+
+    Dynamo traces at the first call, with a dynamic number of rows, and never again: none of its guards is kept,
+    which is safe because a forward that branches on the number of rows is refused at the trace, and grad, inference
+    and autocast state are compared here. The model's Python attributes are frozen by the trace. Where the forward only
+    holds up to the largest capture size (it checks a maximum, say), larger batches run its own code.
+
+    Attributes:
+        backend: Holds the pieces.
+        model: What is traced.
+    """
+
+    def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend, max_tokens: int) -> None:
+        compilation: CompilationConfig = config.compilation
+        self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
+        self._declared = {name: config.inputs[name].dims[dim] for name, dim in self._rows.items()}
+        reqs = min(max_tokens, config.scheduler.max_num_seqs)
+        sizes = [dim.size(max_tokens, reqs) for dim in self._declared.values()]
+        self.backend = PiecewiseBackend(
+            compilation.splitting_ops,
+            compilation.compiler,
+            backend,
+            compilation.address_policy,
+            compilation.use_inductor_graph_partition,
+            max(sizes, default=0),
+        )
+        own = _with_own_code(model)
+        self._code = own.__code__
+        self._compiled = torch.compile(
+            own, backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
+        )
+        self.model = model
+        self._reader = BatchReader(config.inputs, backend.device)
+        self._ambient: AmbientState | None = None
+        self._device = backend.device.type
+        self._compiler = compilation.compiler
+
+    def __call__(self, *args: Any, **inputs: torch.Tensor) -> Any:
+        """Run the model; wrapped segments capture or replay as the forward context says.
+
+        Raises:
+            InputError: outside of a runner, which has looked at them: inputs are not as they are declared.
+            CaptureError: grad, inference or autocast state is not that of the trace.
+        """
+        if args:
+            raise InputError("the model takes no positional arguments", remedy="Pass every input by its name.")
+        context = current_forward_context()
+        if context is None or context.scope is None:
+            self._reader.read(inputs)
+        if torch._C._len_torch_dispatch_stack():  # a tape records, or somebody looks: operators, not compiled code
+            return self.model(**inputs)
+        if self.backend.is_bounded and self._is_larger(inputs):
+            return self.model(**inputs)
+        if self._compiler == "inductor":  # its code is made for the strides of static buffers
+            inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
+        now = AmbientState.now(self._device)
+        if self._ambient is None:
+            output = self._trace(inputs)
+            self._ambient = now
+            return output
+        self._ambient.refuse_other(now, "traced")
+        try:
+            return self._compiled(**inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise (error.inner_exception if isinstance(error.inner_exception, CgplanError) else error) from None
+
+    def _dims(self, inputs: Mapping[str, torch.Tensor]) -> dict[int, Dim]:
+        """Declared dimensions by their sizes; sizes that stand for several are left out."""
+        found: dict[int, set[Dim]] = {}
+        for name, dim in self._rows.items():
+            found.setdefault(inputs[name].shape[dim], set()).add(self._declared[name])
+        return {size: next(iter(dims)) for size, dims in found.items() if len(dims) == 1}
+
+    def forget(self) -> None:
+        """Drop what Dynamo keeps of the trace; the model must not be called any more."""
+        forget_trace(self._code, self.backend)
+
+    def _is_larger(self, inputs: Mapping[str, torch.Tensor]) -> bool:
+        most = self.backend.max_rows or 0
+        return any(inputs[name].shape[dim] > most for name, dim in self._rows.items())
+
+    def _trace(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}  # one tensor twice would stay one
+        for name, dim in self._rows.items():
+            if own[name].shape[dim] > 1:  # Dynamo takes a size of 1 for a constant
+                torch._dynamo.mark_dynamic(own[name], dim)
+            else:
+                self.backend.is_bounded, self.backend.max_rows = True, 1
+        self.backend.dims = self._dims(own)
+        try:
+            # Without the first a trace holds for 2 rows and more only, because 1 and 0 broadcast. Without the second
+            # sizes and numbers in which this model differs from the one traced before would be taken for variables.
+            oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+            with oblivious, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                return self._compiled(**own)
+        except torch._dynamo.exc.Unsupported as error:
+            if "runtime/wrapper.py" in str(error):
+                raise CaptureError(
+                    "the model holds graph wrappers of its own, and is to be traced as a whole as well",
+                    remedy="Set compilation.piecewise: wrappers, or take the wrappers out.",
+                ) from error
+            if "failed to bind arguments" in str(error):  # Python says it better
+                return self.model(**inputs)
+            if "runtime/context.py" in str(error):
+                raise CaptureError(
+                    f"the model reads the forward context in code that is traced, at {_user_line(error)}",
+                    remedy="A trace would keep what it read. Read the context inside a custom operator, as "
+                    "cgplan::attention does, pass what you need as an input, or use compilation.splitting_modules.",
+                ) from error
+            raise CaptureError(
+                f"the model cannot be traced as one graph, at {_user_line(error)}: {str(error).splitlines()[0]}",
+                remedy="Change that line, or split by modules: compilation.splitting_modules breaks the capture at "
+                "modules and needs no trace.",
+            ) from error
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            inner = error.inner_exception
+            raise inner if isinstance(inner, CgplanError) else error from None
+        except torch._dynamo.exc.UserError as error:
+            raise CaptureError(
+                f"the number of rows is not free in this model: {str(error).splitlines()[0]}",
+                remedy="Avoid Python code that depends on the number of rows, or use compilation.splitting_modules.",
+            ) from error
+
+
+def compile_piecewise(
+    model: Callable[..., Any],
+    config: Config | Mapping[str, Any],
+    *,
+    backend: GraphBackend | None = None,
+    max_tokens: int | None = None,
+) -> PiecewiseModel:
+    """A model that is split at ``compilation.splitting_ops`` when it is first called.
+
+    Args:
+        model: Any callable or nn.Module that Dynamo can trace as one graph.
+        config: Its inputs say which dimensions count rows; its compilation says where to split and how to compile. A
+            mapping is validated as a YAML file would be.
+        backend: Device of the graphs; chosen by ``config.device`` if absent.
+        max_tokens: Largest capture size; that of ``build_plan(config)`` if absent.
+
+    Raises:
+        ConfigError: the configuration is wrong; at the first call, for a splitting op that does not occur.
+        ModelError: the model cannot be called, or is compiled already.
+        BackendError: ``backend`` is no backend.
+        CaptureError: at the first call, where the model cannot be traced, or branches on the number of rows.
+    """
+    if isinstance(config, Mapping):
+        config = validate_config(dict(config))
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"compile_piecewise was given a {type(config).__name__} as its configuration",
+            remedy="Pass a cgplan.Config, or a mapping such as {'inputs': {...}, 'compilation': {...}}.",
+        )
+    if not callable(model):
+        raise ModelError(f"the model is {model!r:.100}, which cannot be called", remedy="Pass a function or module.")
+    if isinstance(model, PiecewiseModel):
+        raise ModelError(
+            "the model was compiled by compile_piecewise before",
+            remedy="Pass the model itself, or, to capture it as it is, set compilation.piecewise: wrappers.",
+        )
+    if backend is not None and not isinstance(backend, GraphBackend):
+        raise BackendError(
+            f"{backend!r:.100} is no backend", remedy='Make one with cgplan.graphs.select_backend("auto").'
+        )
+    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+        raise ConfigError(f"max_tokens is {max_tokens!r:.100}", remedy="Give the largest capture size, in tokens.")
+    most = build_plan(config).max_capture_size if max_tokens is None else max_tokens
+    return PiecewiseModel(model, config, backend or select_backend(config.device), most)
+
+
+def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model and has a code object of its own.
+
+    Dynamo keeps what it compiled with the code object: there it would stay as long as the model's class, and after
+    some sessions on one model Dynamo would refuse to trace it again.
+    """
+
+    def forward(**inputs: torch.Tensor) -> Any:
+        return model(**inputs)
+
+    return FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+
+
+def forget_trace(code: CodeType, backend: PiecewiseBackend) -> None:
+    """Drop what Dynamo keeps of a function: its cache holds the graphs' wrappers, where no collector sees them."""
+    torch._C._dynamo.eval_frame.reset_code(code)
+    torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
+    backend.compiled.clear()
+
+
+def _no_guards(guards: Sequence[Any]) -> list[bool]:
+    return [False] * len(guards)
+
+
+def _user_line(error: BaseException) -> str:
+    """The user's line that Dynamo stopped at."""
+    return users_line(
+        (frame.filename, frame.lineno or 0) for frame in reversed(getattr(error, "real_stack", None) or [])
+    )

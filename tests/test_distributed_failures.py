@@ -1,0 +1,165 @@
+"""Ranks that raise, are killed, run out of memory, stand still or differ: all the others end, and say why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rank_programs as programs
+import torch
+from ranks import HANG, Outcome, run_ranks, shared_segments, values
+
+from cgplan import errors
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """No segment of shared memory, and no block of a process that has ended."""
+    before = shared_segments()
+    yield
+    assert shared_segments() <= before
+
+
+def exit_code(name: str) -> int:
+    return int(getattr(errors, name).exit_code)
+
+
+def all_raise(outcomes: list[Outcome], error: str, words: str, skip: tuple[int, ...] = ()) -> None:
+    for rank, outcome in enumerate(outcomes):
+        if rank in skip:
+            continue
+        assert outcome.error != HANG, f"rank {rank} hangs"
+        assert outcome.error == error, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        assert re.search(words, outcome.message), f"rank {rank}: {outcome.message}"
+        assert outcome.exit_code == exit_code(error)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_unequal_counts(world_size: int) -> None:
+    found = run_ranks(world_size, programs.unequal_counts)
+    all_raise(found, "RankMismatchError", "rank 1 captured 6 all-reduces, rank 0 captured 4")
+
+
+@pytest.mark.parametrize(("world_size", "phase"), [(2, "capture"), (2, "eager"), (4, "capture"), (4, "eager")])
+def test_a_rank_that_raises(world_size: int, phase: str) -> None:
+    """All raise the same, which names rank and cause; then all capture again."""
+    said = values(run_ranks(world_size, programs.raises_in, phase))
+    assert {name for name, _ in said} == {"RankFailedError"}
+    assert len({message for _, message in said}) == 1
+    assert re.search("rank 1 failed in the capture pass: .*a defect of the model", said[0][1])
+
+
+@pytest.mark.parametrize(("method", "step"), [("export", "exchanging the handles"), ("open", "opening the peers")])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str) -> None:
+    said = values(run_ranks(world_size, programs.raises_in_registration, method))
+    assert {name for name, _ in said} == {"RankFailedError"}
+    assert len({message for _, message in said}) == 1
+    assert re.search(f"rank 1 failed in {step}.*{method} does not work", said[0][1])
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_rank_that_raises_between_replays(error: type[Exception]) -> None:
+    found = run_ranks(2, programs.raises_in_replay, error)
+    all_raise(found, "RankFailedError", f"rank 1 has ended: {error.__name__}: a defect of the caller", skip=(1,))
+    assert found[1].error == error.__name__, "the rank itself raises what it raised"
+
+
+PHASES = ["opened", "eager", "capture", "counts", "exchange", "open", "write", "seal", "replay", "leave"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_is_killed(phase: str) -> None:
+    found = run_ranks(2, programs.killed_in, 1, phase)
+    assert found[1].exit_code == -9
+    all_raise(found, "RankFailedError", r"rank 1 has ended without a word", skip=(1,))
+    assert found[0].seconds < 10, "longer than the ranks wait for one another"
+
+
+@pytest.mark.parametrize("phase", ["capture", "open", "replay"])
+def test_the_rank_that_keeps_the_store_is_killed(phase: str) -> None:
+    found = run_ranks(3, programs.killed_in, 0, phase)
+    assert found[0].exit_code == -9
+    all_raise(found, "RankFailedError", r"rank 0 has ended without a word", skip=(0,))
+
+
+def test_a_rank_that_does_not_come() -> None:
+    found = run_ranks(3, programs.killed_in, 1, "rendezvous", patience=2)
+    all_raise(found, "RendezvousError", "rank 1 of 3 did not come within 2 s", skip=(1,))
+
+
+def test_no_rank_0() -> None:
+    found = run_ranks(2, programs.rank_0s_plan, absent=(0,), patience=2)
+    all_raise(found, "RendezvousError", "rank 1 found nobody: rank 0, which keeps the store, did not come", skip=(0,))
+
+
+def test_a_rank_that_runs_out_of_memory() -> None:
+    found = run_ranks(2, programs.oom, False)
+    all_raise(found, "RankFailedError", "rank 1 failed in the capture pass: CaptureMemoryError: out of memory at FULL")
+
+
+def test_with_a_budget_all_keep_what_each_has_memory_for() -> None:
+    assert values(run_ranks(2, programs.oom, True)) == [[1], [1]]
+
+
+def test_a_budget_holds_for_all_ranks() -> None:
+    assert values(run_ranks(2, programs.budget_of_one)) == [[4], [4]]
+
+
+def test_a_rank_that_does_not_come_to_a_replay() -> None:
+    found = run_ranks(2, programs.stands_still, patience=2)
+    all_raise(found[:1], "AllReduceError", "rank 1 did not come to an all-reduce within 2 s")
+
+
+def test_a_rank_without_a_sign_of_life() -> None:
+    found = run_ranks(2, programs.frozen, patience=4, timeout=6)
+    all_raise(found, "RankFailedError", "rank 1 has shown no sign of life for 2 s", skip=(1,))
+
+
+def test_replay_before_registration_and_capture_after_it() -> None:
+    for said, late in values(run_ranks(2, programs.replay_before_registration)):
+        assert said == ("RegistrationError", "a graph was replayed before its buffers were registered")
+        assert late[0] == "RegistrationError"
+        assert "captured after the graph buffers had been registered" in late[1]
+
+
+def test_order_of_teardown() -> None:
+    """Note [Teardown]: barrier, peers' handles, barrier, graphs, pool; what was exported; the group."""
+    for events in values(run_ranks(2, programs.order_of_teardown, False)):
+        assert events == [
+            "the end of all replays", "handle", "closing the peers' handles", "graph", "graph", "pool",
+            "the end of all reductions", "handle", "handle", "closing the peers' blocks", "exports",
+            "ranks", "the end", "group",
+        ]  # fmt: skip
+
+
+def test_order_of_teardown_after_a_failure() -> None:
+    """The same, without the barriers."""
+    for events in values(run_ranks(2, programs.order_of_teardown, True)):
+        assert events == ["handle", "graph", "graph", "pool", "handle", "handle", "exports", "ranks", "group"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("config", 'rank 1 differs from rank 0: compilation.address_check: "off", rank 0 has "first"'),
+        ("torch", "rank 1 differs from rank 0: version of torch: 1.0.0, rank 0 has "),
+        ("model", r"rank 1 differs from rank 0: tensor weight: \[5, 4\] torch.float32, rank 0 has \[4, 4\]"),
+    ],
+)
+def test_ranks_that_differ(what: str, words: str) -> None:
+    all_raise(run_ranks(2, programs.different_setup, what), "RankMismatchError", words)
+
+
+def test_steps() -> None:
+    found = run_ranks(2, programs.several_steps, patience=2)
+    all_raise(found[:1], "RankFailedError", "rank 1 did not come to breakfast within 2 s")
+    assert found[1].error == "RankFailedError"
+
+
+def test_no_code_unlinks_shared_memory() -> None:
+    """There is nothing to unlink: blocks have no name. Who adds a name has to answer for killed processes."""
+    package = Path(errors.__file__).parent / "distributed"
+    assert not [path.name for path in package.glob("*.py") if "shm_open" in path.read_text()]

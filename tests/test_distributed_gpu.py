@@ -1,0 +1,91 @@
+"""Two GPUs: CUDA IPC, the Triton kernels, NCCL and symmetric memory, inside of captured graphs."""
+
+from __future__ import annotations
+
+import pytest
+import rank_programs as programs
+import torch
+from ranks import run_ranks, values
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two GPUs"),
+]
+LIMITS = {"patience": 60, "timeout": 240}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("one_shot_bytes", [0, 1 << 23])
+def test_sums_are_right_through_many_replays(dtype: torch.dtype, one_shot_bytes: int) -> None:
+    """Of one pack, of several blocks, and of a last block and slice that are not whole; both kernels."""
+    sizes = [16, 2048, 100_000, 1 << 20]
+    found = values(run_ranks(2, programs.gpu_replays, dtype, sizes, one_shot_bytes, 50, **LIMITS))
+    assert len({str(sums) for sums, _ in found}) == 1, "all ranks hold the same bits"
+    for _, registration in found:
+        assert registration.rows == 2 * len(sizes)
+        assert registration.opened == registration.bases
+
+
+@pytest.mark.parametrize("all_reduce", ["custom", "nccl", "symm_mem"])
+def test_the_split_decoder(all_reduce: str) -> None:
+    given = {"all_reduce": all_reduce}
+    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cuda", kwargs=given, **LIMITS)):
+        assert worst < 2e-3
+        assert rows == (8 if all_reduce == "custom" else 0)
+
+
+def test_piecewise_segments_reduce_over_the_staging_buffer() -> None:
+    mode = {"cudagraph_mode": "PIECEWISE", "splitting_modules": '["layers.*.self_attn"]'}
+    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cuda", kwargs=mode, **LIMITS)):
+        assert worst < 2e-3
+        assert rows == 0
+
+
+def test_a_replay_before_registration_sets_the_error_word() -> None:
+    for said in values(run_ranks(2, programs.gpu_unregistered, **LIMITS)):
+        assert said == ("RegistrationError", "a graph was replayed before its buffers were registered")
+
+
+def test_a_wait_that_is_bounded_ends() -> None:
+    """Rank 1 does not come: rank 0's kernel leaves the barrier, and says so."""
+    found = run_ranks(2, programs.gpu_alone, True, **LIMITS)
+    assert (found[0].error, found[0].exit_code) == ("AllReduceError", 45), found[0].trace
+    assert "timed out" in found[0].message
+
+
+def test_a_wait_ends_when_a_rank_is_killed() -> None:
+    found = run_ranks(2, programs.gpu_alone, False, **LIMITS)
+    assert found[1].exit_code == -9
+    assert found[0].error == "RankFailedError", found[0].trace
+    assert "rank 1 has ended without a word" in found[0].message
+    assert found[0].seconds < 120
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    for outcome in run_ranks(2, programs.gpu_place, "cuda:0", **LIMITS):
+        assert outcome.error == "BackendError"
+        assert "ranks 0 and 1 are on one GPU" in outcome.message
+
+
+def test_a_rank_without_a_gpu() -> None:
+    count = torch.cuda.device_count() + 1
+    for outcome in run_ranks(count, programs.gpu_place, "cuda", **LIMITS):
+        assert outcome.error == "BackendError"
+        assert f"rank {count - 1} on" in outcome.message
+        assert "has no GPU" in outcome.message
+
+
+@pytest.mark.parametrize("wanted", ["custom", "auto"])
+def test_expandable_segments(wanted: str) -> None:
+    found = run_ranks(2, programs.gpu_expandable, wanted, **LIMITS)
+    if wanted == "auto":
+        assert [outcome.value for outcome in found] == ["nccl", "nccl"]
+        return
+    for outcome in found:
+        assert outcome.error == "AllReduceError"
+        assert "expandable segments are on" in outcome.message
+
+
+def test_memory_is_back_after_close_and_recapture() -> None:
+    for reserved in values(run_ranks(2, programs.gpu_memory, **LIMITS)):
+        assert max(reserved) <= reserved[0] + (4 << 20), reserved

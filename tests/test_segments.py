@@ -1,0 +1,339 @@
+"""The recorded way through a traced model's segments: really taken, and as right and as safe as the wrappers' way."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import AddressError, BatchDescriptor, CUDAGraphMode, GraphRunner, Input, forward_context
+from cgplan.graphs import GraphBackend
+from cgplan.runtime.context import current_forward_context
+from cgplan.runtime.segments import SegmentWrapper, SplitForward
+
+PIECEWISE = CUDAGraphMode.PIECEWISE
+_LIBRARY = torch.library.Library("recorded", "FRAGMENT")
+_LIBRARY.define("middle(Tensor x, Tensor scale) -> Tensor")
+_LIBRARY.define("parts(Tensor x, SymInt rows) -> (Tensor, Tensor)")
+_looks: list[Callable[[Tensor], None]] = []
+
+
+def _middle(x: Tensor, scale: Tensor) -> Tensor:
+    made = x * scale + 1
+    for look in _looks:
+        look(made)
+    return made
+
+
+def _parts(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return x + rows, x.sum(-1)
+
+
+for _name, _kernel in (("middle", _middle), ("parts", _parts)):
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::middle", lambda x, scale: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake(
+    "recorded::parts", lambda x, rows: (torch.empty_like(x), x.new_empty(x.shape[0])), lib=_LIBRARY
+)
+middle, parts = torch.ops.recorded.middle, torch.ops.recorded.parts
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    _looks.clear()
+
+
+@pytest.fixture
+def wrapper_calls(monkeypatch: pytest.MonkeyPatch) -> list[BatchDescriptor]:
+    """The keys that wrappers are called for."""
+    calls: list[BatchDescriptor] = []
+    call = SegmentWrapper.__call__
+
+    def counted(self: SegmentWrapper, *args: Any) -> Any:
+        context = current_forward_context()
+        if context is not None and context.runtime_mode is PIECEWISE:
+            calls.append(context.descriptor)
+        return call(self, *args)
+
+    monkeypatch.setattr(SegmentWrapper, "__call__", counted)
+    return calls
+
+
+class Model(nn.Module):
+    """Three segments with eager operators between them; one of these returns two tensors and is given a size."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 3.0))
+        self.to(backend.device)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        a, sums = parts(middle(h, self.scale).relu(), x.shape[0])
+        y = self.last(a) + sums[:, None]
+        return {"y": y + h, "sums": middle(y, self.scale), "again": y}
+
+
+def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    return cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [2, 4, 8, 16],
+            "splitting_ops": ["recorded::middle", "recorded::parts"],
+            "outputs": "clone",
+            **compilation,
+        },
+        device=backend.device.type,
+    )
+
+
+def batch(backend: GraphBackend, rows: int) -> Tensor:
+    return torch.randn(rows, 4, device=backend.device)
+
+
+def forward_of(runner: GraphRunner) -> SplitForward:
+    """The one split forward that a runner's wrappers belong to."""
+    found = [f for f in gc.get_objects() if type(f) is SplitForward]
+    (forward,) = [f for f in found if any(r.scope is runner._graphed.scope for r in f.recorded.values())]
+    return forward
+
+
+@pytest.mark.parametrize("policy", ["off", "first", "always"])
+def test_after_its_first_replay_a_key_takes_the_recorded_way(
+    backend: GraphBackend, wrapper_calls: list[BatchDescriptor], policy: str
+) -> None:
+    model = Model(backend).eval()
+    choose = random.Random(0)
+    with closing(open_runner(backend, model, address_check=policy)) as runner:
+        for rows in (2, 4, 8, 16):  # the first replay checks, by the wrappers
+            runner(x=batch(backend, rows))
+        assert wrapper_calls
+        wrapper_calls.clear()
+        for _ in range(100):
+            x = batch(backend, choose.randint(1, 16))
+            found, wanted = runner(x=x), runner.run_eagerly(x=x)
+            assert found.keys() == wanted.keys()
+            for name in found:
+                assert torch.equal(found[name], wanted[name])
+        assert wrapper_calls == []
+
+
+def test_what_eager_pieces_read_is_read_anew(backend: GraphBackend, wrapper_calls: list[BatchDescriptor]) -> None:
+    """A buffer that only eager pieces read may be another tensor on each call."""
+    model = Model(backend).eval()
+    with closing(open_runner(backend, model, address_check="off")) as runner:
+        x = batch(backend, 4)
+        for scale in (3.0, 5.0, 7.0, -1.0):
+            model.scale = torch.full((4,), scale, device=backend.device)
+            assert torch.equal(runner(x=x)["y"], runner.run_eagerly(x=x)["y"])
+        assert len(wrapper_calls) == 3 * 4 + 3, "three segments at each of four captures and once more"
+
+
+def test_a_parameter_that_moved_is_found_on_the_recorded_way(
+    backend: GraphBackend, wrapper_calls: list[BatchDescriptor]
+) -> None:
+    model = Model(backend).eval()
+    compiled = cgplan.compile_piecewise(
+        model,
+        {
+            "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+            "compilation": {
+                "cudagraph_mode": "PIECEWISE",
+                "cudagraph_capture_sizes": [4],
+                "splitting_ops": ["recorded::middle", "recorded::parts"],
+                "address_check": "always",
+            },
+        },
+        backend=backend,
+    )
+    x = batch(backend, 4)
+
+    def call() -> Tensor:
+        with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+            return compiled(x=x)["y"].clone()  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        compiled(x=x)
+        wanted = model(x)["y"]
+    for _ in range(3):
+        assert torch.equal(call(), wanted)
+    wrapper_calls.clear()
+    assert torch.equal(call(), wanted)
+    assert wrapper_calls == []
+    there, model.last.weight.data = model.last.weight.data, model.last.weight.data.clone()
+    with pytest.raises(AddressError, match="1 changed"):
+        call()
+    model.last.weight.data = there
+    assert torch.equal(call(), wanted)
+    compiled.forget()
+
+
+def test_an_error_in_a_piece_passes_and_the_next_call_is_right(backend: GraphBackend) -> None:
+    class Boom(Exception):
+        pass
+
+    def explode(_: Tensor) -> None:
+        raise Boom
+
+    with closing(open_runner(backend, Model(backend).eval())) as runner:
+        x = batch(backend, 3)
+        for _ in range(3):
+            runner(x=x)
+        _looks.append(explode)
+        with pytest.raises(Boom):
+            runner(x=x)
+        _looks.clear()
+        x = batch(backend, 4)
+        assert torch.equal(runner(x=x)["y"], runner.run_eagerly(x=x)["y"])
+
+
+def test_pieces_see_the_context_of_their_call(backend: GraphBackend, wrapper_calls: list[BatchDescriptor]) -> None:
+    seen: list[Any] = []
+    with closing(open_runner(backend, Model(backend).eval())) as runner:
+        x = batch(backend, 4)
+        runner(x=x), runner(x=x)
+        wrapper_calls.clear()
+        _looks.append(lambda _: seen.append(cgplan.get_forward_context()))
+        runner(x=x), runner(x=x)
+    assert wrapper_calls == []
+    assert [c.runtime_mode for c in seen] == [PIECEWISE] * 4
+    assert seen[0] is seen[1]
+    assert seen[0] is not seen[2]
+    assert seen[0].descriptor.num_tokens == 4
+
+
+def test_results_of_pieces_are_freed_as_soon_as_nobody_reads_them(backend: GraphBackend) -> None:
+    """As in the code that torch.fx makes: of a chain of pieces not all results are alive at once."""
+    alive: list[int] = []
+    results: list[Any] = []
+
+    def look(made: Tensor) -> None:
+        alive.append(sum(r() is not None for r in results))
+        results.append(weakref.ref(made))
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4, device=backend.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = middle(x, self.scale) * 2
+            return x
+
+    with closing(open_runner(backend, Chain().eval(), splitting_ops=["recorded::middle"])) as runner:
+        x = batch(backend, 4)
+        runner(x=x), runner(x=x)
+        _looks.append(look)
+        runner(x=x)
+    assert alive == [0, 0, 0, 0]
+
+
+def test_capturing_again_and_closing_drop_what_was_recorded(
+    backend: GraphBackend, wrapper_calls: list[BatchDescriptor]
+) -> None:
+    runner = open_runner(backend, Model(backend).eval())
+    x = batch(backend, 4)
+    for _ in range(2):
+        runner(x=x), runner(x=x)
+        forward = forward_of(runner)
+        assert list(forward.recorded) == [BatchDescriptor(4)]
+        runner.invalidate("scale")
+        with pytest.raises(AddressError, match="'scale' moved"):
+            runner(x=x)
+        runner.recapture()
+        assert forward.recorded == {}
+        wrapper_calls.clear()
+        assert torch.equal(runner(x=x)["y"], runner.run_eagerly(x=x)["y"])
+        assert len(wrapper_calls) == 3
+    runner.close()
+
+
+def test_with_gradients_the_wrappers_answer(backend: GraphBackend, wrapper_calls: list[BatchDescriptor]) -> None:
+    model = Model(backend).eval()
+    split = torch.compile(
+        model, backend="cgplan", options={"splitting_ops": ["recorded::middle", "recorded::parts"]}, dynamic=True
+    )
+    x = batch(backend, 4)
+    with torch.no_grad():
+        wanted = model(x)["y"]
+        split(x)
+        for _ in range(3):
+            with forward_context(PIECEWISE, BatchDescriptor(4)):
+                assert torch.equal(split(x)["y"], wanted)
+    wrapper_calls.clear()
+    split(x)  # a trace of its own: Dynamo guards the grad mode
+    with forward_context(PIECEWISE, BatchDescriptor(4)):
+        found = split(x)["y"]
+    assert torch.allclose(found, wanted)
+    assert len(wrapper_calls) == 3
+
+
+def test_a_piece_that_changes_the_grad_mode_is_not_recorded(
+    backend: GraphBackend, wrapper_calls: list[BatchDescriptor]
+) -> None:
+    class Switches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            with torch.enable_grad():
+                h = middle(h, h)
+            return h * 2
+
+    with closing(open_runner(backend, Switches().eval(), splitting_ops=["recorded::middle"])) as runner:
+        x = batch(backend, 4)
+        for _ in range(3):
+            wrapper_calls.clear()
+            assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+            assert wrapper_calls
+
+
+def test_debug_mode_takes_the_recorded_way_too(backend: GraphBackend, wrapper_calls: list[BatchDescriptor]) -> None:
+    with closing(open_runner(backend, Model(backend).eval(), debug=True)) as runner:
+        x = batch(backend, 4)
+        wanted = runner.run_eagerly(x=x)["y"].clone()
+        for _ in range(2):
+            assert torch.equal(runner(x=x)["y"], wanted)
+        wrapper_calls.clear()
+        assert torch.equal(runner(x=x)["y"], wanted)
+        assert wrapper_calls == []
+
+
+@pytest.mark.parametrize("way", ["ops", "modules"])
+def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend, way: str) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.Softmax(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.attend(x * 2 + 1)
+            return x * 3
+
+    split: dict[str, Any] = {"splitting_ops": ["aten::softmax"], "splitting_modules": []}
+    if way == "modules":
+        split = {"splitting_modules": ["attend"], "splitting_ops": None}
+    with closing(open_runner(backend, Layers().eval(), **split)) as runner:
+        record = runner.report.records[0]
+        nodes = record.segment_nodes
+        assert record.graphs == 4
+        assert len(nodes) == 4
+        assert nodes[0] == nodes[1] == nodes[2] > nodes[3] > 0
+        assert sum(nodes) == record.nodes
+        shown = str(runner.report)
+    kind = "operators" if backend.device.type == "cpu" else "nodes"
+    assert f"{kind} each" in shown
+    assert f"{nodes[0]} x3, {nodes[3]} (num_tokens 16)" in shown
