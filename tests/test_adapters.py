@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -187,12 +187,19 @@ def bad(**changes: Any) -> dict[str, Tensor]:
         (bad(lora_A=(5, 48), lora_B=(64, 5)), "has shapes", f"rank at most {RANK}"),
         (bad(lora_A=(2, 47)), "has shapes", r"lora_A (rank, 48)"),
         (bad(lora_B=(64, 3)), "has shapes", "lora_B (64, rank)"),
+        (None, "weights are a NoneType", "a dict"),
+        ({f"{Q_PROJ}.lora_A": [1.0]}, "is a list, not a tensor", "dense matrices"),
+        ({f"{Q_PROJ}.lora_A": torch.tensor(1.0), f"{Q_PROJ}.lora_B": torch.tensor(1.0)}, "is no matrix", "dense"),
+        ({f"{Q_PROJ}.lora_A": torch.ones(2, 48).to_sparse()}, "has the layout torch.sparse_coo", "dense"),
+        ({f"{Q_PROJ}.lora_A": torch.ones(2, 48, device="meta")}, "on the device meta", "dense"),
+        ({f"{Q_PROJ}.lora_A": torch.ones(2, 48, dtype=torch.complex64)}, "dtype torch.complex64", "floating-point"),
+        ({1: torch.ones(2, 48)}, "1 is not named by a text", "by name"),
         ({"layers.9.mlp.up_proj.lora_A": torch.ones(2, 48)}, "fits no projection", ".lora_A"),
         ({f"{Q_PROJ}.lora_A": torch.full((2, 48), float("nan")), f"{Q_PROJ}.lora_B": torch.ones(64, 2)},
          "not finite", "damaged"),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit_change_nothing(wrong: dict[str, Tensor], text: str, remedy: str) -> None:
+def test_weights_that_do_not_fit_change_nothing(wrong: Any, text: str, remedy: str) -> None:
     model = lora_decoder(TapeBackend())
     adapters = Adapters(model)
     adapters.load("good", weights(model, 1))
@@ -204,6 +211,51 @@ def test_weights_that_do_not_fit_change_nothing(wrong: dict[str, Tensor], text: 
     same([projection.lora_a for projection in projections(model).values()], before)
     assert adapters.slots == {"good": 0}
     assert adapters.load("new", weights(model, 2)) == 1
+
+
+@pytest.mark.parametrize("rank", [RANK, 1])
+def test_weights_that_lie_in_their_own_slot(backend: GraphBackend, rank: int) -> None:
+    """As somebody writes who scales an adapter, or cuts its rank, where it is."""
+    model = lora_decoder(backend)
+    adapters = Adapters(model)
+    adapters.load("one", weights(model, 1))
+    slot = adapters.load("two", weights(model, 2))
+    own, wanted = {}, []
+    for name, projection in projections(model).items():
+        own[f"{name}.lora_A"] = projection.lora_a[slot, RANK - rank :]
+        own[f"{name}.lora_B"] = projection.lora_b[slot, RANK - rank :].T
+        wanted.append((projection.lora_a[slot, RANK - rank :].clone(), projection.lora_b[slot, RANK - rank :].clone()))
+    assert adapters.replace("two", own) == slot
+    for projection, (a, b) in zip(projections(model).values(), wanted, strict=True):
+        same((projection.lora_a[slot, :rank], projection.lora_b[slot, :rank]), (a, b))
+        assert a.any()
+        assert not projection.lora_a[slot, rank:].any()
+    adapters.remove("two")
+    assert not any(projection.lora_b[slot].any() for projection in projections(model).values())
+
+
+def test_names_slots_and_counts_of_other_types() -> None:
+    adapters = Adapters(lora_decoder(TapeBackend()))
+    adapters.load("a", {})
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: adapters.load("b", {}, slot="1"), "slot is '1', a str"),  # type: ignore[arg-type]
+        (lambda: adapters.load("b", {}, slot=1.0), "slot is 1.0, a float"),  # type: ignore[arg-type]
+        (lambda: adapters.load(["b"], {}), "no adapter's name"),  # type: ignore[arg-type]
+        (lambda: adapters.remove(3), "3 is no adapter's name"),  # type: ignore[arg-type]
+        (lambda: adapters.batch("aa", [1, 1]), "names is one text, 'aa'"),
+        (lambda: adapters.batch([["a"]], [1]), "no adapter's name"),  # type: ignore[list-item]
+        (lambda: adapters.batch(["a"], [1.5]), "query_lens is 1.5, a float"),  # type: ignore[list-item]
+        (lambda: adapters.batch(["a"], [-3]), "a request of -3 tokens"),
+        (lambda: adapters.batch(["a"], [1], device="bogus"), "no device 'bogus'"),
+        (lambda: Adapters(lora_decoder(TapeBackend()), "1"), "max_active is '1'"),  # type: ignore[arg-type]
+    ]
+    for call, message in wrong:
+        with pytest.raises(InputError, match=message):
+            call()
+    with pytest.raises(ModelError, match="no adapter slots"):
+        Adapters(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert adapters.slots == {"a": 0}
+    assert adapters.batch(["a", None], torch.tensor([2, 1])).lora_ids.tolist() == [0, 0, -1]  # type: ignore[arg-type]
 
 
 def test_names_and_slots_that_are_taken_or_not_there() -> None:

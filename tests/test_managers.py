@@ -122,6 +122,24 @@ def test_capture_close_and_capture_again(backend: GraphBackend) -> None:
     manager.close()
 
 
+def test_numbers_go_on_over_a_recapture(backend: GraphBackend) -> None:
+    manager, x = CudaGraphManager(config_of(backend, [4]), MLP(backend), backend), rows(backend, 3)
+    manager.capture()
+    manager.stats.time_every = 1
+    manager.run(x=x)
+    manager.recapture()
+    for calls in (2, 3):
+        manager.run(x=x)
+        assert (manager.stats.calls, manager.stats.timed_calls) == (calls, calls)
+        (hits,) = manager.stats.record().replays
+        assert hits.calls == calls
+    assert manager.stats.captures == 2
+    manager.close()
+    manager.capture()
+    assert manager.stats.calls == 0, "a new beginning"
+    manager.close()
+
+
 def test_a_failed_capture_leaves_nothing_and_can_be_tried_again(backend: GraphBackend) -> None:
     class Asks(MLP):
         asks = True

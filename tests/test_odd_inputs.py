@@ -38,7 +38,7 @@ def open_runner(backend: GraphBackend, model: Callable[..., Any] = double, **sec
 
 def test_flags_and_counts_that_are_refused(backend: GraphBackend) -> None:
     runner, x = open_runner(backend), torch.ones(3, 3, device=backend.device)
-    flags = ["yes", [1], {}, 2, torch.tensor(True), torch.tensor([1, 2]), np.array([True, False])]
+    flags = ["yes", [1], {}, 2, 0.5, torch.tensor(True), torch.tensor([1, 2]), np.array([True, False])]
     counts = [None, "1", [1], 1.5, float("nan"), torch.tensor([1, 2])]
     calls: list[Callable[..., Any]] = [
         lambda **asked: runner(x=x, **asked), lambda **asked: runner.run_eagerly(x=x, **asked),
@@ -76,7 +76,7 @@ def test_flags_and_counts_that_are_refused(backend: GraphBackend) -> None:
 def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> None:
     runner, x = open_runner(backend), torch.ones(3, 3, device=backend.device)
     for _ in range(2):
-        for flag, loras in ((np.True_, np.int64(0)), (True, 0), (np.True_, torch.tensor(0)), (1, False)):
+        for flag, loras in ((np.True_, np.int64(0)), (True, 0), (np.True_, torch.tensor(0)), (True, False)):
             same(runner(x=x, uniform_decode=flag, num_active_loras=loras), x * 2)  # type: ignore[arg-type]
     assert len(runner._batches) == 1
     with runner.stage(np.int64(3), np.int64(3)) as buffers:  # type: ignore[arg-type]

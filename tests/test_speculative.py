@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -575,6 +575,115 @@ def test_requests_that_do_not_fit(
     with pytest.raises(InputError, match="a step of slots none"):
         shared.manager.step()
     assert works(shared)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "text"),
+    [
+        (None, [0], "tokens are None, a NoneType"),
+        ("ab", [0], "tokens are 'ab', a str"),
+        (["a", "b"], [0], "one of tokens is 'a', a str"),
+        ([1.7, 2.9], [0], "one of tokens is 1.7, a float"),
+        ([1, 2], None, "blocks are None, a NoneType"),
+        ([1, 2], ["a"], "one of blocks is 'a', a str"),
+        ([1, 2], [0.5], "one of blocks is 0.5, a float"),
+        ([1, 2], [3, 1, 3], "block 3 was given twice"),
+    ],
+)
+def test_requests_of_other_types(shared: Captured, tokens: Any, blocks: Any, text: str) -> None:
+    before = launched(shared)
+    with pytest.raises(InputError, match=text):
+        shared.manager.add(tokens, blocks)
+    slot = shared.manager.add([1, 2], [0])
+    if blocks != [0]:
+        with pytest.raises(InputError, match=text):
+            shared.manager.set_blocks(slot, blocks)
+    shared.manager.remove(slot)
+    assert launched(shared) == before
+    assert works(shared)
+
+
+def test_tokens_and_blocks_in_any_form(shared: Captured) -> None:
+    found = [
+        shared.manager.add((token for token in (1, 2)), range(1)), shared.manager.add(torch.tensor([1, 2]), (1,)),
+        shared.manager.add([torch.tensor(1), 2], torch.tensor([2])),
+    ]  # fmt: skip
+    rows = [shared.manager._changed[slot][:4] for slot in found]
+    assert rows == [[1, 2, 1, block] for block in range(3)]
+    for slot in torch.tensor(found):
+        shared.manager.remove(slot)
+    assert works(shared)
+
+
+def test_steps_and_prefills_of_other_types(shared: Captured) -> None:
+    slot = shared.manager.add([1, 2], [0])
+    before = launched(shared)
+    wrong: list[tuple[Any, Any, str]] = [
+        (3, None, "slots are 3, a int"),
+        ([[1]], None, r"one of slots is \[1\], a list"),
+        (["0"], None, "one of slots is '0'"),
+        (None, "3", "draft_tokens is '3', a str"),
+        (None, 1.0, "draft_tokens is 1.0, a float"),
+    ]
+    for slots, number, text in wrong:
+        with pytest.raises(InputError, match=text):
+            shared.manager.step(slots, number)
+    for call in (lambda: shared.manager.remove([1]), lambda: shared.manager.set_blocks([1], [0])):
+        with pytest.raises(InputError, match=r"slot is \[1\], a list"):
+            call()
+    batch = batch_of([Chunk([1, 2, 3], 0, [0])], shared.manager.backend.device)
+    for name in ("uniform_decode", "num_active_loras"):
+        with pytest.raises(InputError, match="a prefill takes a batch's tensors alone"):
+            shared.manager.prefill(**batch, **{name: 0})
+    assert launched(shared) == before
+    shared.manager.remove(slot)
+    assert works(shared)
+
+
+def test_what_graphs_read_is_not_written_from_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither new requests nor other blocks, while the stream of the last step still has work."""
+    current, busy = 0, False
+    monkeypatch.setattr(TapeBackend, "stream_getter", lambda self: lambda: current)
+    monkeypatch.setattr(TapeBackend, "is_busy", lambda self, stream: busy)
+    backend = TapeBackend()
+    manager = captured(backend, spec_config(backend)).manager
+    slot = manager.add([1, 2], [0])
+    manager.step()
+    new = manager.add([1, 2], [1])
+    before, (current, busy) = manager._state.rows.clone(), (7, True)
+    calls: list[Callable[[], Any]] = [
+        lambda: manager.set_blocks(slot, [0, 2]),
+        manager.step,
+        lambda: manager.step([slot]),
+    ]
+    for call in calls:
+        with pytest.raises(CgplanError, match="on another stream"):
+            call()
+    assert torch.equal(manager._state.rows, before)
+    busy = False
+    manager.set_blocks(slot, [0, 2])
+    manager.step([new])
+    assert manager._state.rows[slot, 3:5].tolist() == [0, 2]
+    manager.close()
+
+
+@pytest.mark.gpu
+def test_tokens_come_from_the_stream_of_the_step() -> None:
+    """The copy is waited for, and what is queued behind it is not."""
+    backend = select_backend("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        value = torch.full((3, 2), 7, device="cuda")
+        fetched = backend.fetch(value)
+        value.zero_()
+        torch.cuda._sleep(2_000_000_000)
+    assert fetched().tolist() == [[7, 7]] * 3
+    assert not stream.query(), "a second of work is still queued"
+    stream.synchronize()
+    with torch.device("cuda"):  # the default device of a process may be the GPU
+        assert backend.fetch(value)().device.type == "cpu"
+        assert backend.send([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
 
 
 def test_slots_that_are_not_there(shared: Captured) -> None:

@@ -124,7 +124,9 @@ class Fence:
         self.waited += 1
 
 
-def blocks_of(fences: list[Fence] | None = None, waits: list[str] | None = None) -> StagingBlocks:
+def blocks_of(
+    fences: list[Fence] | None = None, waits: list[str] | None = None, device: torch.device = CPU
+) -> StagingBlocks:
     """Staging blocks in plain memory."""
 
     def new_fence(stream: int) -> Fence:
@@ -137,7 +139,7 @@ def blocks_of(fences: list[Fence] | None = None, waits: list[str] | None = None)
         if waits is not None:
             waits.append("wait")
 
-    return StagingBlocks(new_fence, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    return StagingBlocks(device, new_fence, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
 DTYPES = ["int64", "int32", "float32", "float16", "bfloat16", "bool", "uint8", "float64", "int16", "float8_e5m2"]
@@ -435,6 +437,38 @@ def test_the_drivers_refusals(emulated: Emulated) -> None:
     assert_staged(buffers, [torch.ones(3)], 4, 4)
 
 
+def test_a_threads_context_is_put_back_when_the_second_launch_fails() -> None:
+    """With a driver made up: it keeps a stack of contexts, and refuses all launches."""
+    stack = ["of device 0"]
+    failing = 0
+
+    class Function:
+        def __init__(self, call: Callable[..., int]) -> None:
+            self.call = call
+
+        def __call__(self, *arguments: Any) -> int:
+            return self.call(*arguments)
+
+    def push(context: Any) -> int:
+        if failing != 201:
+            stack.append("of device 1")
+        return failing
+
+    driver: Any = type("Driver", (), {})()
+    for name in ("cuModuleLoadData", "cuCtxGetCurrent", "cuModuleGetFunction"):
+        setattr(driver, name, Function(lambda *_: 0))
+    driver.cuLaunchKernelEx = Function(lambda *_: 400)
+    driver.cuCtxPushCurrent_v2 = Function(push)
+    driver.cuCtxPopCurrent_v2 = Function(lambda _: 0 * len(stack.pop()))
+    kernel = copy_kernel._loaded(driver, b"", 8)
+    with pytest.raises(BackendError, match="error 400"):
+        kernel.retry(400, 0, 0, 0)
+    failing = 201  # nothing was pushed, so nothing is popped
+    with pytest.raises(BackendError, match="error 201"):
+        kernel.retry(400, 0, 0, 0)
+    assert stack == ["of device 0"]
+
+
 def test_there_is_no_kernel_for_very_many_inputs() -> None:
     assert copy_kernel.load_copy_kernel(torch.device("cuda", 0), 33) is None
 
@@ -504,7 +538,7 @@ def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], dept
     def wait() -> None:
         in_flight[:] = [(0, 0, stream) for _, _, stream in in_flight]
 
-    blocks = StagingBlocks(Behind, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    blocks = StagingBlocks(CPU, Behind, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
     for nbytes, stream in takes:
         start = blocks.take(nbytes, stream)
         assert start % 16 == 0
@@ -529,6 +563,64 @@ def test_blocks_of_a_lost_owner_are_kept_until_the_device_is_done() -> None:
     assert waits == ["wait", "wait"]
     del closed
     assert not pinned._left_behind
+
+
+def test_blocks_that_were_left_behind_are_those_of_one_device() -> None:
+    pinned._left_behind.clear()
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    blocks = blocks_of(device=one)
+    blocks.take(16, 0)
+    lost = weakref.ref(blocks._blocks[0])
+    del blocks
+    waits: list[str] = []
+    blocks_of(waits=waits, device=other)
+    assert (waits, lost() is None) == ([], False), "the other device says nothing of what this one still reads"
+
+    def left_meanwhile() -> None:
+        waits.append("wait")
+        late = blocks_of(device=one)
+        late.take(16, 0)
+        kept.append(weakref.ref(late._blocks[0]))
+
+    kept: list[Any] = []
+    StagingBlocks(one, Fence, left_meanwhile)
+    assert (waits, lost() is None) == (["wait"], True)
+    assert kept[0]() is not None, "its device was waited for before it was left"
+    pinned._left_behind.clear()
+
+
+def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: Any, **asked: Any) -> Tensor:
+        raise RuntimeError(f"CUDA error: out of memory on {asked['device']}\nmore lines")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    blocks = StagingBlocks(CPU, Fence, lambda: None)
+    with pytest.raises(
+        CgplanError, match=r"no pinned memory on the host for \[65536\] .*out of memory on cpu\n"
+    ) as caught:
+        blocks.take(16, 0)
+    assert "runner.stage" in caught.value.remedy
+    monkeypatch.undo()
+    assert blocks.nbytes == 0
+
+
+@pytest.mark.gpu
+def test_host_tensors_under_a_default_device() -> None:
+    """Blocks of pinned memory lie on the host, whatever torch.set_default_device says."""
+    wide = Input(shape=("num_tokens", 2048), dtype="float32", pad=0)
+    with torch.device("cuda"):
+        runner = cgplan.capture(lambda x: x * 2, {"x": wide}, device="cuda")
+        x = torch.ones(8, 2048, device="cpu")
+        same(runner(x=x).cpu(), x * 2)
+    assert pinned.allocate_pinned(64).is_pinned()
+
+
+def test_the_tape_under_a_default_device() -> None:
+    with torch.device("meta"):
+        runner = cgplan.capture(lambda x: x * 2, {"x": ROWS}, device="cpu")
+        x = torch.ones(3, device="cpu")
+        for _ in range(2):
+            same(runner(x=x), x * 2)
 
 
 # --- host and device tensors through a runner -----------------------------------------------------------------

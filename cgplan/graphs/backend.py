@@ -109,6 +109,19 @@ class GraphBackend(ABC):
         """A function that returns the handle of the current stream; 0 where there are no streams."""
         return int
 
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy a tensor of the device to the host, behind what the current stream of the device holds.
+
+        Returns:
+            At once: a function that waits for the copy, and for nothing behind it, and returns it.
+        """
+        copy = tensor.clone()
+        return lambda: copy
+
+    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Whole numbers, or equally long lists of them, int64 on the device; the host need not wait for the copy."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
         """Whether the device has not done yet all that was queued on a stream."""
         return False

@@ -135,7 +135,11 @@ def _loaded(driver: ctypes.CDLL, cubin: bytes, inputs: int) -> CopyKernel:
 
     def launch_elsewhere(config: int, function: int, arguments: int, extra: None) -> int:
         left = ctypes.c_void_p()
-        code = driver.cuCtxPushCurrent_v2(context) or launch(config, function, arguments, extra)
-        return code or int(driver.cuCtxPopCurrent_v2(ctypes.byref(left)))
+        pushed = int(driver.cuCtxPushCurrent_v2(context))
+        if pushed:
+            return pushed
+        launched = launch(config, function, arguments, extra)
+        popped = int(driver.cuCtxPopCurrent_v2(ctypes.byref(left)))  # also behind a launch that failed
+        return launched or popped
 
     return CopyKernel(inputs, function.value or 0, inline_function.value or 0, launch, launch_elsewhere)

@@ -31,7 +31,7 @@ from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.graphs.cuda_pools import CudaGraph, CudaPool, segments_of
 from cgplan.graphs.kernel_copying import KernelCopier
 from cgplan.graphs.kernel_nodes import count_kernels, cuda_runtime
-from cgplan.graphs.pinned import StagingBlocks, fence_behind, stream_at
+from cgplan.graphs.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.workspaces import keep_workspaces
 
@@ -165,12 +165,29 @@ class CudaBackend(GraphBackend):
         kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
         if kernel is None:
             return TorchCopier(buffers, copy_inputs=copy_inputs)
-        blocks = StagingBlocks(partial(fence_behind, device=self.device), self.synchronize)
+        blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
         return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
         """The raw handle of the current stream of this GPU."""
         return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Through pinned memory, with an event on the stream that copies."""
+        host, copied = empty_pinned(tensor.shape, tensor.dtype), torch.cuda.Event()
+        host.copy_(tensor, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self.device))  # another device may be the current one
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
+    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Through pinned memory."""
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return empty_pinned(numbers.shape, numbers.dtype).copy_(numbers).to(self.device, non_blocking=True)
 
     def is_busy(self, stream: int) -> bool:
         """Whether work is queued on the stream, whoever queued it."""
@@ -264,6 +281,12 @@ class CudaBackend(GraphBackend):
         self, call: Callable[[], object], repeats: int, *, queued: bool = False
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Device time between two events around each call, and host time until it returned."""
+        with torch.cuda.device(self.device):  # events are recorded on the current one
+            return self._time_calls(call, repeats, queued=queued)
+
+    def _time_calls(
+        self, call: Callable[[], object], repeats: int, *, queued: bool
+    ) -> tuple[Sequence[float], Sequence[float]]:
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
         host = []

@@ -82,7 +82,7 @@ class _Target:
     @classmethod
     def of(cls, buffer: StaticBuffer) -> _Target:
         tensor, row_dim, dim, pad = buffer.tensor, buffer.row_dim, buffer.rows, buffer.spec.pad
-        one = torch.zeros(1, dtype=tensor.dtype).fill_(0 if pad == "last" else pad)
+        one = torch.zeros(1, dtype=tensor.dtype, device="cpu").fill_(0 if pad == "last" else pad)
         pattern = bytes(one.untyped_storage().tolist()) * (ALIGNMENT // one.itemsize)
         if row_dim is None or dim is None:
             return cls(tensor.data_ptr(), pattern, False, 1, tensor.nbytes, tensor.nbytes, (0, 0, 0))

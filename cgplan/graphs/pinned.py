@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from cgplan.errors import CgplanError
+
 ALIGNMENT = 16
 LEAST_BYTES = 1 << 16
-# Blocks whose owner went away without `close`: the device may still read them, so they are kept until it cannot.
-_left_behind: list[torch.Tensor] = []
+# Blocks whose owner went away without `close`, by device: it may still read them, so they are kept until it cannot.
+_left_behind: dict[torch.device, list[torch.Tensor]] = {}
 
 
 class Fence(Protocol):
@@ -33,9 +35,29 @@ def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
     return event
 
 
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the host that copies to and from a device need not wait for.
+
+    Raises:
+        CgplanError: the host has no more of it.
+    """
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise CgplanError(
+            f"no pinned memory on the host for {list(shape)} elements of {dtype}: {str(error).splitlines()[0]}",
+            remedy="Free memory of the host; or pass tensors on the device, or write them in place (runner.stage).",
+        ) from error
+
+
 def allocate_pinned(nbytes: int) -> torch.Tensor:
-    """A block that the device reads under the host's address."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    """A block that the device reads under the host's address. Raises as ``empty_pinned``."""
+    return empty_pinned([nbytes], torch.uint8)
+
+
+def _keep(device: torch.device, blocks: list[torch.Tensor]) -> None:
+    if blocks:
+        _left_behind.setdefault(device, []).extend(blocks)
 
 
 class StagingBlocks:
@@ -46,6 +68,7 @@ class StagingBlocks:
     host stages while the device is busy thus cost nothing but their own copies, until two blocks are full.
 
     Args:
+        device: Whose work reads the blocks.
         new_fence: Makes a fence behind all work that is queued on a stream, given by its handle.
         wait: Waits for all work of the device.
         allocate: Makes a block of so many bytes that the device can read under the host's address.
@@ -53,13 +76,14 @@ class StagingBlocks:
 
     def __init__(
         self,
+        device: torch.device,
         new_fence: Callable[[int], Fence],
         wait: Callable[[], None],
         allocate: Callable[[int], torch.Tensor] = allocate_pinned,
     ) -> None:
-        if _left_behind:
+        left = _left_behind.pop(device, None)  # first: what is left behind meanwhile has not been waited for
+        if left:
             wait()
-            _left_behind.clear()
         self._new_fence = new_fence
         self._wait = wait
         self._allocate = allocate
@@ -68,7 +92,7 @@ class StagingBlocks:
         self._turn = 0
         self._at = self._end = 0
         self._stream: int | None = None
-        self._on_loss = weakref.finalize(self, _left_behind.extend, self._blocks)
+        self._on_loss = weakref.finalize(self, _keep, device, self._blocks)
         self._on_loss.atexit = False
 
     @property
@@ -99,7 +123,7 @@ class StagingBlocks:
         if not self._blocks or self._blocks[0].nbytes < nbytes:
             self.close()
             size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-            self._blocks += [self._allocate(size), self._allocate(size)]
+            self._blocks += [self._allocate(size), self._allocate(size)]  # both or none
         elif (fence := self._fences[self._turn]) is not None:
             fence.synchronize()
             self._fences[self._turn] = None

@@ -175,7 +175,9 @@ def replay(steps: list[Step]) -> None:
 
 def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A new tensor on ``storage`` with the layout of ``like``."""
-    base = torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
+    base = torch.empty(0, dtype=like.dtype, device="cpu").set_(
+        storage, like.storage_offset(), like.size(), like.stride()
+    )
     base = base.conj() if like.is_conj() else base
     return torch._neg_view(base) if like.is_neg() else base
 
@@ -190,7 +192,7 @@ def _loosened(func: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
 
 
 def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
@@ -217,7 +219,8 @@ def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as bytes: NaN equals NaN."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # of one element, torch keeps strides that view refuses
+    # Of one element, torch keeps strides that view refuses.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
     return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 

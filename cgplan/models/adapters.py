@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cgplan.errors import InputError, ModelError
+from cgplan.runtime.dispatching import as_count
 
 NO_SLOT = -1
 
@@ -60,9 +61,10 @@ class Adapters:
     """
 
     def __init__(self, model: HasSlots, max_active: int | None = None) -> None:
-        slots = model.max_loras
+        slots = getattr(model, "max_loras", 0)
         if slots < 1:
             raise ModelError("the model has no adapter slots", remedy="Build it with max_loras above 0.")
+        max_active = None if max_active is None else as_count("max_active", max_active)
         if max_active is not None and not 1 <= max_active <= slots:
             raise ModelError(
                 f"{max_active} adapters in a batch, and the model has {slots} slots",
@@ -90,14 +92,18 @@ class Adapters:
 
         Raises:
             ModelError: the name is in use, all slots are, or the one that was asked for is or is not there; or the
-                weights do not fit (a rank above the slot's, a wrong shape, an unknown projection). Nothing changed.
+                weights do not fit (a rank above the slot's, a wrong shape, an unknown projection, no dense matrix of
+                floating-point numbers). Nothing changed.
+            InputError: the name is no text, or the slot no int.
         """
+        _check_name(name)
         if name in self._slots:
             raise ModelError(
                 f"an adapter {name!r} is loaded already, in slot {self._slots[name]}",
                 remedy="Call replace to give it other weights, or choose another name.",
             )
-        slot = self._free_slot() if slot is None else slot
+        _check_weights(weights)
+        slot = self._free_slot() if slot is None else as_count("slot", slot)
         holder = next((held for held, place in self._slots.items() if place == slot), None)
         if holder is not None:
             raise ModelError(f"slot {slot} holds the adapter {holder!r}", remedy="Remove it first, or name no slot.")
@@ -110,6 +116,7 @@ class Adapters:
         ModelError, with the old weights in place, where the new ones do not fit.
         """
         slot = self._slot(name)
+        _check_weights(weights)
         self._model.load_lora(slot, weights)
         return slot
 
@@ -129,8 +136,11 @@ class Adapters:
             device: Where ``lora_ids`` is made.
 
         Raises:
-            InputError: an unknown name, more distinct adapters than ``max_active``, or lists of different lengths.
+            InputError: an unknown name, more distinct adapters than ``max_active``, lists of different lengths, a count
+                that is no int of 0 or more, or a device that torch does not know.
         """
+        if isinstance(names, str):
+            raise InputError(f"names is one text, {names!r}", remedy="Give a list with one name for each request.")
         if len(names) != len(query_lens):
             raise InputError(
                 f"{len(names)} adapter names for {len(query_lens)} requests",
@@ -143,10 +153,14 @@ class Adapters:
                 f"the batch has {active} different adapters, at most {self.max_active} are allowed",
                 remedy="Put the requests into several batches, or raise lora.max_loras.",
             )
-        ids = [slot for slot, count in zip(slots, query_lens, strict=True) for _ in range(count)]
-        return AdapterBatch(torch.tensor(ids, dtype=torch.int64).to(device), active)
+        counts = [as_count("query_lens", count) for count in query_lens]
+        if min(counts, default=0) < 0:
+            raise InputError(f"a request of {min(counts)} tokens", remedy="Give each request's tokens in this batch.")
+        ids = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
+        return AdapterBatch(torch.tensor(ids, dtype=torch.int64, device="cpu").to(_known(device)), active)
 
     def _slot(self, name: str) -> int:
+        _check_name(name)
         if name not in self._slots:
             near = difflib.get_close_matches(name, self._slots, n=1)
             known = f"Did you mean {near[0]!r}?" if near else f"Loaded are {', '.join(self._slots) or 'none'}."
@@ -162,6 +176,42 @@ class Adapters:
                 remedy="Remove one that no request needs, or build the model with a larger max_loras.",
             )
         return free
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise InputError(f"{name!r} is no adapter's name", remedy="Names are texts; None stands for no adapter.")
+
+
+def _check_weights(weights: Mapping[str, Tensor]) -> None:
+    """Raise ModelError if that is no mapping from names to dense matrices with numbers in them."""
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"weights are a {type(weights).__name__}", remedy="Give a dict of tensors by name.")
+    for name, tensor in weights.items():
+        wrong = None
+        if not isinstance(name, str):
+            wrong = "is not named by a text"
+        elif not isinstance(tensor, Tensor):
+            wrong = f"is a {type(tensor).__name__}, not a tensor"
+        elif tensor.is_nested or tensor.layout is not torch.strided:
+            wrong = f"has the layout {tensor.layout}"
+        elif tensor.device.type == "meta":
+            wrong = "is on the device meta, without numbers"
+        elif not tensor.is_floating_point():
+            wrong = f"has dtype {tensor.dtype}"
+        elif tensor.dim() != 2:
+            wrong = f"has shape {list(tensor.shape)}, and is no matrix"
+        if wrong is not None:
+            raise ModelError(
+                f"the adapter's {name!r} {wrong}", remedy="Give dense matrices of floating-point numbers by name."
+            )
+
+
+def _known(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"torch knows no device {device!r}", remedy="Choose such as cpu or cuda:0.") from None
 
 
 __all__ = ["AdapterBatch", "Adapters", "HasSlots"]

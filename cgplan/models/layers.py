@@ -129,14 +129,24 @@ class Projection(nn.Module):
         return y
 
     def load(self, slot: int, adapter: Mapping[str, Tensor]) -> None:
-        """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank] into the slot; rank may be below the slot's."""
+        """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank], views of the slot included, into the slot; rank may be
+        below the slot's.
+        """
         with torch.no_grad():  # else adapters that require grad would make the slots part of their graph
-            self.lora_a[slot].zero_()
-            self.lora_b[slot].zero_()
-            if adapter:
-                rank = adapter["lora_A"].shape[0]
-                self.lora_a[slot, :rank].copy_(adapter["lora_A"])
-                self.lora_b[slot, :rank].copy_(adapter["lora_B"].T)
+            given = (adapter["lora_A"], adapter["lora_B"].T) if adapter else ()
+            copies = [self._apart(weights) for weights in given]
+            for slots in (self.lora_a, self.lora_b):
+                slots[slot].zero_()
+            for slots, weights in zip((self.lora_a, self.lora_b), copies, strict=False):
+                slots[slot, : weights.shape[0]].copy_(weights)
+
+    def _apart(self, weights: Tensor) -> Tensor:
+        """The weights, copied if they lie in the slots, which are overwritten first."""
+        if weights.device != self.lora_a.device:
+            return weights
+        start = weights.data_ptr()
+        within = any(t.data_ptr() <= start < t.data_ptr() + t.nbytes for t in (self.lora_a, self.lora_b))
+        return weights.clone() if within else weights
 
 
 class Split(NamedTuple):

@@ -179,14 +179,14 @@ def _tensor_guards() -> Any:
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        like = torch.empty(2, 3)
+        like = torch.empty(2, 3, device="cpu")  # the default device may be another one
         guards: Any = TensorGuards  # its stub knows no positional arguments
         check = guards(like, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         others = [
-            torch.empty(3, 3), torch.empty(3, 2).t(), torch.empty(6), torch.empty(2, 3, dtype=torch.int32),
-            torch.empty(2, 3, device="meta"), torch.nn.Parameter(like), torch.empty(2, 3, dtype=torch.cfloat).conj(),
+            like.new_empty(3, 3), like.new_empty(3, 2).t(), like.new_empty(6), like.to(torch.int32), like.to("meta"),
+            torch.nn.Parameter(like), like.to(torch.cfloat).conj(),
         ]  # fmt: skip
-        works = check(torch.empty(2, 3)) and not any(check(other) for other in others)
+        works = check(torch.empty_like(like)) and not any(check(other) for other in others)
     except (ImportError, AttributeError, TypeError, RuntimeError, SystemError):
         return None
     return guards if works else None

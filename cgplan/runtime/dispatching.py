@@ -14,7 +14,6 @@ from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.runtime.batch import Batch, BatchReader
 
-_FLAGS: dict[Any, bool | None] = {True: True, False: False, None: None}  # what is equal to one finds the same batch
 _LATER = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
@@ -40,17 +39,18 @@ def as_count(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):
-        raise InputError(f"{name} is {value!r}, a {type(value).__name__}", remedy="Pass an int.") from None
+        raise InputError(f"{name} is {value!r:.100}, a {type(value).__name__}", remedy="Pass an int.") from None
 
 
 def as_flag(value: Any) -> bool | None:
-    """``uniform_decode`` as a caller gives it. Raises InputError for what is not equal to True, False or None."""
-    try:
-        return _FLAGS[value]
-    except (LookupError, TypeError):
-        raise InputError(
-            f"uniform_decode is {value!r}, a {type(value).__name__}", remedy="Pass True or False, or leave it out."
-        ) from None
+    """``uniform_decode`` as a caller gives it. Raises InputError for what is no truth value."""
+    if value is None or type(value) is bool:
+        return value
+    if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
+        return bool(value)
+    raise InputError(
+        f"uniform_decode is {value!r:.100}, a {type(value).__name__}", remedy="Pass True or False, or leave it out."
+    )
 
 
 @dataclass(frozen=True, slots=True)

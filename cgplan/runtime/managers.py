@@ -178,9 +178,15 @@ class CudaGraphManager:
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the plan again, with the model's memory as it is now. The old graphs are freed first."""
+        """Capture the plan again, with the model's memory as it is now. The old graphs are freed first; ``stats`` go on
+        counting.
+        """
+        stats = None if self._runner is None else self._runner.stats
         self.close()
-        return self.capture()
+        report = self.capture()
+        if stats is not None:
+            self.stats.take_over(stats)
+        return report
 
     def close(self) -> None:
         """Free graphs and static buffers; with the pool's last member, the pool's memory. Twice does no harm."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -55,6 +54,12 @@ class SpecRequest:
 class SpecStep:
     """One step under way on the device. ``tokens`` waits for it; until then the host is free to do other things.
 
+    Args:
+        slots, draft_tokens: As below.
+        result: Waits for what ``Verify`` returned, and gives it on the host.
+        requests: What the host knows of each.
+        stats: Where the step is counted once its tokens are read.
+
     Attributes:
         slots: The requests, in order.
         draft_tokens: How many tokens were drafted for each.
@@ -64,7 +69,7 @@ class SpecStep:
         self,
         slots: tuple[int, ...],
         draft_tokens: int,
-        result: torch.Tensor,
+        result: Callable[[], torch.Tensor],
         requests: Sequence[SpecRequest],
         stats: SpecStats,
     ) -> None:
@@ -73,23 +78,14 @@ class SpecStep:
         self._requests = requests
         self._stats = stats
         self._tokens: list[list[int]] | None = None
-        self._event: Any = None
-        if result.device.type == "cuda":  # the only copy to the host; graphs may overwrite the result behind it
-            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            self._result.copy_(result, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._result = result.clone()
+        self._result = result
 
     def tokens(self) -> list[list[int]]:
         """The new tokens of each request, in the order of ``slots``: 1 to 1 + draft_tokens of them, and none where the
         request had no block left when the step ran.
         """
         if self._tokens is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._tokens = [row[1 : 1 + row[0]] for row in self._result.tolist()]
+            self._tokens = [row[1 : 1 + row[0]] for row in self._result().tolist()]
             counts = [len(tokens) for tokens in self._tokens]
             for request, count in zip(self._requests, counts, strict=True):
                 request.context += count

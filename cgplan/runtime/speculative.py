@@ -11,7 +11,9 @@ Note [Which tokens]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
 from cgplan.graphs import GraphBackend
+from cgplan.runtime.dispatching import as_count
 from cgplan.runtime.managers import CudaGraphManager, GraphPool, PoolReport, capture_together
 from cgplan.runtime.session import CaptureProgress
 from cgplan.runtime.spec_graphs import BLOCKS, PagedModel, Propose, SpecState, Verify
@@ -103,6 +106,11 @@ class SpecDecodeGraphManager:
             What the target returns; valid until the next call. The token that follows a prompt is the caller's to take
             from it. Errors are those of GraphRunner's call; an InputError is raised before anything is launched.
         """
+        if "uniform_decode" in batch or "num_active_loras" in batch:
+            raise InputError(
+                "a prefill takes a batch's tensors alone",
+                remedy="Leave uniform_decode and num_active_loras out: it is a mixed batch without adapters.",
+            )
         self._managers["draft"].run(uniform_decode=False, **batch)
         return self._managers["target"].run(uniform_decode=False, **batch)
 
@@ -125,7 +133,9 @@ class SpecDecodeGraphManager:
                 f"{most} requests are being decoded, scheduler.max_num_seqs is {most}",
                 remedy="Remove one that is done first, or raise scheduler.max_num_seqs.",
             )
-        last = [int(token) for token in tokens[-2:]]
+        if not isinstance(tokens, list | tuple):
+            tokens = _numbers("tokens", tokens)
+        last, blocks = _numbers("tokens", tokens[-2:]), _numbers("blocks", blocks)
         if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
             raise InputError(
                 f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
@@ -139,16 +149,19 @@ class SpecDecodeGraphManager:
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Give a request other blocks, usually more; those that hold its context must stay. Raises InputError."""
+        slot, blocks = as_count("slot", slot), _numbers("blocks", blocks)
         request = self._request(slot)
         self._check_blocks(blocks, request.context)
-        request.room = len(blocks) * self._target.block_size
         if slot in self._changed:
             self._changed[slot][BLOCKS:] = self._padded(blocks)
         else:  # the device may be ahead of the host: what it knows of the tokens has to stay
-            self._state.rows[slot, BLOCKS:] = self._on_device(self._padded(blocks))
+            with self._writing():
+                self._state.rows[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
+        request.room = len(blocks) * self._target.block_size
 
     def remove(self, slot: int) -> None:
         """Take a request out. Its blocks may be given away at once: later steps are queued behind those under way."""
+        slot = as_count("slot", slot)
         self._request(slot)
         del self._requests[slot]
         self._changed.pop(slot, None)
@@ -168,18 +181,21 @@ class SpecDecodeGraphManager:
                 blocks are full; nothing was launched.
             DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; likewise.
         """
-        chosen = self.slots if slots is None else tuple(slots)
-        number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
+        chosen = self.slots if slots is None else tuple(_numbers("slots", slots))
+        number = self.plan.draft_tokens[0] if draft_tokens is None else as_count("draft_tokens", draft_tokens)
         check_draft_tokens(number, self.plan.draft_tokens)
         self._check_batch(chosen)
-        self._upload()
-        if self._rows is None or self._rows[0] != chosen:
-            self._rows = chosen, self._on_device(list(chosen))
+        with self._writing():
+            self._upload()
+            if self._rows is None or self._rows[0] != chosen:
+                self._rows = chosen, self.backend.send(chosen)
         rows = self._rows[1]
         proposed = self._managers[f"propose k={number}"].run(rows=rows)
         verify = self._managers[f"verify k={number}"]
         result = verify.run(input_ids=proposed.flatten(), rows=rows, uniform_decode=True)
-        return SpecStep(chosen, number, result, [self._requests[slot] for slot in chosen], self.stats)
+        # The only copy to the host; graphs may overwrite the result behind it.
+        fetched = self.backend.fetch(result)
+        return SpecStep(chosen, number, fetched, [self._requests[slot] for slot in chosen], self.stats)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -216,6 +232,20 @@ class SpecDecodeGraphManager:
             passes[f"propose k={number}"] = Propose(self._draft, metadata, self._state, number)
         return passes
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block that writes what the graphs read: refused where a call of a member of the pool would be, on a second
+        stream while the first one has work, say.
+        """
+        use = self.pool.use
+        if not use.acquire(False):
+            raise use.under_way("speculation")
+        try:
+            use.take_stream(self.backend.stream_getter()(), "speculation", self.backend)
+            yield
+        finally:
+            use.release()
+
     def _request(self, slot: int) -> SpecRequest:
         if slot not in self._requests:
             known = ", ".join(map(str, sorted(self._requests))) or "none"
@@ -247,20 +277,27 @@ class SpecDecodeGraphManager:
         wrong = [block for block in blocks if not 0 <= block < most]
         if wrong:
             raise InputError(f"there is no block {wrong[0]}", remedy=f"The cache has blocks 0 to {most - 1}.")
+        twice = [block for block, count in Counter(blocks).items() if count > 1]
+        if twice:
+            raise InputError(f"block {twice[0]} was given twice", remedy="Each holds other tokens of the request.")
 
     def _padded(self, blocks: Sequence[int]) -> list[int]:
-        return [*map(int, blocks), *[-1] * (self._max_blocks - len(blocks))]
+        return [*blocks, *[-1] * (self._max_blocks - len(blocks))]
 
     def _upload(self) -> None:
         """Tell the device of requests that are new, in one copy."""
         if self._changed:
-            rows = self._on_device([[slot, *row] for slot, row in self._changed.items()])
+            rows = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
             self._state.rows.index_copy_(0, rows[:, 0], rows[:, 1:])
             self._changed.clear()
 
-    def _on_device(self, values: list[Any]) -> torch.Tensor:
-        on_gpu = self.backend.device.type == "cuda"  # from pinned memory, so that the host need not wait
-        return torch.tensor(values, pin_memory=on_gpu).to(self.backend.device, non_blocking=True)
+
+def _numbers(name: str, given: Iterable[int]) -> list[int]:
+    """Whole numbers that a caller gives in any form. Raises InputError for what is none."""
+    values = given.tolist() if isinstance(given, torch.Tensor) else given
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"{name} are {given!r:.100}, a {type(given).__name__}", remedy="Give a list of ints.")
+    return [as_count(f"one of {name}", value) for value in values]
 
 
 def _check_pair(target: PagedModel, draft: PagedModel) -> None:
