@@ -90,6 +90,7 @@ class RankWatch:
         self._host_rank = host_rank
         self._lost: RankFailedError | None = None
         self._announced: RankFailedError | None = None
+        self._has_left = False
         self._epoch = 0
         self._beats = 0
         self._seen = {peer: ("", time.monotonic()) for peer in self._peers}
@@ -129,9 +130,15 @@ class RankWatch:
     def leave(self, error: BaseException) -> None:
         """Say that this rank ends with an error, and comes to no step any more. For it, the others are lost, too."""
         with self._lock, suppress(RuntimeError):
+            if self._has_left:
+                return
+            self._has_left = True
+            why = self._lost or (error if isinstance(error, RankFailedError) else None)
             if self._lost is None:
                 self._lost = RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
-                self._store.set(f"left/{self._rank}", json.dumps({"cause": spoken(error)}))
+            # Whoever sees this rank gone is to learn of the one that it went because of.
+            said = f"rank {self._rank} has ended: {spoken(error)}" if why is None else why.message
+            self._store.set(f"left/{self._rank}", json.dumps({"said": said, "induced": why is not None}))
 
     def next_epoch(self) -> None:
         """Forget what was announced: all ranks have raised it."""
@@ -174,25 +181,29 @@ class RankWatch:
         with self._lock:
             if self._lost is not None or self._stop.is_set():
                 return
-            gone = next((peer for peer in self._peers if self._processes[peer].is_gone), None)
+            gone = [peer for peer in self._peers if self._processes[peer].is_gone]
             try:
-                self._read_store()
+                self._read_store(gone)
             except RuntimeError as error:
                 if self._stop.is_set():
                     return
-                if gone is None and self._host_rank not in (None, self._rank):
-                    gone = self._host_rank
-                if gone is None:
-                    self._lose("the store of the ranks", f"does not answer: {first_line(error)}")
-            if gone is not None and self._lost is None:
-                self._lose(f"rank {gone}", "has ended without a word (killed, or out of memory?)")
+                if not gone and self._host_rank not in (None, self._rank):
+                    gone = [self._host_rank]
+                if gone:
+                    self._lose_without_a_word(gone[0])
+                else:
+                    self._lose(f"the store of the ranks does not answer: {first_line(error)}")
 
-    def _read_store(self) -> None:
+    def _read_store(self, gone: list[int]) -> None:
+        keys = [key for key in (f"left/{peer}" for peer in self._peers) if self._store.check([key])]
+        left = [json.loads(self._store.get(key)) for key in keys]
+        if left:  # one that went because of another names that one
+            self._lose(max(left, key=lambda said: said["induced"])["said"])
+            return
+        if gone:
+            self._lose_without_a_word(gone[0])
+            return
         for peer in self._peers:
-            if self._store.check([f"left/{peer}"]):
-                said = json.loads(self._store.get(f"left/{peer}"))
-                self._lose(f"rank {peer}", f"has ended: {said['cause']}")
-                return
             self._look_at_beat(peer)
         if self._announced is None and self._store.check([f"announced/{self._epoch}"]):
             said = json.loads(self._store.get(f"announced/{self._epoch}"))
@@ -208,11 +219,14 @@ class RankWatch:
         if beat != self._seen[peer][0]:
             self._seen[peer] = (beat, now)
         elif now - self._seen[peer][1] > self._timeout / 2:
-            self._lose(f"rank {peer}", f"has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
+            self._lose(f"rank {peer} has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
 
-    def _lose(self, who: str, what: str) -> None:
+    def _lose_without_a_word(self, peer: int) -> None:
+        self._lose(f"rank {peer} has ended without a word (killed, or out of memory?)")
+
+    def _lose(self, message: str) -> None:
         if self._lost is None:
-            self._lost = RankFailedError(f"{who} {what}", remedy=_REMEDY)
+            self._lost = RankFailedError(message, remedy=_REMEDY)
             logger.info("rank %d: %s", self._rank, self._lost.message)
             self._tell(self._lost)
 
