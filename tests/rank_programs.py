@@ -680,7 +680,7 @@ def gpu_place(rank: int, device: str) -> None:
 
 
 def gpu_expandable(rank: int, wanted: str) -> str:
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     with on_gpus(wanted) as (ranks, reducer):
         torch.testing.assert_close(reducer(torch.ones(8, device=ranks.device)).sum().item(), 16.0)
         return reducer.name
