@@ -313,7 +313,7 @@ def stands_still(rank: int) -> Any:
     with session(rank) as (_, _, capture):
         runner = capture.run()
         if rank == 1:
-            time.sleep(patience() + 2)
+            time.sleep(patience() + 1)
         runner(x=torch.ones(1, 8))
         runner.close()
 
@@ -452,7 +452,7 @@ def several_steps(rank: int) -> Any:
             said.append((type(error).__name__, error.message))
         try:
             if rank == 1:
-                time.sleep(3.5)
+                time.sleep(patience() + 1)
             ranks.agree("breakfast")
         except CgplanError as error:
             said.append((type(error).__name__, error.message))

@@ -3,7 +3,7 @@
 Note [How a failure is noticed]
     Every rank writes a heartbeat into the TCPStore, and its process id when it came. A thread of each rank, the watch,
     looks at those of the others. A rank is lost when its process has ended without a word (seen at once on the same
-    machine), when it said that it leaves with an error, or when its heartbeat has stood still for half the timeout.
+    machine), when it said that it leaves with an error, or when its heartbeat has stood still for most of the timeout.
     That is final. A rank that has raised inside a common step announces it instead: it is going to come to the end of
     the step, where all raise together, and the others only have to stop waiting for its data until then.
     Whoever waits in code of its own (a barrier over shared memory, say) calls `check` in the loop; a kernel that waits
@@ -27,6 +27,7 @@ from cgplan.errors import RankFailedError
 
 logger = logging.getLogger(__name__)
 
+SILENCE = 0.75  # of the timeout: a rank whose heartbeat has stood still for longer is lost
 _REMEDY = "Look at what that rank printed; start all ranks again."
 
 
@@ -218,7 +219,7 @@ class RankWatch:
         beat = self._store.get(key).decode() if self._store.check([key]) else ""
         if beat != self._seen[peer][0]:
             self._seen[peer] = (beat, now)
-        elif now - self._seen[peer][1] > self._timeout / 2:
+        elif now - self._seen[peer][1] > SILENCE * self._timeout:
             self._lose(f"rank {peer} has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
 
     def _lose_without_a_word(self, peer: int) -> None:
