@@ -313,7 +313,7 @@ def stands_still(rank: int) -> Any:
     with session(rank) as (_, _, capture):
         runner = capture.run()
         if rank == 1:
-            time.sleep(patience() + 2)
+            time.sleep(patience() + 1)
         runner(x=torch.ones(1, 8))
         runner.close()
 
@@ -452,7 +452,7 @@ def several_steps(rank: int) -> Any:
             said.append((type(error).__name__, error.message))
         try:
             if rank == 1:
-                time.sleep(3.5)
+                time.sleep(patience() + 1)
             ranks.agree("breakfast")
         except CgplanError as error:
             said.append((type(error).__name__, error.message))
@@ -680,7 +680,7 @@ def gpu_place(rank: int, device: str) -> None:
 
 
 def gpu_expandable(rank: int, wanted: str) -> str:
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     with on_gpus(wanted) as (ranks, reducer):
         torch.testing.assert_close(reducer(torch.ones(8, device=ranks.device)).sum().item(), 16.0)
         return reducer.name

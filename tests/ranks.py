@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import signal
 import socket
 import time
 import traceback
@@ -81,7 +80,7 @@ def run_ranks(
     patience: float = 10.0,
     timeout: float = 40.0,
     absent: tuple[int, ...] = (),
-    kill: tuple[int, float] | None = None,
+    stopped: tuple[int, ...] = (),
 ) -> list[Outcome]:
     """Run ``target(rank, *args, **kwargs)`` in so many processes, and wait for all of them.
 
@@ -89,7 +88,7 @@ def run_ranks(
         patience: Seconds that the ranks wait for one another.
         timeout: Seconds after which a process that still runs is killed and counts as hanging.
         absent: Ranks that are never started.
-        kill: (rank, seconds after which it is killed).
+        stopped: Ranks that do not end by themselves, and are killed once the others have ended.
     """
     port, start = free_port(), time.monotonic()
     outcomes = [Outcome() for _ in range(world_size)]
@@ -103,13 +102,10 @@ def run_ranks(
         process.start()
         sender.close()
         started[rank] = (process, receiver)
-    if kill is not None:
-        time.sleep(kill[1])
-        process = started[kill[0]][0]
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-    for rank, (process, receiver) in started.items():
+    for rank, (process, receiver) in sorted(started.items(), key=lambda item: item[0] in stopped):
         outcome = outcomes[rank]
+        if rank in stopped:
+            process.kill()
         _receive(receiver, outcome, max(0.0, start + timeout - time.monotonic()))
         process.join(max(0.1, start + timeout - time.monotonic()))
         outcome.seconds = time.monotonic() - start

@@ -27,6 +27,7 @@ def exit_code(name: str) -> int:
 
 
 def all_raise(outcomes: list[Outcome], error: str, words: str, skip: tuple[int, ...] = ()) -> None:
+    """Every rank but those to skip ended by itself, with this error, these words, and the error's exit code."""
     for rank, outcome in enumerate(outcomes):
         if rank in skip:
             continue
@@ -36,13 +37,12 @@ def all_raise(outcomes: list[Outcome], error: str, words: str, skip: tuple[int, 
         assert outcome.exit_code == exit_code(error)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_unequal_counts(world_size: int) -> None:
-    found = run_ranks(world_size, programs.unequal_counts)
+def test_unequal_counts() -> None:
+    found = run_ranks(4, programs.unequal_counts)
     all_raise(found, "RankMismatchError", "rank 1 captured 6 all-reduces, rank 0 captured 4")
 
 
-@pytest.mark.parametrize(("world_size", "phase"), [(2, "capture"), (2, "eager"), (4, "capture"), (4, "eager")])
+@pytest.mark.parametrize(("world_size", "phase"), [(2, "eager"), (4, "capture")])
 def test_a_rank_that_raises(world_size: int, phase: str) -> None:
     """All raise the same, which names rank and cause; then all capture again."""
     said = values(run_ranks(world_size, programs.raises_in, phase))
@@ -51,8 +51,9 @@ def test_a_rank_that_raises(world_size: int, phase: str) -> None:
     assert re.search("rank 1 failed in the capture pass: .*a defect of the model", said[0][1])
 
 
-@pytest.mark.parametrize(("method", "step"), [("export", "exchanging the handles"), ("open", "opening the peers")])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "method", "step"), [(2, "export", "exchanging the handles"), (4, "open", "opening the peers")]
+)
 def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str) -> None:
     said = values(run_ranks(world_size, programs.raises_in_registration, method))
     assert {name for name, _ in said} == {"RankFailedError"}
@@ -109,13 +110,13 @@ def test_a_budget_holds_for_all_ranks() -> None:
 
 
 def test_a_rank_that_does_not_come_to_a_replay() -> None:
-    found = run_ranks(2, programs.stands_still, patience=2)
-    all_raise(found[:1], "AllReduceError", "rank 1 did not come to an all-reduce within 2 s")
+    found = run_ranks(2, programs.stands_still, patience=4)
+    all_raise(found[:1], "AllReduceError", "rank 1 did not come to an all-reduce within 4 s")
 
 
 def test_a_rank_without_a_sign_of_life() -> None:
-    found = run_ranks(2, programs.frozen, patience=4, timeout=6)
-    all_raise(found, "RankFailedError", "rank 1 has shown no sign of life for 2 s", skip=(1,))
+    found = run_ranks(2, programs.frozen, patience=4, stopped=(1,))
+    all_raise(found, "RankFailedError", "rank 1 has shown no sign of life for 3 s", skip=(1,))
 
 
 def test_replay_before_registration_and_capture_after_it() -> None:
@@ -154,8 +155,8 @@ def test_ranks_that_differ(what: str, words: str) -> None:
 
 
 def test_steps() -> None:
-    found = run_ranks(2, programs.several_steps, patience=2)
-    all_raise(found[:1], "RankFailedError", "rank 1 did not come to breakfast within 2 s")
+    found = run_ranks(2, programs.several_steps, patience=3)
+    all_raise(found[:1], "RankFailedError", "rank 1 did not come to breakfast within 3 s")
     assert found[1].error == "RankFailedError"
 
 

@@ -3,7 +3,7 @@
 Note [How a failure is noticed]
     Every rank writes a heartbeat into the TCPStore, and its process id when it came. A thread of each rank, the watch,
     looks at those of the others. A rank is lost when its process has ended without a word (seen at once on the same
-    machine), when it said that it leaves with an error, or when its heartbeat has stood still for half the timeout.
+    machine), when it said that it leaves with an error, or when its heartbeat has stood still for most of the timeout.
     That is final. A rank that has raised inside a common step announces it instead: it is going to come to the end of
     the step, where all raise together, and the others only have to stop waiting for its data until then.
     Whoever waits in code of its own (a barrier over shared memory, say) calls `check` in the loop; a kernel that waits
@@ -27,6 +27,7 @@ from cgplan.errors import RankFailedError
 
 logger = logging.getLogger(__name__)
 
+SILENCE = 0.75  # of the timeout: a rank whose heartbeat has stood still for longer is lost
 _REMEDY = "Look at what that rank printed; start all ranks again."
 
 
@@ -90,6 +91,7 @@ class RankWatch:
         self._host_rank = host_rank
         self._lost: RankFailedError | None = None
         self._announced: RankFailedError | None = None
+        self._has_left = False
         self._epoch = 0
         self._beats = 0
         self._seen = {peer: ("", time.monotonic()) for peer in self._peers}
@@ -129,9 +131,15 @@ class RankWatch:
     def leave(self, error: BaseException) -> None:
         """Say that this rank ends with an error, and comes to no step any more. For it, the others are lost, too."""
         with self._lock, suppress(RuntimeError):
+            if self._has_left:
+                return
+            self._has_left = True
+            why = self._lost or (error if isinstance(error, RankFailedError) else None)
             if self._lost is None:
                 self._lost = RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
-                self._store.set(f"left/{self._rank}", json.dumps({"cause": spoken(error)}))
+            # Whoever sees this rank gone is to learn of the one that it went because of.
+            said = f"rank {self._rank} has ended: {spoken(error)}" if why is None else why.message
+            self._store.set(f"left/{self._rank}", json.dumps({"said": said, "induced": why is not None}))
 
     def next_epoch(self) -> None:
         """Forget what was announced: all ranks have raised it."""
@@ -174,25 +182,29 @@ class RankWatch:
         with self._lock:
             if self._lost is not None or self._stop.is_set():
                 return
-            gone = next((peer for peer in self._peers if self._processes[peer].is_gone), None)
+            gone = [peer for peer in self._peers if self._processes[peer].is_gone]
             try:
-                self._read_store()
+                self._read_store(gone)
             except RuntimeError as error:
                 if self._stop.is_set():
                     return
-                if gone is None and self._host_rank not in (None, self._rank):
-                    gone = self._host_rank
-                if gone is None:
-                    self._lose("the store of the ranks", f"does not answer: {first_line(error)}")
-            if gone is not None and self._lost is None:
-                self._lose(f"rank {gone}", "has ended without a word (killed, or out of memory?)")
+                if not gone and self._host_rank not in (None, self._rank):
+                    gone = [self._host_rank]
+                if gone:
+                    self._lose_without_a_word(gone[0])
+                else:
+                    self._lose(f"the store of the ranks does not answer: {first_line(error)}")
 
-    def _read_store(self) -> None:
+    def _read_store(self, gone: list[int]) -> None:
+        keys = [key for key in (f"left/{peer}" for peer in self._peers) if self._store.check([key])]
+        left = [json.loads(self._store.get(key)) for key in keys]
+        if left:  # one that went because of another names that one
+            self._lose(max(left, key=lambda said: said["induced"])["said"])
+            return
+        if gone:
+            self._lose_without_a_word(gone[0])
+            return
         for peer in self._peers:
-            if self._store.check([f"left/{peer}"]):
-                said = json.loads(self._store.get(f"left/{peer}"))
-                self._lose(f"rank {peer}", f"has ended: {said['cause']}")
-                return
             self._look_at_beat(peer)
         if self._announced is None and self._store.check([f"announced/{self._epoch}"]):
             said = json.loads(self._store.get(f"announced/{self._epoch}"))
@@ -207,12 +219,15 @@ class RankWatch:
         beat = self._store.get(key).decode() if self._store.check([key]) else ""
         if beat != self._seen[peer][0]:
             self._seen[peer] = (beat, now)
-        elif now - self._seen[peer][1] > self._timeout / 2:
-            self._lose(f"rank {peer}", f"has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
+        elif now - self._seen[peer][1] > SILENCE * self._timeout:
+            self._lose(f"rank {peer} has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
 
-    def _lose(self, who: str, what: str) -> None:
+    def _lose_without_a_word(self, peer: int) -> None:
+        self._lose(f"rank {peer} has ended without a word (killed, or out of memory?)")
+
+    def _lose(self, message: str) -> None:
         if self._lost is None:
-            self._lost = RankFailedError(f"{who} {what}", remedy=_REMEDY)
+            self._lost = RankFailedError(message, remedy=_REMEDY)
             logger.info("rank %d: %s", self._rank, self._lost.message)
             self._tell(self._lost)
 
