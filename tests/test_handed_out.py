@@ -192,6 +192,21 @@ def test_untouched_outputs_are_the_same_objects_in_each_mode(backend: GraphBacke
             assert runner(x=x) is first
 
 
+def test_models_that_return_no_tensor(backend: GraphBackend) -> None:
+    total = torch.zeros(3, device=backend.device)
+    for returned in (None, (), {"a": 3}):
+
+        def model(x: Tensor, returned: Any = returned) -> Any:
+            total.add_(x.sum(0))
+            return returned
+
+        runner = open_runner(backend, model)
+        total.zero_()
+        for _ in range(3):
+            assert runner(x=square(backend)) == returned
+        same(total, square(backend).sum(0) * 3)
+
+
 def test_outputs_of_classes_that_pytree_knows(backend: GraphBackend) -> None:
     made = torch.return_types.max
 

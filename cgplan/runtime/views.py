@@ -9,6 +9,7 @@ import torch
 
 from cgplan.runtime.batch import exact_check
 
+Check = Callable[..., bool]
 _MOST_CHECKS = 4  # one for each mode of torch (inference mode, autocast) in which views are asked for
 
 
@@ -26,43 +27,53 @@ class HandedViews:
 
     def __init__(self, make: Callable[[], tuple[torch.Tensor, ...]]) -> None:
         self._make = make
-        self._checks: list[Callable[..., bool]] = []
+        self._checks: list[Check] = []
+        self._is_alike: Check = _unknown
         self._renew()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The views, as they were made."""
-        views = self._views
-        for is_alike in self._checks:
-            if is_alike(*views):
-                return views
-        return self._looked_at()
+        return self._views if self._is_alike(*self._views) else self._looked_at()
 
-    def single(self) -> torch.Tensor:
-        """The only view."""
-        (view,) = self._views
-        for is_alike in self._checks:
-            if is_alike(view):
-                return view
-        return self._looked_at()[0]
+    def single(self) -> torch.Tensor | None:
+        """The first view."""
+        return self._view if self._is_alike(self._view) else self._looked_at()[0]
 
     def _looked_at(self) -> tuple[torch.Tensor, ...]:
         """The views, compared one by one: the compiled function also says no in a mode that is new to it."""
+        for check in self._checks:
+            if check(*self._views):
+                self._is_alike = check
+                return self._views
         if [_facts(view) for view in self._views] != self._made:
             self._renew()
-        elif (check := exact_check(self._views)) is not None:
-            self._checks = [*self._checks[1 - _MOST_CHECKS :], check]
+        else:
+            self._learn()
         return self._views
 
     def _renew(self) -> None:
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
             self._views = self._make()
+        self._view = next(iter(self._views), None)
         self._made = [_facts(view) for view in self._views]
-        check = exact_check(self._views)
-        self._checks = [] if check is None else [check]
+        self._checks.clear()
+        self._learn()
+
+    def _learn(self) -> None:
+        check = exact_check(self._views) if self._views else None
+        self._is_alike = _unknown if check is None else check
+        if check is not None:
+            self._checks = [*self._checks[1 - _MOST_CHECKS :], check]
+
+
+def _unknown(*_: torch.Tensor) -> bool:
+    """The check of tensors that the compiled function does not know."""
+    return False
 
 
 def _facts(view: torch.Tensor) -> tuple[Any, ...]:
-    return view.data_ptr(), view.shape, view.stride(), view.dtype, view.requires_grad, view.is_conj(), view.is_neg()
+    address = view.data_ptr() if type(view) is torch.Tensor else 0  # of other classes not all have one
+    return address, view.shape, view.stride(), view.dtype, view.requires_grad, view.is_conj(), view.is_neg()
 
 
 __all__ = ["HandedViews"]
