@@ -147,18 +147,23 @@ def main():
     length = whole_run(options)
     before = processes()
     ends, slowest, over = Counter(), 0.0, 0
-    for index in range(options.kills):
+    index = 0
+    while index < options.kills:  # those that came after the end do not count
         victim, moment = draw.randrange(options.world_size), draw.uniform(0.0, length)
         found, seconds, was_alive = one_run(options.world_size, options.timeout, victim, moment)
+        over += not was_alive
+        if not was_alive:
+            continue
+        index += 1
         ends.update(found)
-        slowest, over = max(slowest, seconds), over + (not was_alive)
+        slowest = max(slowest, seconds)
         if any(end not in ("ended", "RankFailedError", "RendezvousError") for end in found):
             print(f"kill {index}: rank {victim} after {moment:.3f} s: {found}", flush=True)
     time.sleep(1)
     orphans = processes() - before
     left = {path.name for path in Path("/dev/shm").iterdir()} - segments
     print(
-        f"{options.kills} kills among {options.world_size} ranks in {time.monotonic() - start:.0f} s ({over} came "
+        f"{options.kills} kills among {options.world_size} ranks in {time.monotonic() - start:.0f} s ({over} more came "
         f"after the end): {ends['HANG']} hangs, {len(orphans)} orphans, {len(left)} segments left; the survivors "
         f"ended at most {slowest:.1f} s after the kill: {dict(ends)}"
     )
