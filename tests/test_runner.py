@@ -81,6 +81,30 @@ def batch(backend: GraphBackend, count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 2, generator=torch.Generator().manual_seed(seed)).to(backend.device)
 
 
+def test_a_suspended_runner_gives_its_memory_back_until_it_captures_again(backend: GraphBackend) -> None:
+    x = batch(backend, 3)
+    open_runner(backend, total).close()  # what libraries keep
+    before = reserved(backend)
+    runner = open_runner(backend, total)
+    wanted = runner(x=x).clone()
+    held = reserved(backend)
+    runner.suspend()
+    assert back_at(backend, before)
+    for use in (lambda: runner(x=x), lambda: runner.stage(3), lambda: runner.invalidate("x")):
+        with pytest.raises(cgplan.CgplanError, match="suspended") as caught:
+            use()
+        assert "recapture" in caught.value.remedy
+    runner.suspend()
+    runner.recapture()
+    same(runner(x=x).clone(), wanted)
+    assert reserved(backend) <= held + 2 * MIB * (backend.device.type == "cuda")
+    runner.suspend()
+    runner.close()
+    for use in (runner.recapture, runner.suspend):
+        with pytest.raises(cgplan.CgplanError, match="closed"):
+            use()
+
+
 # --- padding --------------------------------------------------------------------------------------------------
 
 

@@ -109,7 +109,7 @@ class _PeerBench:
     def run(self) -> None:
         """Costs, times and results of all ways."""
         wanted = {batch.size: _copied(batch.run(self.runner.model)) for batch in self.batches}
-        self.runner.close()
+        self.runner.suspend()
         for contender in self._by_cost():
             self._step(f"{contender.way.name}, alone")
             self._guarded(contender, self._cost)

@@ -143,8 +143,8 @@ class Ours(Way):
         return run if own else lambda: runner(**call)
 
     def free(self) -> None:
-        """Close the runner."""
-        self.runner.close()
+        """Give the runner's memory back."""
+        self.runner.suspend()
 
 
 class Eager(Way):

@@ -119,6 +119,7 @@ class GraphRunner(RunnerState):
         self._launcher.check()
         try:
             if route.wanted is not None:
+                self.graphs_changed()  # what is prepared holds outputs, and a graph that is given up waits for its own
                 self._demand.capture(route.wanted)
         finally:
             self.graphs_changed()

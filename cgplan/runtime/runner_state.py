@@ -67,6 +67,7 @@ class RunnerState:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
         self._graphed, self._outputs, self._closed = live.graphed, live.outputs, False
+        self._suspended = False
         graphed, compilation = live.graphed, live.graphed.config.compilation
         self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
         self._launcher = BatchLauncher(graphed, self._use, self._name)
@@ -146,7 +147,8 @@ class RunnerState:
         The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
         no longer valid. Raises as CaptureSession.run does; the runner is then closed, and cannot capture again.
         """
-        self._check_open()
+        if not self._suspended:
+            self._check_open()
         live = self._demand.live
         keys = live.keys if self._demand.is_lazy else None
         self.close()
@@ -209,6 +211,8 @@ class RunnerState:
             raise self._launcher.under_way()
         try:
             self._launcher.check()
+            if apply:
+                self.graphs_changed()  # what is prepared holds outputs, and evicted graphs wait for theirs
             return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
         finally:
             if self._demand.live.graphed is not self._graphed:
@@ -222,7 +226,7 @@ class RunnerState:
         return self._capture_plan(plan, ())
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers. Outputs that were handed out are no longer valid.
+        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no longer valid.
 
         Raises:
             CgplanError: a call is under way.
@@ -232,8 +236,19 @@ class RunnerState:
         try:
             if not self._closed:
                 self._free()
+            self._suspended = False
         finally:
             self._release()
+
+    def suspend(self) -> None:
+        """Give graphs, pools and static buffers back as ``close`` does, until ``recapture`` makes them anew.
+
+        Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it, too.
+        """
+        if not self._suspended:
+            self._check_open()
+            self.close()
+            self._suspended = True
 
     def _free(self) -> None:
         self._closed = True
@@ -242,5 +257,7 @@ class RunnerState:
         self._graphed.free()
 
     def _check_open(self) -> None:
+        if self._suspended:
+            raise CgplanError("the runner is suspended", remedy="Call runner.recapture() first.")
         if self._closed:
             raise CgplanError("the runner is closed", remedy="Capture again.")
