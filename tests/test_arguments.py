@@ -29,6 +29,7 @@ from cgplan import (
     forward_context,
 )
 from cgplan.graphs import GraphBackend, select_backend
+from cgplan.runtime.piecewise import cgplan_backend
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 CONFIG = {
@@ -248,7 +249,7 @@ def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBac
     model = Model().eval()
     split: Any = compile_piecewise(model, {**CONFIG, "device": backend.device.type})
     if by == "torch.compile":
-        split = torch.compile(model, backend="cgplan", options={"splitting_ops": ["aten::softmax"]}, dynamic=True)
+        split = torch.compile(model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]}, dynamic=True)
     for _ in range(2):  # a second session has another backend again
         runner = cgplan.capture(
             split,

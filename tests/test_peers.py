@@ -242,7 +242,7 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
 
 def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = open_runner(backend, net(backend))
-    runner.close()
+    runner.suspend()
     empty, found = used_bytes(backend), []
     for way in (WAYS["bare"], WAYS["cgplan"]):
         original = way.prepare

@@ -17,6 +17,7 @@ import cgplan
 from cgplan import AddressError, BatchDescriptor, CUDAGraphMode, GraphRunner, Input, forward_context
 from cgplan.graphs import GraphBackend
 from cgplan.runtime.context import current_forward_context
+from cgplan.runtime.piecewise import cgplan_backend
 from cgplan.runtime.segments import SegmentWrapper, SplitForward
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
@@ -265,7 +266,7 @@ def test_capturing_again_and_closing_drop_what_was_recorded(
 def test_with_gradients_the_wrappers_answer(backend: GraphBackend, wrapper_calls: list[BatchDescriptor]) -> None:
     model = Model(backend).eval()
     split = torch.compile(
-        model, backend="cgplan", options={"splitting_ops": ["recorded::middle", "recorded::parts"]}, dynamic=True
+        model, backend=cgplan_backend, options={"splitting_ops": ["recorded::middle", "recorded::parts"]}, dynamic=True
     )
     x = batch(backend, 4)
     with torch.no_grad():
