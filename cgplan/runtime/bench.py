@@ -43,7 +43,7 @@ def bench(
         ConfigError: an unknown name in ``against``.
         ModelError: the model failed eagerly.
     """
-    against, report = check_peers(against), runner.report
+    against = check_peers(against)
     sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
     records = []
     for index, size in enumerate(sizes):
@@ -54,7 +54,7 @@ def bench(
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
-    peers = None
+    peers, report = None, runner.report  # which peers, who have the runner captured again, would change
     if against:
         batches = [_example(runner, size, _kinds(runner, size)[0]) for size in sizes]
         peers = bench_peers(runner, batches, against, seed=seed, progress=progress)
