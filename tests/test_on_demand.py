@@ -634,6 +634,49 @@ def test_a_new_generation_begins_where_it_takes_less(backend: GraphBackend) -> N
     runner.close()
 
 
+def test_a_proposal_changes_nothing(backend: GraphBackend) -> None:
+    """Staged blocks stay good, and no random number is drawn."""
+    runner = open_runner(backend, "adaptive", sizes=(4, 8))
+    ask(runner, backend, *[8] * 5)
+    staged = runner.stage(num_tokens=4)
+    before = torch.get_rng_state()
+    report = runner.replan(apply=False)
+    assert report.way == "proposed"
+    assert torch.equal(torch.get_rng_state(), before)
+    x = rows(backend, 4)
+    with staged as buffers:
+        buffers["x"].copy_(x)
+    same(staged.output.clone(), runner(x=x))
+    runner.close()
+
+
+def test_moved_memory_is_refused_by_a_replan_without_graphs(backend: GraphBackend) -> None:
+    runner = open_runner(backend, "adaptive", sizes=(4,))
+    ask(runner, backend, *[4] * 3)
+    nothing = StepTimes.measured({(CUDAGraphMode.NONE, 0): {1: 1.0, 64: 1.0}, (FULL, 0): {1: 9.0, 64: 9.0}}, "given")
+    runner.replan(times=nothing)
+    assert sizes_of(runner) == []
+    runner.invalidate("kv")
+    ask(runner, backend, *[4] * 3)
+    with pytest.raises(AddressError, match="'kv' moved"):
+        runner.replan(times=TIMES)
+    runner.close()
+
+
+def test_all_are_captured_anew_largest_first(backend: GraphBackend) -> None:
+    """After a failure that made the pool grow, not in the order in which batches asked."""
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model, sizes=(8, 64, 512))
+    for size in (8, 64, 512):
+        ask(runner, backend, size)
+    with runner._demand.live._changes(anew=True):
+        runner._demand.live._begin_anew(tuple(runner._demand.live._records))
+    assert [d.num_tokens for _, d in runner._demand.live._records] == [512, 64, 8]
+    runner.graphs_changed()
+    ask(runner, backend, 8, 500)
+    runner.close()
+
+
 def test_memory_goes_back_down(backend: GraphBackend) -> None:
     model = Net(backend)
     open_runner(backend, "eager", model, sizes=(64,)).close()  # what libraries keep

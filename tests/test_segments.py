@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import AddressError, BatchDescriptor, CUDAGraphMode, GraphRunner, Input, forward_context
 from cgplan.graphs import GraphBackend
-from cgplan.runtime.context import current_forward_context
+from cgplan.runtime.context import current_forward_context, get_forward_context
 from cgplan.runtime.piecewise import cgplan_backend
 from cgplan.runtime.segments import SegmentWrapper, SplitForward
 
@@ -44,6 +44,9 @@ torch.library.register_fake("recorded::middle", lambda x, scale: torch.empty_lik
 torch.library.register_fake(
     "recorded::parts", lambda x, rows: (torch.empty_like(x), x.new_empty(x.shape[0])), lib=_LIBRARY
 )
+_LIBRARY.define("plus_metadata(Tensor x) -> Tensor")
+_LIBRARY.impl("plus_metadata", lambda x: x + get_forward_context().metadata["bias"], "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::plus_metadata", lambda x: torch.empty_like(x), lib=_LIBRARY)
 middle, parts = torch.ops.recorded.middle, torch.ops.recorded.parts
 
 
@@ -261,6 +264,26 @@ def test_capturing_again_and_closing_drop_what_was_recorded(
         assert torch.equal(runner(x=x)["y"], runner.run_eagerly(x=x)["y"])
         assert len(wrapper_calls) == 3
     runner.close()
+
+
+def test_metadata_that_moved_is_found_outside_of_runners_too(backend: GraphBackend) -> None:
+    """Also once the key is recorded."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.recorded.plus_metadata(middle(x * 2, x.new_ones(3))) * 2
+
+    options = {"splitting_ops": ["recorded::middle"], "address_check": "always"}
+    split = torch.compile(model, backend=cgplan_backend, options=options, dynamic=True)
+    x, bias = torch.zeros(4, 3, device=backend.device), torch.ones(3, device=backend.device)
+    with torch.no_grad():
+        with forward_context(CUDAGraphMode.NONE, BatchDescriptor(4), {"bias": bias}):
+            split(x)
+        for _ in range(4):
+            with forward_context(PIECEWISE, BatchDescriptor(4), {"bias": bias}):
+                split(x)
+        moved = bias.clone()
+        with forward_context(PIECEWISE, BatchDescriptor(4), {"bias": moved}), pytest.raises(AddressError):
+            split(x)
 
 
 def test_with_gradients_the_wrappers_answer(backend: GraphBackend, wrapper_calls: list[BatchDescriptor]) -> None:

@@ -180,6 +180,38 @@ def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(
     assert traffic.notes == ("batches that tell no number of requests count as many as their tokens allow",)
 
 
+def test_traffic_since_a_mark_and_since_a_reset(backend: GraphBackend) -> None:
+    runner = open_runner(backend)
+    for _ in range(5):
+        call(runner, 3, 3)
+    mark = runner.stats.mark()
+    call(runner, 3, 3)
+    assert [calls for _, calls in runner.stats.traffic(mark).histogram] == [1]
+    runner.stats.reset()
+    for _ in range(7):
+        call(runner, 3, 3)
+    assert [calls for _, calls in runner.stats.traffic(mark).histogram] == [7]
+    runner.close()
+
+
+def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+    """No input tells its requests, and there can be no uniform batch of that size."""
+    specs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    runner = cgplan.capture(
+        lambda x: x + 1, specs, compilation={"cudagraph_capture_sizes": [4]}, scheduler={"max_num_seqs": 8},
+        device=str(backend.device),
+    )  # fmt: skip
+    for size in (3, 20):
+        runner(x=torch.zeros(size, 2, device=backend.device))
+    (tmp_path / "stats.json").write_text(runner.stats.json())
+    found = read_traffic(tmp_path / "stats.json", config=Config(), step_time=lambda _: 1.0).histogram
+    assert [(batch.num_tokens, batch.num_reqs, batch.uniform, calls) for batch, calls in found] == [
+        (3, 3, True, 1),
+        (20, 8, False, 1),
+    ]
+    runner.close()
+
+
 def test_no_traffic_before_the_first_call(backend: GraphBackend) -> None:
     runner = open_runner(backend)
     runner.stage(3)  # prepared, and not run

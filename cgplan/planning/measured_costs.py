@@ -9,6 +9,7 @@ from typing import Protocol
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.allocator import ROUND_LARGE
 from cgplan.planning.costs import GraphCosts, Key, static_bytes
@@ -117,8 +118,14 @@ class MeasuredCosts(GraphCosts):
 
         Driver memory, which the driver takes in chunks, is spread over the keys of a mode by their nodes. A report
         says of a mode's largest size alone how large a pool it needs; those of smaller ones are taken in proportion.
+        Raises ReportError for a report of no key.
         """
         records = tuple(report.records)
+        if not records:
+            raise ReportError(
+                "the report has no captured keys, so it says nothing of costs",
+                remedy="Give the report of a capture with `capture_policy: eager`, or --costs measure.",
+            )
         per_node = {mode: _driver_bytes_per_node(records, mode) for mode in {r.mode for r in records}}
         once = _once_seconds(records)
         keys, pools, pool = [], dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0

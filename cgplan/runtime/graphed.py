@@ -21,7 +21,7 @@ from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import Key
-from cgplan.runtime.ambient import AmbientState, generators_of
+from cgplan.runtime.ambient import AmbientState, generators_of, random_state_kept
 from cgplan.runtime.breaks import calls_breaks
 from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.pools import GraphPool, RunnerPools
@@ -77,13 +77,13 @@ class GraphedModel:
         self.scope = CaptureScope(None, backend)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self._is_traced = True  # unless the route traces
+        self.model = model
+        self.generators = generators_of(model, backend.device)
         self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
         self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=options)
         self.returns_nothing = False
-        self.model = model
-        self.generators = generators_of(model, backend.device)
         for generator in self.generators:
             backend.register_generator(generator)
         self.notes: list[str] = []
@@ -199,18 +199,24 @@ class GraphedModel:
         ``compilation.address_check`` says, or ``again``.
         """
         key = (mode, descriptor)
-        if self._moved is not None:
-            raise AddressError(
-                f"{mode} {descriptor} was captured before {self._moved!r} moved: a replay would use the old memory",
-                remedy="Call runner.recapture().",
-            )
-        if self.generators and self.config.compilation.address_policy != "off" and (again or key not in self._checked):
+        self.check_valid(f"{mode} {descriptor} was captured")
+        policy = self.config.compilation.address_policy
+        if policy == "off" or (policy == "first" and not again and key in self._checked):
+            return
+        if self.generators:
             self._check_generators(mode, descriptor)
-        once = self.config.compilation.address_policy == "first" and not again
-        if self._state is None or (once and key in self._checked):
+        if self._state is None:
             return
         self._state.check({"model": self.holder}, what=f"{mode} {descriptor}", may_grow=True)
         self._checked.add(key)
+
+    def check_valid(self, what: str) -> None:
+        """Raise AddressError after ``invalidate``; ``what`` begins its message."""
+        if self._moved is not None:
+            raise AddressError(
+                f"{what} before {self._moved!r} moved: a replay would use the old memory",
+                remedy="Call runner.recapture().",
+            )
 
     def _check_generators(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         now = generators_of(self.model, self.backend.device)
@@ -278,7 +284,8 @@ class GraphedModel:
     def _try(self, model: Callable[..., Any]) -> None:
         """Run the model's own code on padding."""
         _, smallest = self.plan.keys[-1]
-        self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))
+        with random_state_kept(self.backend.device, self.generators):
+            self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))
 
     def _trace(self, descriptor: BatchDescriptor) -> None:
         """Let the route's compiler see the model, on padding.
@@ -293,7 +300,8 @@ class GraphedModel:
         specs = {**self.config.inputs, **self.config.metadata}
         views = StaticBuffers(specs, rows, reqs, self.backend.device).views(rows, reqs)
         batch = descriptor._replace(num_tokens=rows, num_reqs=reqs, uniform=False)
-        self._run(self.route.forward, CUDAGraphMode.NONE, batch, views)
+        with random_state_kept(self.backend.device, self.generators):
+            self._run(self.route.forward, CUDAGraphMode.NONE, batch, views)
 
 
 def _prime_below(most: int) -> int:

@@ -80,6 +80,12 @@ class LiveGraphs:
         if self.keys or self.graphed.is_invalid:
             self.graphed.check_addresses(*key, again=True)
 
+    def check_all(self) -> None:
+        """The same where no key is asked for."""
+        self.graphed.check_valid("the runner was captured")
+        if self.keys:
+            self.check(self.keys[0])
+
     def capture(self, keys: Collection[Key], *, evicted: Collection[Key] = (), anew: bool = False) -> tuple[Key, ...]:
         """Give up some keys, then capture others, the largest first. Failures are remembered, and do not raise.
 
@@ -129,7 +135,7 @@ class LiveGraphs:
         self.graphed.pools.renew()
         self._guard.forget(in_service=True)
         self.history.clear()
-        for key in keys:
+        for key in capture_order(keys):
             self._capture_one(key)
 
     def _evict(self, keys: Collection[Key]) -> None:

@@ -109,8 +109,7 @@ class OnDemand:
         self._check_policy()
         start, live, old = time.perf_counter(), self.live, self.live.graphed.plan
         before = live.graphed.pools.nbytes
-        if live.keys:
-            live.check(live.keys[0])
+        live.check_all()
         wanted = self._proposal(traffic, times, costs)
         way: Way = "proposed"
         new: tuple[Key, ...] = ()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from cgplan.graphs.copying import BatchCopy, Copier, CopyIn
 from cgplan.modes import CUDAGraphMode
@@ -141,13 +142,14 @@ class BatchPreparer:
         return PreparedBatch(route, count, copy, run, direct, output, pad=copy.pad, unchecked=True)
 
     def _eager(self, route: Route, count: BatchCount) -> Run:
-        graphed, names, unpadded = self._graphed, self._names, route.unpadded
+        graphed, names, unpadded, clone = self._graphed, self._names, route.unpadded, self._outputs.clone
 
         def run(copy_in: CopyIn, values: Values, stream: int) -> Any:
             copy_in(values, stream)
             count.calls += 1
             tensors = zip(names, on_device(values, graphed.backend.device), strict=True)
-            return graphed.run_eager(unpadded, dict(tensors))
+            output = graphed.run_eager(unpadded, dict(tensors))
+            return tree_map_only(torch.Tensor, torch.clone, output) if clone else output
 
         return run
 

@@ -217,7 +217,8 @@ class RunnerState:
         finally:
             if self._demand.live.graphed is not self._graphed:
                 self._open()
-            self.graphs_changed()
+            if apply:
+                self.graphs_changed()
             self._release()
 
     def _reopen(self, plan: Plan) -> LiveGraphs:

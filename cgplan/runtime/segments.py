@@ -78,6 +78,7 @@ class _Recorded:
     scope: CaptureScope | None
     manifest: AddressManifest | None  # where addresses are looked at on each call
     read: tuple[int, ...]  # the arguments that graphs read
+    metadata: frozenset[str]  # what they read of the context's metadata outside of runners
 
 
 class SplitForward:
@@ -122,7 +123,8 @@ class SplitForward:
             return self._by_wrappers(*args)
         recorded = self.recorded.get(context.descriptor)
         if recorded is not None and recorded.scope is context.scope:
-            if recorded.manifest is None or recorded.manifest.still_holds(_roots(recorded.read, args, context)):
+            manifest = recorded.manifest
+            if manifest is None or manifest.still_holds(_roots(recorded.read, recorded.metadata, args, context)):
                 return recorded.call(*args)
             return self._by_wrappers(*args)  # they say what has moved
         output = self._by_wrappers(*args)
@@ -139,18 +141,23 @@ class SplitForward:
                 return
             entries[name] = entry
         manifest, some = None, next(iter(self._segments.values()))
+        metadata = frozenset[str]().union(*(entry.metadata for entry in entries.values()))
         if some.options.address_check == "always":
-            roots = _roots(program.read, args, context)
+            roots = _roots(program.read, metadata, args, context)
             manifest = AddressManifest.of(roots, some.backend.device, repeats=True)
             manifest.check(roots, what=f"{CUDAGraphMode.PIECEWISE} {context.descriptor}")  # compiles itself
         call = program.bind(self.split, entries)
-        self.recorded[context.descriptor] = _Recorded(call, context.scope, manifest, program.read)
+        self.recorded[context.descriptor] = _Recorded(call, context.scope, manifest, program.read, metadata)
 
 
-def _roots(read: Sequence[int], args: tuple[Any, ...], context: ForwardContext) -> dict[str, Any]:
+def _roots(
+    read: Sequence[int], metadata: Collection[str], args: tuple[Any, ...], context: ForwardContext
+) -> dict[str, Any]:
     roots: dict[str, Any] = {"args": [args[i] for i in read]}
     if context.scope is not None:
         roots["metadata"] = context.metadata
+    elif metadata:  # what only eager pieces read may be new on each call
+        roots["metadata"] = {name: context.metadata.get(name) for name in metadata}
     return roots
 
 

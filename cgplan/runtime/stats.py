@@ -21,7 +21,7 @@ from cgplan.planning.vllm_log import COLUMNS
 T = TypeVar("T")
 Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
 
-Mark = Mapping[Asked, int]
+Mark = tuple[int, Mapping[Asked, int]]  # resets before it, and calls of each batch
 
 MOST_BATCHES = 100_000
 NEVER = 1 << 62
@@ -111,6 +111,7 @@ class RunnerStats:
         self.timed_calls = 0
         self.timed_nanoseconds = 0
         self._counts: dict[Asked, BatchCount] = {}
+        self._resets = 0
         self.time_every = 16
 
     @property
@@ -190,13 +191,14 @@ class RunnerStats:
 
     def reset(self) -> None:
         """Begin to count anew. What was captured stays counted."""
+        self._resets += 1
         for count in self._counts.values():
             count.calls = 0
         self.timed_calls = self.timed_nanoseconds = 0
 
     def take_over(self, earlier: RunnerStats) -> None:
         """Go on from the numbers of a runner that was closed, before the first call of this one."""
-        self._counts = earlier._counts
+        self._counts, self._resets = earlier._counts, earlier._resets
         self.captures += earlier.captures
         self.evictions += earlier.evictions
         self.failures += earlier.failures
@@ -249,7 +251,7 @@ class RunnerStats:
 
     def mark(self) -> Mark:
         """The counts as they are now, for ``traffic`` since then."""
-        return {asked: count.calls for asked, count in self._counts.items()}
+        return self._resets, {asked: count.calls for asked, count in self._counts.items()}
 
     def traffic(self, since: Mark | None = None) -> Traffic:
         """The batches that were asked for, those that ran eagerly too, as the planner reads them: exact.
@@ -261,9 +263,10 @@ class RunnerStats:
             TrafficError: nothing was called.
         """
         found, notes = [], []
+        resets, marked = since or (0, {})
+        earlier = marked if resets == self._resets else {}
         for asked, count in self._counts.items():
-            before = (since or {}).get(asked, 0)
-            calls = count.calls - (before if before <= count.calls else 0)
+            calls = count.calls - earlier.get(asked, 0)
             if calls:
                 found.append((self._batch(count), calls))
                 if count.num_reqs is None:
@@ -275,7 +278,8 @@ class RunnerStats:
         if reqs is None:
             per_request = self.plan.query_len if count.uniform else 1
             reqs = min(count.num_tokens // per_request, self.plan.max_num_seqs)
-        return Batch(count.num_tokens, reqs, count.uniform, count.num_active_loras)
+        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not what is beyond max_num_seqs
+        return Batch(count.num_tokens, reqs, uniform, count.num_active_loras)
 
 
 def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:

@@ -11,6 +11,8 @@ import torch
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Key, representative_keys
+from cgplan.runtime.ambient import random_state_kept
+from cgplan.runtime.failures import explain_eager_failure
 from cgplan.runtime.graphed import GraphedModel
 
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
@@ -26,12 +28,15 @@ def time_on_padding(graphed: GraphedModel, repeats: int = REPEATS) -> Points:
     Args:
         graphed: The model with its graphs; no call is under way.
         repeats: Timed calls of each key and way.
+
+    Raises ModelError if the model fails.
     """
     found: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     keys: Sequence[Key] = representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
     if not keys:
         return found
-    with torch.no_grad(), graphed.buffers.on_padding():
+    kept = random_state_kept(graphed.backend.device, graphed.generators)
+    with torch.no_grad(), graphed.buffers.on_padding(), kept:
         for mode, descriptor in keys:
             views = graphed.views(descriptor)
             ways: dict[CUDAGraphMode, Callable[[], Any]] = {
@@ -39,7 +44,11 @@ def time_on_padding(graphed: GraphedModel, repeats: int = REPEATS) -> Points:
                 CUDAGraphMode.NONE: partial(graphed.run_eager, descriptor, views),
             }
             for way, call in ways.items():
-                call()
+                try:
+                    call()
+                except Exception as error:
+                    failure = explain_eager_failure(error, f"{mode} {descriptor} on padding")
+                    raise failure from (error if failure is not error else error.__cause__)
                 device, _ = graphed.backend.time_calls(call, repeats)
                 found.setdefault((way, descriptor.num_active_loras), {})[descriptor.num_tokens] = median(device)
     return found
