@@ -1196,3 +1196,19 @@ def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
     assert result.exit_code == 2
     assert "Error" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:
+    Path("h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
+    traffic = ("plan", "--config", "good.yaml", "--traffic", "h.csv")
+    for option in ("--memory", "--capture-time", "--plot", "--output"):
+        result = cgplan_command(*traffic, option, "")
+        assert result.exit_code == 2
+        assert f"{option} is empty" in result.stderr
+    for over in ("h.csv", "good.yaml"):
+        result = cgplan_command(*traffic, "--output", over)
+        assert result.exit_code == 17
+        assert f"{over} is what the plan is made from" in result.stderr
+    assert Path("h.csv").read_text().startswith("num_tokens")
+    nothing = good(*traffic, "--set", "compilation.cudagraph_mode=NONE").stdout
+    assert "nothing is captured: the resolved cudagraph_mode is NONE" in nothing

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_dispatcher import plans_with_lanes
 from test_plan import FULL, PIECEWISE, key, plan_of, plan_with, plans
 
+from cgplan.config import validate_config
 from cgplan.errors import ConfigError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.emit import emit
@@ -271,3 +272,13 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         read("{}", max_num_seqs=0)
     with pytest.raises(ConfigError, match=r"lora\.max_loras: found 0"):
         read("{}", max_loras=0)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "trtllm"])
+def test_graphs_beyond_a_decode_batch_are_emitted_as_its_largest(engine: str) -> None:
+    given = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4, 40]}
+    plan = build_plan(validate_config({"compilation": given, "scheduler": {"max_num_seqs": 32}}))
+    emission = emit(plan, engine)  # type: ignore[arg-type]
+    assert "32" in emission.text
+    assert "40" not in emission.text
+    assert any("40 tokens became 32 requests" in note for note in emission.notes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
-from cgplan.errors import CgplanError
+from cgplan.errors import CgplanError, OutputPathError
 
 INTERNAL_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
@@ -30,6 +31,9 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
     except BrokenPipeError:  # the reader of a pipe has gone; typer ends the program in silence
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            full = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
+            _end(error, show_traceback, full, OutputPathError.exit_code)
         what = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
         _end(error, show_traceback, f"{what}\n  remedy: {advice}", INTERNAL_EXIT_CODE)

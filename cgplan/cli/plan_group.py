@@ -76,6 +76,12 @@ def plan_(
     if engine is not None and as_json:
         raise typer.BadParameter("give either --emit or --json; --output saves the plan beside either")
     budget = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
+    for name, text in (("--memory", memory), ("--capture-time", capture_time)):
+        if text is not None and not text.strip():
+            raise typer.BadParameter(f"{name} is empty; leave it out for no limit")
+    for name, file in (("--plot", plot), ("--output", output), ("--traffic", traffic), ("--step-times", step_times)):
+        if file == Path():
+            raise typer.BadParameter(f"{name} is empty, or the current folder: give the path of a file")
     given = [f"budget.{name}={value}" for name, value in budget.items() if value is not None]
     with failures_reported(show_traceback):
         from cgplan.cli.planning import Sources, run_plan

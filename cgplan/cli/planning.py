@@ -16,7 +16,7 @@ import typer
 from cgplan.cli.output import check_writable, note, publish, show, write_whole
 from cgplan.cli.pricing import costs_of
 from cgplan.config import Config, LoadedConfig, read_config
-from cgplan.errors import ConfigError, ReportError
+from cgplan.errors import ConfigError, OutputPathError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare, machine_changes, mismatches, named
@@ -73,7 +73,14 @@ def run_plan(
     loaded = read_config(path, overrides)
     if plot is not None:
         check_plot_path(plot)
+    inputs = {
+        path,
+        *filter(None, (sources.traffic, sources.step_times)),
+        *([Path(sources.costs)] if sources.costs else []),
+    }
     for file in filter(None, (output, plot)):
+        if file.resolve() in {given.resolve() for given in inputs}:
+            raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
         check_writable(file)
     made = _make(loaded, sources)
     if plot is not None:

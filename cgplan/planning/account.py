@@ -156,7 +156,9 @@ class Case:
         asked = self.config.compilation.cudagraph_capture_sizes
         name = "configured" if isinstance(asked, tuple) else asked or "vllm"
         ladder = next((ladder for ladder in ladders if ladder.name == name), None)
-        if not self.plan.keys and self.plan.mode is not CUDAGraphMode.NONE:
+        if self.plan.mode is CUDAGraphMode.NONE:
+            return "nothing is captured: the resolved cudagraph_mode is NONE"
+        if not self.plan.keys:
             return "no graph brings anything: eager steps take no longer, or the budget pays for none that is of use"
         if ladder is None:
             return f"{milliseconds(expected)} a step with {graphs}"

@@ -153,8 +153,15 @@ def _requests(plan: Plan) -> list[int]:
 
 
 def _unit_notes(plan: Plan) -> list[str]:
-    q = plan.query_len
-    return [f"decode sizes are in requests of {q} tokens, the plan's in tokens"] if q > 1 else []
+    q, most = plan.query_len, plan.max_num_seqs
+    notes = [f"decode sizes are in requests of {q} tokens, the plan's in tokens"] if q > 1 else []
+    beyond = sorted({k.num_tokens for m, k in plan.keys if m is CUDAGraphMode.FULL and k.num_tokens > q * most})
+    if beyond and (CUDAGraphMode.FULL, False) in {(mode, key.uniform) for mode, key in plan.keys}:
+        notes.append(
+            f"{_listed(beyond)} tokens became {most} requests, as many as a decode batch has: in the plan those graphs "
+            "serve decode batches, too"
+        )
+    return notes
 
 
 def _union_notes(plan: Plan, engine: str, graphs: int) -> list[str]:

@@ -91,10 +91,14 @@ def traffic_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator[s
         if eager > CLIFF * graph:
             share = sum(weight for _, weight in missed) / traffic.total
             yield (
-                f"{share:.2%} of the steps are {_kind(uniform)} batches that no graph holds, up to "
+                f"{_share(share)} of the steps are {_kind(uniform)} batches that no graph holds, up to "
                 f"{largest.num_tokens} tokens: there {milliseconds(eager)} eagerly, {milliseconds(graph)} in a {mode} "
                 "graph"
             )
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"
 
 
 def scheduler_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator[str]:
@@ -129,7 +133,8 @@ def beyond_the_scheduler(plan: Plan, traffic: Traffic) -> Iterator[str]:
         if beyond:
             share = sum(weight for _, weight in beyond) / traffic.total
             yield (
-                f"{share:.2%} of the steps have more {what} (up to {max(beyond)[0]}) than scheduler.{field} = {limit}: "
+                f"{_share(share)} of the steps have "
+                f"more {what} (up to {max(beyond)[0]}) than scheduler.{field} = {limit}: "
                 "the traffic is of another scheduler"
             )
 
@@ -194,7 +199,8 @@ def lora_cases(plan: Plan, traffic: Traffic, served: Sequence[Served]) -> Iterat
     if beyond:
         allowed = f"lora.max_loras = {most}" if most else "the configuration, which has no lora section"
         yield (
-            f"{beyond / traffic.total:.2%} of the steps have more active adapters (up to {max(counts)}) than {allowed}"
+            f"{_share(beyond / traffic.total)} of the steps have "
+            f"more active adapters (up to {max(counts)}) than {allowed}"
         )
 
 

@@ -134,13 +134,18 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     ((mode, descriptor),) = curve.keys_of(single)
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
-        wrong.append(f"budget.memory is {limits.memory / 2**20:.4g} MiB")
-        enough.append(f"budget.memory to {-(-memory // 2**20):.0f}MiB")
+        wrong.append(f"budget.memory is {_in_bytes(limits.memory)}")
+        small = memory < 2**20
+        enough.append(f"budget.memory to {-(-memory // (2**10 if small else 2**20)):.0f}{'KiB' if small else 'MiB'}")
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {memory / 2**20:.4g} MiB (pool, "
+        f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {_in_bytes(memory)} (pool, "
         f"static buffers, workspaces and driver) and {seconds:.3g} s",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE.",
     )
+
+
+def _in_bytes(amount: float) -> str:
+    return f"{amount / 2**20:.4g} MiB" if amount >= 2**20 else f"{amount / 2**10:.4g} KiB"

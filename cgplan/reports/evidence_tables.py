@@ -68,7 +68,11 @@ def _name(use: SizeUse, several: bool) -> str:
 
 def _head(evidence: Evidence) -> RenderableType:
     expected, gap = evidence.expected_us, f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else ""
-    proof = "proven: no plan within the limits is better" if evidence.exact else f"lower bound reported{gap}"
+    proof = (
+        "proven: no plan within the limits is better, by these times and costs"
+        if evidence.exact
+        else f"lower bound reported{gap}"
+    )
     cost = [] if evidence.bytes is None else [f"{format_bytes(evidence.bytes)}"]
     cost += [] if evidence.seconds is None else [f"start-up {format_seconds(evidence.seconds)}"]
     estimated = " (an estimate)" if evidence.costs_estimated else ""
