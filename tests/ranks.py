@@ -77,7 +77,7 @@ def run_ranks(
     target: Callable[..., Any],
     *args: Any,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
-    patience: float = 30.0,
+    patience: float = 10.0,
     timeout: float = 40.0,
     absent: tuple[int, ...] = (),
     stopped: tuple[int, ...] = (),

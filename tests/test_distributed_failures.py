@@ -56,14 +56,9 @@ def test_a_rank_that_raises(world_size: int, phase: str) -> None:
     [
         (2, "export", "exchanging the handles"),
         (2, "open", "opening the peers"),
-        pytest.param(
-            4, "open", "opening the peers",
-            marks=pytest.mark.xfail(
-                strict=False, reason="of four ranks two now and then wait in a barrier until the timeout: not found yet"
-            ),
-        ),
+        (4, "open", "opening the peers"),
     ],
-)  # fmt: skip
+)
 def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str) -> None:
     said = values(run_ranks(world_size, programs.raises_in_registration, method))
     assert {name for name, _ in said} == {"RankFailedError"}
