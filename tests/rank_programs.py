@@ -39,6 +39,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runtime.budget import BudgetGuard
 from cgplan.runtime.context import forward_context
+from cgplan.runtime.rebound import StateSnapshot
 from cgplan.runtime.session import CaptureSession
 
 
@@ -194,6 +195,38 @@ def capture_and_run(rank: int, world_size: int) -> Any:
 def unequal_counts(rank: int) -> None:
     with session(rank, extra=1 if rank == 1 else 0) as (_, _, capture):
         capture.run()
+
+
+class Counter:
+    """Counts how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, _: str) -> None:
+        self.calls += 1
+
+
+def counts_its_calls(rank: int) -> Any:
+    """Rank 1's model has a number that changes, rank 0's has none: only rank 1 looks who reads it."""
+    with session(rank, Counter() if rank == 1 else None) as (ranks, _, capture):
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        warnings = [said for said in runner.report.warnings if "forward" in said]
+        runner.close()
+    return warnings
+
+
+def state_of_a_model(rank: int) -> Any:
+    """What of a model's state has changed, once ranks have summed and have shown a sign of life."""
+    with opened() as (ranks, reducer):
+        model = Doubling(reducer)
+        state = StateSnapshot(model)
+        model(torch.ones(2, 8))
+        sent = ranks.watch._beats
+        while ranks.watch._beats == sent:
+            time.sleep(0.02)
+    return state.changed()
 
 
 def raises_in(rank: int, phase: str) -> Any:

@@ -39,6 +39,18 @@ def test_a_session_captures_registers_and_captures_again(world_size: int) -> Non
             assert 0 < record.registration_seconds < record.session_seconds
 
 
+def test_a_rank_that_looks_at_its_state_sums_alone() -> None:
+    """What runs a forward on one rank only must not wait for the others, nor count as one of their sums."""
+    assert values(run_ranks(2, programs.counts_its_calls)) == [
+        [],
+        ["the forward changes trouble.calls; replays do not, nor do they see it change"],
+    ]
+
+
+def test_what_the_all_reduce_counts_is_no_state_of_a_model() -> None:
+    assert values(run_ranks(2, programs.state_of_a_model)) == [{}, {}]
+
+
 def test_rank_0s_plan_is_captured() -> None:
     assert values(run_ranks(2, programs.rank_0s_plan)) == [(1, 2), (1, 2)]
 

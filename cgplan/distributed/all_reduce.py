@@ -46,6 +46,8 @@ class AllReduce(ABC):
         ranks: Those that sum.
     """
 
+    __graph_memory__ = True  # what it holds, and counts in threads of its own, is no state of a model
+
     name: str
 
     def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
@@ -115,7 +117,7 @@ class CollectiveAllReduce(AllReduce):
 
 
 def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
-    if is_probing():  # one rank alone looks for an operator that needs the host
+    if is_probing():  # one rank alone looks at its forward; the others do not come to this all-reduce
         return x.clone()
     return _at(group).reduce(x)
 

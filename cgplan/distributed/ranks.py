@@ -55,6 +55,8 @@ class Ranks:
         watch: Who is still there.
     """
 
+    __graph_memory__ = True  # what it holds, and counts in threads of its own, is no state of a model
+
     def __init__(
         self,
         place: Place,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
@@ -80,8 +81,26 @@ class HostGuard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Looking(threading.local):
+    depth = 0
+
+
+_looking = _Looking()
+
+
 class Onlooker(TorchDispatchMode):
     """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
+
+    def __enter__(self) -> Self:
+        _looking.depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        finally:
+            _looking.depth -= 1
 
 
 class _Probe(Onlooker):
@@ -122,8 +141,8 @@ def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostS
 
 
 def is_probing() -> bool:
-    """Whether an ``Onlooker`` is looking at the forward."""
-    return isinstance(_get_current_dispatch_mode(), Onlooker)
+    """Whether an ``Onlooker`` looks at what this thread runs; in the kernels that it hands an operator on to, too."""
+    return _looking.depth > 0
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -249,7 +249,6 @@ def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """One short line."""
+    """One line; where it happened stands before what it was, so nothing is cut off."""
     text = error.message if isinstance(error, CgplanError) else f"{type(error).__name__}: {error}"
-    line = " ".join((text.splitlines() or [""])[0].split())
-    return line if len(line) <= 160 else f"{line[:157]}..."
+    return " ".join((text.splitlines() or [""])[0].split())
