@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import pytest
@@ -178,6 +179,19 @@ def test_other_sizes_are_interpolated_in_whole_segments() -> None:
     assert costs.seconds(key(4)) == pytest.approx(0.02)
     assert costs.pool_bytes(FULL, 1) == 4 * MIB
     assert costs.pool_bytes(FULL, 12) == 32 * MIB
+
+
+def test_pools_without_segments_are_interpolated_to_the_byte() -> None:
+    """As on the tape, where a pool of 52 KiB is one of 52 KiB."""
+    costs = MeasuredCosts([], {FULL: [(2, 100_000), (32, 1_600_064)]}, CONFIG, source="a test")
+    assert costs.pool_bytes(FULL, 16) == 100_000 + math.ceil(1_500_064 * 14 / 30)
+    assert costs.pool_bytes(FULL, 1) == 50_000
+    assert costs.pool_bytes(FULL, 32) == 1_600_064
+
+
+def test_a_size_below_the_smallest_takes_at_least_its_share() -> None:
+    costs = MeasuredCosts([], {FULL: [(4, 8 * MIB), (8, 32 * MIB)]}, CONFIG, source="a test")
+    assert [costs.pool_bytes(FULL, size) for size in (1, 2, 3)] == [2 * MIB, 4 * MIB, 6 * MIB]
 
 
 def test_keys_with_adapters_are_apart() -> None:

@@ -370,6 +370,22 @@ def test_calibrated_costs_predict_the_whole_ladder(chunk: int, keeps: bool) -> N
     assert "measured on" in str(report)
 
 
+@pytest.mark.parametrize("by", ["calibration", "report"])
+@pytest.mark.parametrize("sizes", [[1], [3], [6], [12], [1, 8], [2, 4, 12]])
+def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(sizes: list[int], by: str) -> None:
+    """Those of a plan's sizes that were measured tell what each of the others would cost by itself."""
+    whole, model, device = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024)), Chain(40), TapeBackend()
+    plan = build_plan(whole)
+    if by == "report":
+        costs = MeasuredCosts.from_report(CaptureSession(plan, model, device, whole).run().report, whole)
+    else:
+        costs = calibrate(whole, model, device, plan)
+    config = config_of(sizes, ("num_tokens", 1024))
+    part = build_plan(config)
+    found = CaptureSession(part, model, TapeBackend(), config).run().report.pool_bytes
+    assert sum(cost.pool_bytes for cost in costs.of(part.keys).keys) == pytest.approx(found, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("mode", "compilation"),
     [

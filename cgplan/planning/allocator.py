@@ -46,6 +46,13 @@ def segment_size(size: int) -> int:
     return LARGE_BUFFER if size < MIN_LARGE_ALLOC else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
+def unit_of(pools: Iterable[int]) -> int:
+    """Bytes that pools of these sizes grow by: those of a segment, or 1 where the pools do not consist of segments, as
+    on the tape.
+    """
+    return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
+
+
 @dataclass(slots=True, eq=False)
 class _Block:
     """A piece of a segment, with its neighbours there."""

@@ -11,7 +11,7 @@ from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.allocator import ROUND_LARGE
+from cgplan.planning.allocator import unit_of
 from cgplan.planning.costs import GraphCosts, Key, static_bytes
 
 
@@ -111,6 +111,7 @@ class MeasuredCosts(GraphCosts):
         self._once_seconds = once_seconds
         self._keys = tuple(keys)
         self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
+        self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
 
     @classmethod
     def from_report(cls, report: _Report, config: Config, notes: Iterable[str] = ()) -> MeasuredCosts:
@@ -150,15 +151,20 @@ class MeasuredCosts(GraphCosts):
         )
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """See GraphCosts. Between measured sizes rounded up as the allocator's segments are; 0 for other modes."""
+        """See GraphCosts. Other sizes than the measured ones lie on the line through their neighbours; smaller ones
+        take at least their share of the smallest. Rounded up to whole segments where pools consist of them; 0 for other
+        modes.
+        """
         points = self._pools.get(mode)
         if not points:
             return 0
-        above = next((nbytes for size, nbytes in points if size >= num_tokens), None)
-        if above is not None and (num_tokens, above) in points:
-            return above
-        nbytes = max(-(-math.ceil(interpolate(points, num_tokens)) // ROUND_LARGE) * ROUND_LARGE, 0)
-        return nbytes if above is None else min(nbytes, above)
+        above = next((point for point in points if point[0] >= num_tokens), None)
+        if above is not None and above[0] == num_tokens:
+            return above[1]
+        (small, least), unit = points[0], self._unit
+        share = least * num_tokens / small if num_tokens < small else 0.0
+        nbytes = math.ceil(max(interpolate(points, num_tokens), share) / unit) * unit
+        return nbytes if above is None else min(nbytes, above[1])
 
     def static_bytes(self, num_tokens: int) -> int:
         """See GraphCosts."""

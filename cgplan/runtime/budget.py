@@ -16,7 +16,7 @@ from cgplan.config import Config
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.allocator import ROUND_LARGE
+from cgplan.planning.allocator import unit_of
 from cgplan.planning.costs import Key, KeyCost, static_bytes
 from cgplan.planning.estimated_costs import NODE_BYTES
 from cgplan.planning.plan import Predicted
@@ -51,7 +51,7 @@ def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> 
         if key not in kept:
             missing, size = missing + cost.pool_bytes, max(size, tokens)
             continue
-        unit = 1 if missing % ROUND_LARGE else ROUND_LARGE  # whole segments stay whole
+        unit = unit_of([missing])  # whole segments stay whole
         brought = -(-missing * min(tokens, size) // size // unit) * unit
         found.append(replace(cost, pool_bytes=cost.pool_bytes + brought))
         missing, size = 0, 1
