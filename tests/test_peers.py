@@ -187,6 +187,13 @@ def test_a_peer_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> None
     torch.testing.assert_close(runner(x=x), model(x).detach())
 
 
+def test_a_long_reason_loses_its_middle() -> None:
+    """Messages begin with what happened, or end with it, as those with the user's line do."""
+    way = measuring._reason(ValueError("begin " + "x" * 300 + " end"))
+    assert (way[:17], way[-4:], len(way)) == ("ValueError: begin", " end", 160)
+    assert measuring._reason(ValueError("x" * 148)) == "ValueError: " + "x" * 148
+
+
 def test_where_cgplan_fails_its_peers_go_on(backend: GraphBackend) -> None:
     left = [100]
 

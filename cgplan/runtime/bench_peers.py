@@ -25,6 +25,7 @@ from cgplan.runtime.runner import GraphRunner
 
 WAYS: Mapping[str, type[Way]] = {way.name: way for way in (Ours, Eager, Bare, GraphedCallables, ReduceOverhead)}
 MOST_ROUNDS = 5
+LONGEST_REASON = 160  # characters
 Progress = Callable[[int, int, str], None]
 
 
@@ -249,6 +250,10 @@ def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """One line; where it happened stands before what it was, so nothing is cut off."""
+    """One short line: what is too long loses its middle, because what it was may stand at either end."""
     text = error.message if isinstance(error, CgplanError) else f"{type(error).__name__}: {error}"
-    return " ".join((text.splitlines() or [""])[0].split())
+    line = " ".join((text.splitlines() or [""])[0].split())
+    if len(line) <= LONGEST_REASON:
+        return line
+    half = LONGEST_REASON // 2
+    return f"{line[: half - 3]} ... {line[2 - half :]}"
