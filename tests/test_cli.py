@@ -463,6 +463,7 @@ def test_plan_draws_the_padding(home: Path) -> None:
     result = good("plan", "--config", "good.yaml", "--plot", "plan.svg")
     assert "saved plan.svg" in result.stderr
     assert "capture size" in (home / "plan.svg").read_text()
+    assert "FULL: 4" in (home / "plan.svg").read_text()
     good("plan", "--config", "good.yaml", "--plot", "plan.png")
     assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
 

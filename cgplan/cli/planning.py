@@ -229,6 +229,6 @@ def _evenly_padded(plan: Plan) -> PaddingPlot:
     lanes = plan.lanes()
     bars = [(lane, below, size) for lane, sizes in lanes.items() for below, size in pairwise((0, *sizes))]
     return PaddingPlot(
-        names=[f"{lane} {size}" if len(lanes) > 1 else str(size) for lane, _, size in bars],
+        names=[f"{lane}: {size}" for lane, _, size in bars],
         padding=[(size - below - 1) / 2 / size for _, below, size in bars],
     )

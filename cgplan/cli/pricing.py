@@ -11,6 +11,7 @@ from typing import Any
 
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
+from cgplan.config.files import beside
 from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
@@ -42,7 +43,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
             return _of_model(loaded, given)
     if not Path(given).exists():
         near = difflib.get_close_matches(given, WORDS, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        hint = f"Did you mean {near[0]}? " if near else beside(Path(given))
         raise ReportError(
             f"--costs {given}: there is no such file",
             remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",

@@ -19,8 +19,10 @@ from cgplan.planning.traffic_rows import (
     GUESSES,
     MOST_STEPS,
     Form,
+    Guessed,
     Row,
     absent,
+    check_separator,
     csv_header,
     csv_rows,
     flag,
@@ -132,6 +134,7 @@ def _parsed(text: str, path: Path, config: Config) -> Traffic | Trace:
     elif has_table(text):
         return log_traffic(text, path, config)
     else:
+        check_separator(text, path, (HISTOGRAM, TRACE))
         names = csv_header(text)
         form = nearest_form(names, (HISTOGRAM, TRACE))
         read = csv_rows
@@ -177,8 +180,9 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it writes tables that "
             f"begin with | {' | '.join(COLUMNS)} |.",
         )
+    listed = ", ".join(repr(name) for name in names[:6] if name)[:120]
     return TrafficError(
-        f"{path}: unknown columns {', '.join(map(repr, names[:6]))[:120]}",
+        f"{path}: unknown columns {listed}" if listed else f"{path}: no column has a name",
         remedy="; ".join(form.describe() for form in (HISTOGRAM, TRACE, MOONCAKE))
         + "; a log of vLLM and traffic that cgplan saved will do as well.",
     )
@@ -186,9 +190,8 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
 
 def _histogram(rows: Iterable[tuple[str, Row]], path: Path, config: Config) -> Traffic:
     counts: dict[Batch, float] = {}
-    guessed: set[str] = set()
+    guessed = Guessed()
     for where, row in rows:
-        guessed |= {column for column in GUESSES if absent(row, column)}
         batch = likely_batch(
             whole(row, "num_tokens", where, low=1, high=_LARGEST_BATCH),
             config,
@@ -197,8 +200,12 @@ def _histogram(rows: Iterable[tuple[str, Row]], path: Path, config: Config) -> T
             num_active_loras=0 if absent(row, "num_active_loras") else whole(row, "num_active_loras", where),
         )
         _check_batch(batch, where, config)
-        counts[batch] = counts.get(batch, 0) + whole(row, "count", where, high=MOST_STEPS)
-    return Traffic.of(counts, f"{path.name}: histogram", [GUESSES[column] for column in GUESSES if column in guessed])
+        count = whole(row, "count", where, high=MOST_STEPS)
+        counts[batch] = counts.get(batch, 0) + count
+        for column in GUESSES:
+            if absent(row, column):
+                guessed.add(column, batch, count)
+    return Traffic.of(counts, f"{path.name}: histogram", guessed.notes())
 
 
 def _check_batch(batch: Batch, where: str, config: Config) -> None:

@@ -38,8 +38,7 @@ def render_evidence(evidence: Evidence) -> RenderableType:
         parts += [Text(), Text(title, style="bold")]
         parts.append(Text(padding_text(padding_plot(evidence))))
     if evidence.not_worth:
-        lines = [(f"{Lane(n.mode, n.uniform, 0)} {n.first} to {n.last}", n.reason) for n in evidence.not_worth]
-        parts += [Text(), facts("Sizes not worth a graph", lines)]
+        parts += [Text(), Text("Sizes not worth a graph", style="bold"), _not_worth(evidence)]
     return Group(*parts)
 
 
@@ -52,18 +51,15 @@ def pareto_plot(evidence: Evidence) -> ParetoPlot:
 
 def padding_plot(evidence: Evidence) -> PaddingPlot:
     """One bar for each graph, and one for what runs eagerly."""
-    several = len(evidence.lanes) > 1
     return PaddingPlot(
-        [_name(use, several) for use in evidence.uses],
+        [_name(use) for use in evidence.uses],
         [use.padding for use in evidence.uses],
         [use.share for use in evidence.uses],
     )
 
 
-def _name(use: SizeUse, several: bool) -> str:
-    if use.size is None:
-        return "eager"
-    return f"{Lane(use.mode, use.uniform, use.num_active_loras)} {use.size}" if several else str(use.size)
+def _name(use: SizeUse) -> str:
+    return "eager" if use.size is None else f"{Lane(use.mode, use.uniform, use.num_active_loras)}: {use.size}"
 
 
 def _head(evidence: Evidence) -> RenderableType:
@@ -133,6 +129,13 @@ def _cells(point: ParetoPoint | LadderPoint) -> dict[str, object]:
 def _left_out(evidence: Evidence) -> RenderableType:
     rows: list[dict[str, object]] = [
         {"lane": part.lane, "sizes": describe_sizes(part.sizes), "why": part.reason} for part in evidence.left_out
+    ]
+    return filled(rows, left=("lane", "sizes", "why"))
+
+
+def _not_worth(evidence: Evidence) -> RenderableType:
+    rows: list[dict[str, object]] = [
+        {"lane": part.lane, "sizes": f"{part.first} to {part.last}", "why": part.reason} for part in evidence.not_worth
     ]
     return filled(rows, left=("lane", "sizes", "why"))
 

@@ -46,5 +46,6 @@ def load_report(path: str | Path) -> Report:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ReportError(f"{path}: damaged report: {where}: {first['msg']}", remedy=remedy) from None
+        where = "".join(f"{part}." for part in first["loc"]).removesuffix(".")
+        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
+        raise ReportError(f"{path}: damaged report: {wrong}", remedy=remedy) from None
