@@ -123,6 +123,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models.py").write_text(MODELS)
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
     return tmp_path
 
 
@@ -507,6 +508,19 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     assert "sizes 3 (1, 2, 7)" in " ".join(shown.split())
     assert "Ladders on the same traffic" in shown
     assert "vllm" in shown
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("0", 100), ("wide", 100)])
+def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
+    command = use_traffic(home)
+    usual = good(*command).stdout
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = good(*command).stdout
+    widths = [len(line) for line in shown.splitlines()]
+    assert max(widths) <= widest
+    assert (shown == usual) == (widest == 100)
+    axis = next(line for line in shown.splitlines() if "+---" in line)
+    assert len(axis) == min(widest, 80), "the chart is drawn for the width"
 
 
 def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:

@@ -75,6 +75,15 @@ def test_points_on_the_same_place_share_a_letter_and_are_both_explained() -> Non
     ]
 
 
+def test_a_long_legend_goes_on_below() -> None:
+    points = [Point("a ladder with a long name", 35, 1810.0), Point("another one that has a longer name", 35, 1810.0)]
+    lines = pareto_text(replace(CURVE, points=points), 60).splitlines()
+    assert lines[-2:] == [
+        "  A  another one that has a longer name: 35 graphs, 1.81 ms",
+        "     (the same place as a ladder with a long name)",
+    ]
+
+
 values = st.floats(0.001, 1e8)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from cgplan.errors import OutputPathError
@@ -101,7 +102,8 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
     lines.append(f"{'':>{_MARGIN + 2}}{_ticks(sorted({*every_x}), column, columns)}")
     lines.append(f"{'':>{_MARGIN + 2}}{'graphs'.center(columns)}".rstrip())
-    return "\n".join([*lines, *(f"  {mark}  {text}"[:width] for mark, text in legend)])
+    wrapped = (wrap(text, width, initial_indent=f"  {mark}  ", subsequent_indent=" " * 5) for mark, text in legend)
+    return "\n".join([*lines, *(line for part in wrapped for line in part)])
 
 
 def padding_text(plot: PaddingPlot, width: int = 80) -> str:
