@@ -469,13 +469,31 @@ def test_plan_draws_the_padding(home: Path) -> None:
     assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-graphs", "0", "--set", "budget.max_graphs=3"), "--max-graphs: found 0, expected greater"),
+        (("--memory", "0"), "--memory: found 0, which pays for no graph; leave it out"),
+        (("--memory", "2 apples"), "--memory: found '2 apples', expected a number of bytes"),
+        (("--memory", "{a: 1"), "--memory: the value is not YAML: expected ',' or '}'"),
+        (("--capture-time", "soon"), "--capture-time: found 'soon', expected a number of seconds"),
+        (("--set", "budget.capture_time=0s"), "--set budget.capture_time: found 0, which pays"),
+    ],
+)
+def test_bad_options_of_the_budget_are_named(home: Path, options: tuple[str, ...], said: str) -> None:
+    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", *options)
+    assert message.startswith(f"error: {said}")
+
+
+def test_a_bad_device_option_is_named(home: Path) -> None:
+    message = refused(errors.ConfigError, "capture", "--config", "good.yaml", "--device", "gpu")
+    assert message.startswith("error: --device: found 'gpu', expected auto")
+
+
 def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
-    bounds = ("--max-graphs", "0", "--set", "budget.max_graphs=3")
-    assert "--set budget.max_graphs: found 0" in refused(errors.ConfigError, "plan", "--config", "good.yaml", *bounds)
-    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--memory", "2 apples")
-    assert "budget.memory" in message
-    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--capture-time", "soon")
-    assert "budget.capture_time" in message
+    given = ("--max-graphs", "2", "--set", "budget.max_graphs=3", "--memory", "1GiB", "--capture-time", "2min")
+    plan = Plan.model_validate_json(good("plan", "--config", "good.yaml", *given, "--json").stdout)
+    assert plan.budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
     noted = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--json").stderr
     assert "warning: budget.memory did not bound this plan: without traffic" in noted
 

@@ -82,9 +82,15 @@ def plan_(
     for name, file in (("--plot", plot), ("--output", output), ("--traffic", traffic), ("--step-times", step_times)):
         if file == Path():
             raise typer.BadParameter(f"{name} is empty, or the current folder: give the path of a file")
-    given = [f"budget.{name}={value}" for name, value in budget.items() if value is not None]
     with failures_reported(show_traceback):
         from cgplan.cli.planning import Sources, run_plan
+        from cgplan.config import Override
+
+        given = [
+            Override(f"budget.{name}={value}", f"--{name.replace('_', '-')}")
+            for name, value in budget.items()
+            if value is not None
+        ]
 
         run_plan(
             config,

@@ -15,7 +15,7 @@ import typer
 
 from cgplan.cli.output import check_writable, note, publish, show, write_whole
 from cgplan.cli.pricing import costs_of
-from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.errors import ConfigError, OutputPathError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
@@ -61,7 +61,7 @@ class Made:
 
 def run_plan(
     path: Path,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     sources: Sources,
     *,
     output: Path | None,
