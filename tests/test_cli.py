@@ -22,6 +22,7 @@ from cgplan.config import load_config, read_config
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Machine
 from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
+from cgplan.reports.units import format_bytes
 
 REPO = Path(__file__).parents[1]
 
@@ -697,6 +698,29 @@ def test_inspect_shows_what_each_lora_case_adds(home: Path) -> None:
         assert plan.predicted is not None
         assert len(plan.predicted.keys) == 6
     assert "What each LoRA case adds" not in good("inspect", "--config", "good.yaml", "--costs", "run.json").stdout
+
+
+def test_inspect_with_costs_sums_them_up_by_lane_and_leaves_defaults_out(home: Path) -> None:
+    asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
+    good("capture", *asked[1:], "--output", "run.json")
+    whole, brief = good(*asked).stdout, good(*asked, "--costs", "run.json").stdout
+    tables = (text.partition("\n\n")[0].partition("---\n")[2] for text in (whole, brief))
+    every, some = (re.findall(r"^[\w.]+", table, re.MULTILINE) for table in tables)
+    assert {name.partition(".")[0] for name in some} == {"model", "device", "compilation", "lora", "report"}
+    assert "compilation.cudagraph_capture_sizes" in some
+    assert "compilation.on_miss" not in some
+    left_out = len(every) - len(some)
+    assert f"and {left_out} values of inputs, metadata and defaults, listed without --costs" in brief
+    plan = Plan.model_validate_json(good(*asked, "--costs", "run.json", "--json").stdout)
+    assert plan.predicted is not None
+    pool = {0: 0, 3: 0}
+    for (_, descriptor), cost in zip(plan.keys, plan.predicted.keys, strict=True):
+        pool[descriptor.num_active_loras] += cost.pool_bytes
+    for case, name in ((0, "FULL"), (3, "FULL, 3 adapters")):
+        row = re.search(rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", brief, re.MULTILINE)
+        assert row, brief
+        assert row[1] == format_bytes(pool[case])
+    assert "Cost of each lane" not in whole
 
 
 def test_inspect_shows_the_split(home: Path) -> None:
