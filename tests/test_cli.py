@@ -936,8 +936,10 @@ def test_missing_file_names_the_nearest(home: Path) -> None:
 def test_unreadable_files(home: Path) -> None:
     (home / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     (home / "folder.yaml").mkdir()
-    for name in ("binary.yaml", "folder.yaml"):
-        assert f"cannot read {name}" in refused(errors.ConfigFileError, "inspect", "--config", name)
+    for name, said in (("binary.yaml", "binary.yaml:1: not UTF-8 text"), ("folder.yaml", "cannot read folder.yaml")):
+        assert said in refused(errors.ConfigFileError, "inspect", "--config", name)
+    message = refused(errors.ConfigFileError, "inspect", "--config", "nothing-like-it.yaml")
+    assert "That folder has binary.yaml, good.yaml. Give a readable YAML file" in message
 
 
 @pytest.mark.parametrize(
@@ -1253,6 +1255,58 @@ def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
     assert result.exit_code == 2
     assert "Error" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--json", "diff", "plan.json", "plan.json"),
+            "--json is no option of `cgplan plan diff`, or stands",
+        ),
+        (("--traffic", "x.csv", "diff", "plan.json", "plan.json"), "--traffic is no option of `cgplan plan diff`"),
+        (("plan.json",), "plan.json stands without an option: give --config FILE"),
+        (("--config", "good.yaml", "plan.json"), "plan.json stands without an option: give --config FILE"),
+        (("dif", "plan.json", "plan.json"), "Did you mean 'diff'?"),
+    ],
+)
+def test_arguments_of_plan_that_would_be_passed_over(home: Path, arguments: tuple[str, ...], said: str) -> None:
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    result = cgplan_command("plan", *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_empty_names_of_plans_and_costs(home: Path) -> None:
+    result = cgplan_command("capture", "--config", "good.yaml", "--plan", "")
+    assert result.exit_code == 2
+    assert "--plan is empty" in result.stderr
+    assert "--costs is empty" in refused(errors.ReportError, "plan", "--config", "good.yaml", "--costs", "")
+
+
+def test_a_picture_and_a_plan_have_files_of_their_own(home: Path) -> None:
+    both = ("plan", "--config", "good.yaml", "--plot", "it.svg", "--output", "./it.svg")
+    assert "it.svg is to hold both the picture and the plan" in refused(errors.OutputPathError, *both)
+    assert not (home / "it.svg").exists()
+
+
+def test_a_plan_without_graphs_and_traffic_has_no_picture(home: Path) -> None:
+    none = ("plan", "--config", "good.yaml", "--set", "compilation.cudagraph_mode=NONE", "--plot", "it.svg")
+    assert "it.svg was not drawn: there is no graph" in good(*none).stderr
+    assert not (home / "it.svg").exists()
+
+
+def test_a_configuration_in_place_of_a_report_is_told_apart(home: Path) -> None:
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    assert "a configuration, it seems" in refused(errors.ReportError, "plan", "diff", "plan.json", "good.yaml")
+
+
+def test_what_is_emitted_comes_with_the_notes_of_its_evidence(home: Path) -> None:
+    (home / "h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
+    said = good("plan", "--config", "good.yaml", "--traffic", "h.csv", "--emit", "vllm").stderr
+    assert "note: no step times were given: these are of another model than yours" in said
+    assert "note: of 30 steps with 70 tokens, whether a batch is uniform" in said
 
 
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:

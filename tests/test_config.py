@@ -107,7 +107,7 @@ def test_a_missing_file_names_the_nearest(write: Any) -> None:
 def test_a_folder_and_bytes_are_no_yaml_file(tmp_path: Path) -> None:
     assert "cannot read" in failure(tmp_path, kind=ConfigFileError)
     (tmp_path / "b.yaml").write_bytes(b"a: \xff\xfe\n")
-    assert "cannot read" in failure(tmp_path / "b.yaml", kind=ConfigFileError)
+    assert "b.yaml:1: not UTF-8 text" in failure(tmp_path / "b.yaml", kind=ConfigFileError)
 
 
 @pytest.mark.parametrize(

@@ -426,6 +426,7 @@ def test_describe_sizes(sizes: tuple[int, ...], text: str) -> None:
             make_plan().model_dump_json().replace('"capture_sizes":[1,2,4', '"capture_sizes":[2,1,4'),
             "damaged report: capture_sizes are not ascending",
         ),
+        (make_plan().model_dump_json().replace('"query_len":1', '"query_len":0'), "damaged report: query_len: Input"),
         ('{"kind": "plan", "schema_version": 1}', "schema version 1, this cgplan reads 2"),
     ],
 )

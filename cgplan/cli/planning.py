@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,8 +82,12 @@ def run_plan(
         if file.resolve() in {given.resolve() for given in inputs}:
             raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
         check_writable(file)
+    if plot is not None and output is not None and plot.resolve() == output.resolve():
+        raise OutputPathError(f"{plot} is to hold both the picture and the plan", remedy="Give two files.")
     made = _make(loaded, sources)
-    if plot is not None:
+    if plot is not None and made.pareto is None and made.padding is None:
+        note(f"note: {plot} was not drawn: there is no graph, and no traffic")
+    elif plot is not None:
         write_whole(plot, picture(plot, made.pareto, made.padding))
         note(f"saved {plot}")
     if engine is not None or as_json:
@@ -138,8 +142,9 @@ def _said(plan: Plan) -> Iterator[str]:
     yield from announcements(plan)
     evidence = plan.evidence or {}
     yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
-    yield from (f"note: {text}" for text in plan.notes)
-    yield from (f"note: {text}" for text in (plan.predicted.notes if plan.predicted else ()))
+    of_costs = plan.predicted.notes if plan.predicted else ()
+    of_evidence = (evidence.get(name, ()) for name in ("traffic_notes", "times_notes", "notes"))
+    yield from (f"note: {text}" for text in (*plan.notes, *of_costs, *chain(*of_evidence)))
 
 
 def _make(loaded: LoadedConfig, sources: Sources) -> Made:

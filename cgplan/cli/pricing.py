@@ -41,11 +41,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     if given in WORDS:
         with redirect_stdout(sys.stderr):  # what a model prints is not the result
             return _of_model(loaded, given)
-    if not Path(given).exists():
+    if not given or not Path(given).exists():
         near = difflib.get_close_matches(given, WORDS, n=1)
         hint = f"Did you mean {near[0]}? " if near else beside(Path(given))
         raise ReportError(
-            f"--costs {given}: there is no such file",
+            f"--costs {given or 'is empty'}: there is no such file",
             remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
         )
     report = load_report(Path(given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from cgplan.config.files import read_text
 from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import ConfigError, ConfigFileError
@@ -93,17 +93,7 @@ def _is_leaf(key: str, origins: Mapping[str, str]) -> bool:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=1)
-        hint = f"Did you mean {folder / near[0]}? " if near else ""
-        raise ConfigFileError(
-            f"no such file: {path}", remedy=f"{hint}`cgplan init` writes a starting configuration."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"cannot read {path}: {error}", remedy="Give a readable UTF-8 YAML file.") from None
+    return read_text(path, ConfigFileError, "Give a readable YAML file; `cgplan init` writes a starting configuration.")
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:

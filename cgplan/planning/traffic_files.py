@@ -180,7 +180,7 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it writes tables that "
             f"begin with | {' | '.join(COLUMNS)} |.",
         )
-    listed = ", ".join(repr(name) for name in names[:6] if name)[:120]
+    listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in names[:3] if name)
     return TrafficError(
         f"{path}: unknown columns {listed}" if listed else f"{path}: no column has a name",
         remedy="; ".join(form.describe() for form in (HISTOGRAM, TRACE, MOONCAKE))

@@ -30,6 +30,8 @@ def load_report(path: str | Path) -> Report:
     except RecursionError:
         raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
     except json.JSONDecodeError as error:
+        if Path(path).suffix in (".yaml", ".yml"):
+            remedy = f"That is a configuration, it seems, which --config takes. {remedy}"
         raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
     except ValueError as error:  # a number of thousands of digits
         raise ReportError(f"{path}: not JSON: {error}", remedy=remedy) from None

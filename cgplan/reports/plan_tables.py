@@ -79,9 +79,9 @@ def sizes_row(plan: Plan) -> tuple[str, str]:
 
 def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
     """What changes from one plan to another; ``old`` and ``new`` name them."""
-    settings = [(change.name, _both(change)) for change in difference.settings]
+    settings = [(change.name, _both(change)) for change in difference.settings] or [("settings", "the same")]
     notes = [("note", text) for text in difference.notes]
-    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *notes] or [("settings", "the same")]), Text()]
+    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *notes]), Text()]
     lanes: list[dict[str, object]] = [
         {
             "lane": lane.lane,
