@@ -300,7 +300,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str, complaint: str) ->
     assert "cgplan bench --output" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (" ", "spaces")])
 def test_other_separators_than_commas_are_named(tmp_path: Path, separator: str, name: str) -> None:
     path = table(tmp_path, "mode,num_tokens,microseconds\nFULL,1,5\n".replace(",", separator))
     with pytest.raises(StepTimeError, match=f"the columns are separated by {name}") as caught:

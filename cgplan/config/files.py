@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cgplan.errors import CgplanError
 
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables, other than commas
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 MOST_NAMED = 3  # files beside a missing one
 
 

@@ -38,6 +38,7 @@ from cgplan.planning.vllm_log import COLUMNS, has_table, log_traffic
 HISTOGRAM = Form("a histogram", ("num_tokens", "count"), ("num_reqs", "uniform", "num_active_loras"))
 _LARGEST_BATCH = 1 << 20  # tokens; the largest bound that a configuration may state
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
+_NUMBER = re.compile(r"\[?\s*-?[\d.]+\s*\]?")  # also of a JSON list
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
@@ -179,6 +180,11 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
             f"{path}: the log holds no table of CUDA graph statistics",
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it writes tables that "
             f"begin with | {' | '.join(COLUMNS)} |.",
+        )
+    if names and all(_NUMBER.fullmatch(name) for name in names):
+        return TrafficError(
+            f"{path}: the first line holds numbers, not the names of columns",
+            remedy=f"Begin with a line such as {','.join(HISTOGRAM.required)}.",
         )
     listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in names[:3] if name)
     return TrafficError(

@@ -81,7 +81,7 @@ def check_separator(text: str, path: Path, forms: Sequence[Form]) -> None:
     known = {column.lower() for form in forms for column in form.columns}
     for separator, name in files.SEPARATORS.items():
         names = [field.strip().strip('"').lower() for field in first.split(separator)]
-        if len(names) > 1 and known & {*names}:
+        if "," not in first and len(names) > 1 and known & {*names}:
             raise TrafficError(
                 f"{path}:{number}: the columns are separated by {name}",
                 remedy=f"Separate them by commas, as in {','.join(forms[0].required)}.",
