@@ -22,6 +22,7 @@ from cgplan.config import load_config, read_config
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Machine
 from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
+from cgplan.reports.units import format_bytes
 
 REPO = Path(__file__).parents[1]
 
@@ -123,6 +124,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models.py").write_text(MODELS)
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
     return tmp_path
 
 
@@ -463,17 +465,36 @@ def test_plan_draws_the_padding(home: Path) -> None:
     result = good("plan", "--config", "good.yaml", "--plot", "plan.svg")
     assert "saved plan.svg" in result.stderr
     assert "capture size" in (home / "plan.svg").read_text()
+    assert "FULL: 4" in (home / "plan.svg").read_text()
     good("plan", "--config", "good.yaml", "--plot", "plan.png")
     assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-graphs", "0", "--set", "budget.max_graphs=3"), "--max-graphs: found 0, expected greater"),
+        (("--memory", "0"), "--memory: found 0, which pays for no graph; leave it out"),
+        (("--memory", "2 apples"), "--memory: found '2 apples', expected a number of bytes"),
+        (("--memory", "{a: 1"), "--memory: the value is not YAML: expected ',' or '}'"),
+        (("--capture-time", "soon"), "--capture-time: found 'soon', expected a number of seconds"),
+        (("--set", "budget.capture_time=0s"), "--set budget.capture_time: found 0, which pays"),
+    ],
+)
+def test_bad_options_of_the_budget_are_named(home: Path, options: tuple[str, ...], said: str) -> None:
+    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", *options)
+    assert message.startswith(f"error: {said}")
+
+
+def test_a_bad_device_option_is_named(home: Path) -> None:
+    message = refused(errors.ConfigError, "capture", "--config", "good.yaml", "--device", "gpu")
+    assert message.startswith("error: --device: found 'gpu', expected auto")
+
+
 def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
-    bounds = ("--max-graphs", "0", "--set", "budget.max_graphs=3")
-    assert "--set budget.max_graphs: found 0" in refused(errors.ConfigError, "plan", "--config", "good.yaml", *bounds)
-    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--memory", "2 apples")
-    assert "budget.memory" in message
-    message = refused(errors.ConfigError, "plan", "--config", "good.yaml", "--capture-time", "soon")
-    assert "budget.capture_time" in message
+    given = ("--max-graphs", "2", "--set", "budget.max_graphs=3", "--memory", "1GiB", "--capture-time", "2min")
+    plan = Plan.model_validate_json(good("plan", "--config", "good.yaml", *given, "--json").stdout)
+    assert plan.budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
     noted = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--json").stderr
     assert "warning: budget.memory did not bound this plan: without traffic" in noted
 
@@ -506,6 +527,19 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     assert "sizes 3 (1, 2, 7)" in " ".join(shown.split())
     assert "Ladders on the same traffic" in shown
     assert "vllm" in shown
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("0", 100), ("wide", 100)])
+def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
+    command = use_traffic(home)
+    usual = good(*command).stdout
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = good(*command).stdout
+    widths = [len(line) for line in shown.splitlines()]
+    assert max(widths) <= widest
+    assert (shown == usual) == (widest == 100)
+    axis = next(line for line in shown.splitlines() if "+---" in line)
+    assert len(axis) == min(widest, 80), "the chart is drawn for the width"
 
 
 def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:
@@ -664,6 +698,29 @@ def test_inspect_shows_what_each_lora_case_adds(home: Path) -> None:
         assert plan.predicted is not None
         assert len(plan.predicted.keys) == 6
     assert "What each LoRA case adds" not in good("inspect", "--config", "good.yaml", "--costs", "run.json").stdout
+
+
+def test_inspect_with_costs_sums_them_up_by_lane_and_leaves_defaults_out(home: Path) -> None:
+    asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
+    good("capture", *asked[1:], "--output", "run.json")
+    whole, brief = good(*asked).stdout, good(*asked, "--costs", "run.json").stdout
+    tables = (text.partition("\n\n")[0].partition("---\n")[2] for text in (whole, brief))
+    every, some = (re.findall(r"^[\w.]+", table, re.MULTILINE) for table in tables)
+    assert {name.partition(".")[0] for name in some} == {"model", "device", "compilation", "lora", "report"}
+    assert "compilation.cudagraph_capture_sizes" in some
+    assert "compilation.on_miss" not in some
+    left_out = len(every) - len(some)
+    assert f"and {left_out} values of inputs, metadata and defaults, listed without --costs" in brief
+    plan = Plan.model_validate_json(good(*asked, "--costs", "run.json", "--json").stdout)
+    assert plan.predicted is not None
+    pool = {0: 0, 3: 0}
+    for (_, descriptor), cost in zip(plan.keys, plan.predicted.keys, strict=True):
+        pool[descriptor.num_active_loras] += cost.pool_bytes
+    for case, name in ((0, "FULL"), (3, "FULL, 3 adapters")):
+        row = re.search(rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", brief, re.MULTILINE)
+        assert row, brief
+        assert row[1] == format_bytes(pool[case])
+    assert "Cost of each lane" not in whole
 
 
 def test_inspect_shows_the_split(home: Path) -> None:
@@ -879,8 +936,10 @@ def test_missing_file_names_the_nearest(home: Path) -> None:
 def test_unreadable_files(home: Path) -> None:
     (home / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     (home / "folder.yaml").mkdir()
-    for name in ("binary.yaml", "folder.yaml"):
-        assert f"cannot read {name}" in refused(errors.ConfigFileError, "inspect", "--config", name)
+    for name, said in (("binary.yaml", "binary.yaml:1: not UTF-8 text"), ("folder.yaml", "cannot read folder.yaml")):
+        assert said in refused(errors.ConfigFileError, "inspect", "--config", name)
+    message = refused(errors.ConfigFileError, "inspect", "--config", "nothing-like-it.yaml")
+    assert "That folder has binary.yaml, good.yaml. Give a readable YAML file" in message
 
 
 @pytest.mark.parametrize(
@@ -1196,6 +1255,58 @@ def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
     assert result.exit_code == 2
     assert "Error" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--json", "diff", "plan.json", "plan.json"),
+            "--json is no option of `cgplan plan diff`, or stands",
+        ),
+        (("--traffic", "x.csv", "diff", "plan.json", "plan.json"), "--traffic is no option of `cgplan plan diff`"),
+        (("plan.json",), "plan.json stands without an option: give --config FILE"),
+        (("--config", "good.yaml", "plan.json"), "plan.json stands without an option: give --config FILE"),
+        (("dif", "plan.json", "plan.json"), "Did you mean 'diff'?"),
+    ],
+)
+def test_arguments_of_plan_that_would_be_passed_over(home: Path, arguments: tuple[str, ...], said: str) -> None:
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    result = cgplan_command("plan", *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_empty_names_of_plans_and_costs(home: Path) -> None:
+    result = cgplan_command("capture", "--config", "good.yaml", "--plan", "")
+    assert result.exit_code == 2
+    assert "--plan is empty" in result.stderr
+    assert "--costs is empty" in refused(errors.ReportError, "plan", "--config", "good.yaml", "--costs", "")
+
+
+def test_a_picture_and_a_plan_have_files_of_their_own(home: Path) -> None:
+    both = ("plan", "--config", "good.yaml", "--plot", "it.svg", "--output", "./it.svg")
+    assert "it.svg is to hold both the picture and the plan" in refused(errors.OutputPathError, *both)
+    assert not (home / "it.svg").exists()
+
+
+def test_a_plan_without_graphs_and_traffic_has_no_picture(home: Path) -> None:
+    none = ("plan", "--config", "good.yaml", "--set", "compilation.cudagraph_mode=NONE", "--plot", "it.svg")
+    assert "it.svg was not drawn: there is no graph" in good(*none).stderr
+    assert not (home / "it.svg").exists()
+
+
+def test_a_configuration_in_place_of_a_report_is_told_apart(home: Path) -> None:
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    assert "a configuration, it seems" in refused(errors.ReportError, "plan", "diff", "plan.json", "good.yaml")
+
+
+def test_what_is_emitted_comes_with_the_notes_of_its_evidence(home: Path) -> None:
+    (home / "h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
+    said = good("plan", "--config", "good.yaml", "--traffic", "h.csv", "--emit", "vllm").stderr
+    assert "note: no step times were given: these are of another model than yours" in said
+    assert "note: of 30 steps with 70 tokens, whether a batch is uniform" in said
 
 
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:

@@ -74,6 +74,7 @@ def test_absent_figures_stay_absent() -> None:
     assert found.memory.change is None
     assert found.seconds.change is None
     assert found.expected_us == Figure(old=None, new=5.0)
+    assert found.notes == ("the first plan was not made for traffic, so that it expects no step time",)
 
 
 def test_figures_that_cannot_be_compared_are_pointed_out() -> None:

@@ -214,6 +214,15 @@ def test_what_is_given_wins_over_vllms_defaults() -> None:
     assert (plan.capture_sizes, plan.query_len, plan.lora_cases) == ((4, 8), 2, (5,))
 
 
+@pytest.mark.parametrize(("number", "mode"), [(0, "NONE"), (1, "PIECEWISE"), (2, "FULL")])
+def test_vllms_numbers_of_modes_are_its_names(number: int, mode: str) -> None:
+    found = read(f'{{"cudagraph_mode": {number}}}')
+    assert str(found.config.compilation.cudagraph_mode) == mode
+    assert found.loaded.origin("compilation.cudagraph_mode") == "--vllm"
+    without = read(f'{{"cudagraph_mode": {number}, "mode": 0}}')
+    assert str(without.config.compilation.cudagraph_mode) == ("NONE" if mode == "PIECEWISE" else mode)
+
+
 def test_known_keys_without_effect_are_noted() -> None:
     notes = read('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
     assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
@@ -256,7 +265,10 @@ def test_piecewise_graphs_need_vllms_compilation(text: str, mode: str, noted: bo
         ('{"mode": "FAST"}', ["found mode 'FAST'"]),
         ('{"mode": true}', ["found mode True"]),
         ('{"mode": [3]}', ["found mode [3]"]),
-        ('{"mode": 0, "cudagraph_mode": 2}', ["compilation.cudagraph_mode"]),
+        ('{"mode": 0, "cudagraph_mode": 3}', ["found cudagraph_mode 3", "0 (NONE), 1 (PIECEWISE), 2 (FULL)"]),
+        ('{"cudagraph_mode": -1}', ["found cudagraph_mode -1"]),
+        ('{"cudagraph_mode": [2, 0]}', ["compilation.cudagraph_mode"]),
+        ('{"cudagraph_mode": true}', ["compilation.cudagraph_mode"]),
     ],
 )
 def test_what_vllm_would_not_take_is_refused(text: str, words: list[str]) -> None:

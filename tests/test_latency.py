@@ -87,7 +87,8 @@ def test_eager_steps_beyond_their_points_are_no_faster_than_the_work_of_a_full_g
 def test_piecewise_that_was_not_measured_lies_between_full_and_eager() -> None:
     times = times_of(NONE={1: 100}, FULL={1: 20})
     assert times.of(PIECEWISE, 1) == 20 + PIECEWISE_SHARE * 80
-    assert any("no PIECEWISE step times" in note for note in times.notes)
+    assert any(note.startswith("PIECEWISE was not measured") for note in times.notes)
+    assert times.notes_for(FULL) == tuple(note for note in times.notes if "PIECEWISE" not in note) != times.notes
     beyond = times_of(NONE={1: 100}, FULL={1: 20}, PIECEWISE={300: 30, 400: 60})
     assert [beyond.of(PIECEWISE, n) for n in (1, 300, 350, 500)] == [30, 30, 45, 90], "at most its first point"
 
@@ -297,6 +298,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str, complaint: str) ->
     with pytest.raises(StepTimeError, match=complaint) as caught:
         StepTimes.load(path)
     assert "cgplan bench --output" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (" ", "spaces")])
+def test_other_separators_than_commas_are_named(tmp_path: Path, separator: str, name: str) -> None:
+    path = table(tmp_path, "mode,num_tokens,microseconds\nFULL,1,5\n".replace(",", separator))
+    with pytest.raises(StepTimeError, match=f"the columns are separated by {name}") as caught:
+        StepTimes.load(path)
+    assert "a CSV file with mode,num_tokens,microseconds" in caught.value.remedy
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

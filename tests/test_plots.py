@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -68,9 +69,18 @@ def test_points_on_the_same_place_share_a_letter_and_are_both_explained() -> Non
     assert len(plotted(text)["A"]) == 1
     assert text.splitlines()[-4:] == [
         "  A  vllm: 35 graphs, 1.81 ms",
-        "  A  sglang: 35 graphs, 1.81 ms",
+        "  A  sglang: 35 graphs, 1.81 ms (the same place as vllm)",
         "  B  plan: 1 graph, 3.00 ms",
-        "  A  other: 35 graphs, 1.81 ms",
+        "  A  other: 35 graphs, 1.81 ms (the same place as vllm)",
+    ]
+
+
+def test_a_long_legend_goes_on_below() -> None:
+    points = [Point("a ladder with a long name", 35, 1810.0), Point("another one that has a longer name", 35, 1810.0)]
+    lines = pareto_text(replace(CURVE, points=points), 60).splitlines()
+    assert lines[-2:] == [
+        "  A  another one that has a longer name: 35 graphs, 1.81 ms",
+        "     (the same place as a ladder with a long name)",
     ]
 
 
@@ -142,6 +152,13 @@ def test_an_svg_has_both_plots_in_words() -> None:
     for word in ("expected step time (us)", "vllm (35)", "plan (3)", "capture size (tokens)", "FULL uniform 64"):
         assert word in words
     assert svg == picture(Path("plan.svg"), CURVE, BARS), "equal plots give equal files"
+
+
+def test_points_on_the_same_place_are_one_dot_with_all_names() -> None:
+    points = [Point("vllm", 35, 1810.0), Point("trtllm", 35, 1810.0), Point("sglang", 40, 1805.0)]
+    words = " ".join(ElementTree.fromstring(picture(Path("x.svg"), replace(CURVE, points=points), None)).itertext())
+    assert "vllm, trtllm (35)" in words
+    assert "sglang (40)" in words
 
 
 def test_a_plot_that_is_not_there_is_left_out() -> None:

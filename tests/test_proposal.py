@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from cgplan.planning.plan import Lane
 from cgplan.planning.proposal import Proposal, propose
 from cgplan.planning.traffic import Batch, Traffic
 from cgplan.planning.traffic_files import read_traffic
+from cgplan.reports import render_text
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 TRACE = Path(__file__).parent / "data" / "azure_llm_code_2023.csv"
@@ -468,11 +470,44 @@ def test_sizes_that_are_not_worth_a_graph() -> None:
     evidence = evidence_of(config_of("FULL_AND_PIECEWISE", seqs=200), traffic(decode(64), {Batch(10, 2): 1.0}))
     found = {(region.mode, region.reason): (region.first, region.last) for region in evidence.not_worth}
     assert found == {
-        (FULL, "no batch of the traffic is as large"): (65, 89),
+        (FULL, "no batch of this lane is as large: 64 does as well"): (65, 89),
         (FULL, "an eager step takes no longer"): (90, 200),
-        (PIECEWISE, "no batch of the traffic is as large"): (65, 69),
+        (PIECEWISE, "no batch of this lane is as large: 10 does as well"): (11, 69),
         (PIECEWISE, "an eager step takes no longer"): (70, 512),
     }
+
+
+def test_sizes_not_worth_a_graph_are_told_by_lora_case() -> None:
+    """The case without adapters runs batches up to 8, the one with them up to 4; case 1 is not planned for."""
+    config = config_of(seqs=16, lora={"max_loras": 2, "specialize_active_lora": True}, budget={"max_graphs": 32})
+    evidence = evidence_of(config, traffic(decode(8), decode(4, loras=2)))
+    found = [(str(region.lane), region.first, region.last, region.reason) for region in evidence.not_worth]
+    assert found == [
+        ("FULL uniform", 9, 16, "no batch of this lane is as large: 8 does as well"),
+        ("FULL uniform, 3 adapters", 5, 16, "no batch of this lane is as large: 4 does as well"),
+    ]
+    without = evidence_of(config, traffic(decode(8)))
+    region = next(region for region in without.not_worth if region.num_active_loras)
+    assert (region.first, region.last, region.reason) == (1, 16, "no batch would run in it")
+    assert "FULL uniform, 3 adapters  1 to 16  no batch would run in it" in render_text(
+        propose(config, traffic(decode(8)), TIMES).plan
+    )
+
+
+def test_padding_names_the_lane_of_each_graph() -> None:
+    text = render_text(propose(config_of("FULL", budget={"max_graphs": 1}), traffic(decode(8)), TIMES).plan)
+    assert re.search(r"^ *FULL: 8 +\d", text, re.MULTILINE)
+    config = config_of(lora={"max_loras": 2}, budget={"max_graphs": 2})
+    text = render_text(propose(config, traffic(decode(8), decode(4, loras=2)), TIMES).plan)
+    assert re.search(r"^ *FULL uniform, 3 adapters: 8 +\d", text, re.MULTILINE)
+
+
+def test_notes_on_piecewise_are_for_modes_that_have_it() -> None:
+    times = StepTimes.default()
+    for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "FULL"):
+        notes = propose(config_of(mode), traffic(decode(8)), times).evidence.times_notes
+        assert any(note.startswith("PIECEWISE beyond") for note in notes) == ("PIECEWISE" in mode)
+        assert any(note.startswith("FULL beyond") for note in notes)
 
 
 def test_mixed_batches_run_eagerly_where_the_mode_has_no_graphs_for_them() -> None:

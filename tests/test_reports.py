@@ -338,6 +338,7 @@ def test_lanes_of_one_list_share_a_table() -> None:
     text = render_text(LORA)
     assert "each lane" not in text
     assert text.count("is padded to") == 1
+    assert "\nPIECEWISE and FULL uniform up to 64; 0, 5 active adapters\nbatch of (tokens)" in text
 
 
 def test_a_plan_shows_what_it_is_predicted_to_cost() -> None:
@@ -421,6 +422,11 @@ def test_describe_sizes(sizes: tuple[int, ...], text: str) -> None:
         ("[]", "not a cgplan report"),
         ('{"kind": "capture", "schema_version": 999}', "schema version 999, this cgplan reads 1"),
         ('{"kind": "plan", "schema_version": 2}', "damaged report: requested_mode"),
+        (
+            make_plan().model_dump_json().replace('"capture_sizes":[1,2,4', '"capture_sizes":[2,1,4'),
+            "damaged report: capture_sizes are not ascending",
+        ),
+        (make_plan().model_dump_json().replace('"query_len":1', '"query_len":0'), "damaged report: query_len: Input"),
         ('{"kind": "plan", "schema_version": 1}', "schema version 1, this cgplan reads 2"),
     ],
 )

@@ -149,7 +149,14 @@ def test_what_a_histogram_does_not_say_is_guessed_and_noted(written: Any) -> Non
         Batch(512, 256, True),
         Batch(514, 256, False),
     ]
-    assert traffic.notes == tuple(GUESSES.values())
+    assert traffic.notes == (
+        f"of 4 steps with 1,039 tokens, {GUESSES['uniform']}; 2 of these steps are taken as uniform",
+        GUESSES["num_reqs"],
+        GUESSES["num_active_loras"],
+    )
+    part = written("num_tokens,count,uniform\n6,3,\n7,2,\n8,90,true\n9,0,\n", SPECULATIVE)
+    assert part.notes[0].startswith("of 5 steps with 32 tokens, whether")
+    assert part.notes[0].endswith("3 of these steps are taken as uniform")
 
 
 def test_requests_and_uniform_follow_from_each_other(written: Any) -> None:
@@ -200,7 +207,11 @@ def test_batches_beyond_the_scheduler_are_kept_and_noted(written: Any) -> None:
         ("num_tokens,num_reqs\n1,1\n", 1, "column 'count' is missing", "a histogram has num_tokens, count"),
         ("\nnum_reqs,count\n1,1\n", 2, "column 'num_tokens' is missing", "a histogram has"),
         ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
-        ("num_tokens\tcount\n1\t1\n", 1, "unknown column 'num_tokens\\tcount'", "a histogram has"),
+        ("num_tokens\tcount\n1\t1\n", 1, "the columns are separated by tabs", "commas, as in num_tokens,count"),
+        ("\nnum_tokens; count;uniform\n1;1;0\n", 2, "the columns are separated by semicolons", "Separate them"),
+        ("num_tokens  count\n1 1\n", 1, "the columns are separated by spaces", "Separate them"),
+        ("num_tokens, count,colour\n1,1,1\n", 1, "unknown column 'colour'", "a histogram has"),
+        ("TIMESTAMP|ContextTokens|GeneratedTokens\n1|1|0\n", 1, "the columns are separated by bars", "Separate them"),
         ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe'", "true or false"),
         ("num_tokens,count,num_reqs\n2,1,3\n", 2, "3 requests have 2 tokens", "Correct that batch"),
         ("num_tokens,count,num_reqs\n2,1,0\n", 2, "num_reqs is '0', not a whole number from 1", "Correct"),
@@ -250,9 +261,13 @@ def test_bad_histograms(refused: Any, text: str, line: int | str, message: str, 
         ("num_tokens,count\n1,1\n".encode("utf-16"), "t.txt:1: not UTF-8", "save it as UTF-8"),
         ("num_tokens,count\n1,1\n".encode("utf-16-le"), "holds NUL bytes", "save it as UTF-8"),
         (b"a,b\n1,2\n", "unknown columns 'a', 'b'", "a histogram has num_tokens, count"),
+        (b"1,2\n3,4\n", "the first line holds numbers, not the names of columns", "such as num_tokens,count"),
+        (b"[1, 2]\n", "the first line holds numbers", "such as num_tokens,count"),
         (b"hello\n", "unknown columns 'hello'", "a request trace has TIMESTAMP"),
         (b'[{"num_tokens": 1, "count": 1}]\n', "unknown columns", "a histogram has"),
-        (b"{}\n", "unknown columns", "a Mooncake trace has timestamp"),
+        (b"{}\n", "no column has a name", "a Mooncake trace has timestamp"),
+        (b",,\n1,2,3\n", "no column has a name", "a histogram has num_tokens, count"),
+        (b'"",colour\n1,2\n', "unknown columns 'colour'", "a histogram has num_tokens, count"),
         (b'{"kind": "plan"}', "holds a plan, not traffic", "a plan or report is none"),
         (b'{\n"a": 1\n}', "unknown columns 'a'", "a histogram has"),
         (b'{"kind": "traffic"}', "histogram: Field required", "as it was saved"),
@@ -279,8 +294,22 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(TrafficError, match="no such file") as caught:
         read(tmp_path / "azurecode.csv")
     assert f"Did you mean {tmp_path / 'azure_code.csv'}?" in caught.value.remedy
-    with pytest.raises(TrafficError, match="no such file"):
+    with pytest.raises(TrafficError, match="no such file") as caught:
         read(tmp_path / "nowhere" / "t.csv")
+    assert caught.value.remedy.startswith(f"There is no folder {tmp_path / 'nowhere'}. Give")
+
+
+def test_a_missing_file_without_a_near_name_is_told_what_is_there(tmp_path: Path) -> None:
+    for name in ("azure_2023.csv", "histogram.csv", "plan.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(TrafficError) as caught:
+        read(tmp_path / "nope.csv")
+    assert caught.value.remedy.startswith("That folder has azure_2023.csv, histogram.csv. Give")
+    for name in ("it.csv", "synthetic.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(TrafficError) as caught:
+        read(tmp_path / "nope.csv")
+    assert caught.value.remedy.startswith("That folder has azure_2023.csv, histogram.csv, it.csv and 1 more. Give")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -473,7 +502,8 @@ def test_a_log_with_two_tables() -> None:
     assert traffic.source == "vllm.log: vLLM log"
     assert "2 tables were added up" in traffic.notes[0]
     assert "tells uniform decode from mixed batches for 62 steps" in traffic.notes[1]
-    assert traffic.notes[2].startswith("of 4 steps, whether a batch is uniform decode was guessed")
+    assert traffic.notes[2].startswith("of 4 steps with 535 tokens, whether a batch is uniform decode was guessed")
+    assert traffic.notes[2].endswith("; 3 of these steps are taken as uniform")
 
 
 @pytest.mark.parametrize(
@@ -494,7 +524,40 @@ def test_uniform_is_told_by_the_mode_or_guessed(written: Any, mode: str, uniform
         assert dict(traffic.histogram) == {Batch(9, 9, expected): 5}
         told = mode.endswith(("ONLY", "AND_PIECEWISE"))
         assert any("the runtime mode tells" in note for note in traffic.notes) == told
-        assert any("of 5 steps, whether" in note for note in traffic.notes) != told
+        assert any("of 5 steps with 45 tokens, whether" in note for note in traffic.notes) != told
+
+
+SERVER = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+
+
+def other_server(text: str, written: Any, **compilation: Any) -> list[str]:
+    notes = written(text, config_of(compilation=compilation, scheduler=SERVER)).notes
+    return [note for note in notes if "the log" in note]
+
+
+def test_a_log_of_another_ladder_says_what_differs(written: Any) -> None:
+    text = log("| 9 | 64 | 55 | FULL | 5 |", mode="FULL_DECODE_ONLY")
+    same = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 64]}
+    assert other_server(text, written, **same) == []
+    assert other_server(text, written, **{**same, "cudagraph_mode": "FULL"}) == [
+        "the log's server ran with cudagraph_mode FULL_DECODE_ONLY, the configuration comes to FULL"
+    ]
+    assert other_server(text, written, **{**same, "cudagraph_capture_sizes": [2, 4, 8]}) == [
+        "the log's server captured 3 sizes up to 64, the configuration without traffic 3 up to 8: 1, 64 not here; "
+        "4, 8 only here"
+    ]
+    (many,) = other_server(text, written, cudagraph_mode="FULL_DECODE_ONLY")
+    assert "only here" in many
+    assert " more only here" in many
+
+
+def test_a_log_that_names_no_ladder_is_compared_by_what_ran(written: Any) -> None:
+    text = log("| 9 | 24 | 15 | FULL | 5 |", "| 3 | 4 | 1 | FULL | 7 |", "| 65 | 65 | 0 | NONE | 1 |")
+    sizes = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4, 24]}
+    assert other_server(text, written, **sizes) == []
+    assert other_server(text, written, **{**sizes, "cudagraph_capture_sizes": [4, 8]}) == [
+        "5 steps of the log were padded to sizes that the configuration does not have without traffic: 24"
+    ]
 
 
 def test_above_the_largest_capture_size_the_mode_tells_nothing(written: Any) -> None:

@@ -23,8 +23,8 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.case_costs import case_costs
 from cgplan.planning.plan import Predicted
 from cgplan.reports import load_report, render
-from cgplan.reports.cost_tables import case_table
-from cgplan.reports.layout import cells, columns, describe_sizes, facts
+from cgplan.reports.cost_tables import case_table, lane_table
+from cgplan.reports.layout import cells, columns, describe_sizes, facts, sentences
 from cgplan.reports.tables import split_rows
 
 
@@ -39,8 +39,9 @@ class Row(NamedTuple):
 def inspect_config(
     path: Path, overrides: Sequence[str], *, as_json: bool, split: bool = False, costs: str | None = None
 ) -> None:
-    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too, and with
-    ``costs`` (as for ``costs_of``) what it is predicted to cost.
+    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too. With
+    ``costs`` (as for ``costs_of``) what it is predicted to cost, by lane and by LoRA case, and of the values only those
+    that were set.
 
     Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of ``costs_of``.
     """
@@ -56,13 +57,27 @@ def inspect_config(
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
-    table = columns("key", "value", "origin", left=("key", "value", "origin"))
-    for row in origin_rows(loaded, plan):
-        table.add_row(*cells(*row))
-    parts = [Group(Text(f"Configuration {path}", style="bold"), table), render(plan)]
+    parts: list[RenderableType] = [_origins(path, origin_rows(loaded, plan), brief=costs is not None), render(plan)]
+    if plan.predicted is not None and plan.keys:
+        parts.append(lane_table(plan))
     if plan.max_loras is not None and plan.keys:
         parts.append(case_table(case_costs(plan, priced), plan.max_loras))
     show(*parts, *((split_of(loaded),) if split else ()))
+
+
+def _origins(path: Path, rows: Sequence[Row], *, brief: bool) -> RenderableType:
+    """Each value with its origin; ``brief``: without defaults and what a batch is made of."""
+    shown = [row for row in rows if not brief or _was_set(row)]
+    table = columns("key", "value", "origin", left=("key", "value", "origin"))
+    for row in shown:
+        table.add_row(*cells(*row))
+    left_out = len(rows) - len(shown)
+    rest = [sentences(f"and {left_out} values of inputs, metadata and defaults, listed without --costs")]
+    return Group(Text(f"Configuration {path}", style="bold"), table, *(rest if left_out else ()))
+
+
+def _was_set(row: Row) -> bool:
+    return not row.origin.startswith(("default", "resolved")) and not row.key.startswith(("inputs.", "metadata."))
 
 
 def split_of(loaded: LoadedConfig) -> RenderableType:

@@ -56,7 +56,9 @@ class SavedPlan:
 
     @classmethod
     def of(cls, path: Path | None, force: bool) -> SavedPlan | None:
-        """What --plan and --force say together. Raises BadParameter for --force alone."""
+        """What --plan and --force say together. Raises BadParameter for --force alone, and for no file."""
+        if path == Path():
+            raise typer.BadParameter("--plan is empty, or the current folder: give the path of a file")
         if path is None and force:
             raise typer.BadParameter("--force is about a saved plan: give --plan FILE with it")
         return None if path is None else cls(path, force)

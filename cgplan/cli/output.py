@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from cgplan.errors import OutputPathError
 from cgplan.reports import Report, render
-from cgplan.reports.layout import plain_text
+from cgplan.reports.layout import TEXT_WIDTH, plain_text
 
 
 def note(text: str) -> None:
@@ -22,15 +22,19 @@ def note(text: str) -> None:
 
 
 def show(*renderables: RenderableType) -> None:
-    """Print tables: in colour and the terminal's width, or as plain text where there is no terminal."""
-    console = Console()
+    """Print tables: in colour and the terminal's width, or as plain text where there is no terminal. COLUMNS in the
+    environment wins over either's width.
+    """
+    asked = os.environ.get("COLUMNS", "")
+    width = int(asked) if asked.isdecimal() and int(asked) > 0 else None
+    console = Console(width=width, _environ={name: os.environ[name] for name in os.environ if name != "COLUMNS"})
     for index, renderable in enumerate(renderables):
         if index:
             typer.echo()
         if console.is_terminal:
             console.print(renderable)
         else:
-            typer.echo(plain_text(renderable))
+            typer.echo(plain_text(renderable, width or TEXT_WIDTH))
 
 
 def publish(report: Report, output: Path | None, *, as_json: bool) -> None:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from cgplan.cli.failures import failures_reported
 from cgplan.cli.options import AsJson, Costs, Overrides, Traceback
 
-plans = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
+
+class PlanGroup(TyperGroup):
+    """Tells a file without its option from a command that is misspelt."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As usual, but for files."""
+        if args[0] not in self.commands and Path(args[0]).exists():
+            ctx.fail(f"{args[0]} stands without an option: give --config FILE, --traffic FILE, or `diff OLD NEW`")
+        return super().resolve_command(ctx, args)
+
+
+plans = typer.Typer(cls=PlanGroup, context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
 
 
 class EngineName(StrEnum):
@@ -21,6 +33,11 @@ class EngineName(StrEnum):
     sglang = "sglang"
     trtllm = "trtllm"
     json = "json"
+
+
+def _is_given(context: typer.Context, name: str | None) -> bool:
+    source = context.get_parameter_source(name or "")
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @plans.callback(
@@ -68,8 +85,12 @@ def plan_(
     Nothing is captured. `cgplan capture --plan FILE` captures a saved plan.
     """
     if context.invoked_subcommand is not None:
-        if config is not None:
-            raise typer.BadParameter(f"`cgplan plan {context.invoked_subcommand}` reads saved plans, not --config")
+        misplaced = [p.opts[0] for p in context.command.params if _is_given(context, p.name)]
+        if misplaced:
+            command = context.invoked_subcommand
+            raise typer.BadParameter(
+                f"{misplaced[0]} is no option of `cgplan plan {command}`, or stands before {command} and not behind it"
+            )
         return
     if config is None:
         raise typer.BadParameter("give --config FILE")
@@ -82,9 +103,15 @@ def plan_(
     for name, file in (("--plot", plot), ("--output", output), ("--traffic", traffic), ("--step-times", step_times)):
         if file == Path():
             raise typer.BadParameter(f"{name} is empty, or the current folder: give the path of a file")
-    given = [f"budget.{name}={value}" for name, value in budget.items() if value is not None]
     with failures_reported(show_traceback):
         from cgplan.cli.planning import Sources, run_plan
+        from cgplan.config import Override
+
+        given = [
+            Override(f"budget.{name}={value}", f"--{name.replace('_', '-')}")
+            for name, value in budget.items()
+            if value is not None
+        ]
 
         run_plan(
             config,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import typer
 
 from cgplan.cli.output import check_writable, note, publish, show, write_whole
 from cgplan.cli.pricing import costs_of
-from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.errors import ConfigError, OutputPathError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
@@ -61,7 +61,7 @@ class Made:
 
 def run_plan(
     path: Path,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     sources: Sources,
     *,
     output: Path | None,
@@ -82,8 +82,12 @@ def run_plan(
         if file.resolve() in {given.resolve() for given in inputs}:
             raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
         check_writable(file)
+    if plot is not None and output is not None and plot.resolve() == output.resolve():
+        raise OutputPathError(f"{plot} is to hold both the picture and the plan", remedy="Give two files.")
     made = _make(loaded, sources)
-    if plot is not None:
+    if plot is not None and made.pareto is None and made.padding is None:
+        note(f"note: {plot} was not drawn: there is no graph, and no traffic")
+    elif plot is not None:
         write_whole(plot, picture(plot, made.pareto, made.padding))
         note(f"saved {plot}")
     if engine is not None or as_json:
@@ -138,8 +142,9 @@ def _said(plan: Plan) -> Iterator[str]:
     yield from announcements(plan)
     evidence = plan.evidence or {}
     yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
-    yield from (f"note: {text}" for text in plan.notes)
-    yield from (f"note: {text}" for text in (plan.predicted.notes if plan.predicted else ()))
+    of_costs = plan.predicted.notes if plan.predicted else ()
+    of_evidence = (evidence.get(name, ()) for name in ("traffic_notes", "times_notes", "notes"))
+    yield from (f"note: {text}" for text in (*plan.notes, *of_costs, *chain(*of_evidence)))
 
 
 def _make(loaded: LoadedConfig, sources: Sources) -> Made:
@@ -229,6 +234,6 @@ def _evenly_padded(plan: Plan) -> PaddingPlot:
     lanes = plan.lanes()
     bars = [(lane, below, size) for lane, sizes in lanes.items() for below, size in pairwise((0, *sizes))]
     return PaddingPlot(
-        names=[f"{lane} {size}" if len(lanes) > 1 else str(size) for lane, _, size in bars],
+        names=[f"{lane}: {size}" for lane, _, size in bars],
         padding=[(size - below - 1) / 2 / size for _, below, size in bars],
     )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
-from cgplan.errors import ConfigError, ReportError
-from cgplan.planning import build_plan
+from cgplan.config.files import beside
+from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ReportError
+from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
 from cgplan.reports import CaptureReport, load_report
+from cgplan.reports.units import format_bytes
 
 WORDS = ("estimate", "measure")
 
@@ -38,11 +41,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     if given in WORDS:
         with redirect_stdout(sys.stderr):  # what a model prints is not the result
             return _of_model(loaded, given)
-    if not Path(given).exists():
+    if not given or not Path(given).exists():
         near = difflib.get_close_matches(given, WORDS, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        hint = f"Did you mean {near[0]}? " if near else beside(Path(given))
         raise ReportError(
-            f"--costs {given}: there is no such file",
+            f"--costs {given or 'is empty'}: there is no such file",
             remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
         )
     report = load_report(Path(given))
@@ -78,18 +81,42 @@ def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | No
             f"--costs {word} needs a model, and the configuration has none",
             remedy="Add model.target, or give the capture report of such a model.",
         )
+    if word == "estimate":
+        return _estimated(loaded, config.model.target, config.model.kwargs, plan), None
     from cgplan.graphs import select_backend  # torch from here on
     from cgplan.models.loading import load_model
-
-    backend = select_backend("cpu" if word == "estimate" else config.device)
-    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    if word == "estimate":
-        from cgplan.runtime.estimate import estimate
-
-        return estimate(config, built.forward, plan), None
     from cgplan.runtime.calibrate import calibrate
     from cgplan.runtime.environment import describe_environment
 
+    backend = select_backend(config.device)
+    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     measured = calibrate(config, built.forward, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
     return measured, machine if backend.device.type == "cuda" else None
+
+
+def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], plan: Plan) -> GraphCosts:
+    """Costs of a model that is built for that alone. Raises CaptureMemoryError where the host has too little memory."""
+    import torch
+
+    from cgplan.graphs import throwaway_tape
+    from cgplan.models.loading import load_model
+    from cgplan.models.untouched import UntouchedMemory
+    from cgplan.runtime.estimate import estimate
+    from cgplan.runtime.host_memory import BoundedMemory, is_out_of_memory
+
+    with BoundedMemory() as memory:
+        try:
+            with UntouchedMemory(memory.allow):
+                built = load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir)
+            return estimate(loaded.config, built.forward, plan, throwaway_tape())
+        except CgplanError as error:
+            if not isinstance(error, CaptureMemoryError) and not is_out_of_memory(error.__cause__ or error):
+                raise
+            had = "" if memory.available is None else f", of which {format_bytes(memory.available)} were left"
+            raise CaptureMemoryError(
+                f"--costs estimate: the model and one forward of it do not fit into this machine's memory{had}: "
+                f"{error.message}",
+                remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or give --costs the "
+                "report of a capture on the GPU.",
+            ) from error

@@ -13,7 +13,7 @@ from cgplan.cli.options import SavedPlan
 from cgplan.cli.output import check_writable, note, publish
 from cgplan.cli.planning import announce, read_plan
 from cgplan.cli.progress import progress
-from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.schema import ModelConfig
 from cgplan.errors import ConfigError, PlanMismatchError
 from cgplan.planning import Plan, build_plan
@@ -81,7 +81,7 @@ def _runners(
     path: Path, overrides: Sequence[str], device: str | None, output: Path | None, saved: SavedPlan | None
 ) -> Iterator[GraphRunner]:
     """The runner, once; what ranks share is taken down when the block is over."""
-    loaded = read_config(path, [*overrides, *([f"device={device}"] if device else [])])
+    loaded = read_config(path, [*overrides, *([Override(f"device={device}", "--device")] if device else [])])
     config = loaded.config
     model = _model_of(config, path)
     plan = build_plan(config) if saved is None else read_plan(saved.path)

@@ -1,7 +1,7 @@
 """What the user asks for: frozen models, YAML in, and where each value came from."""
 
 from cgplan.config.distributed import DistributedConfig
-from cgplan.config.load import LoadedConfig, load_config, read_config, validate_config
+from cgplan.config.load import LoadedConfig, Override, load_config, read_config, validate_config
 from cgplan.config.schema import (
     CompilationConfig,
     Config,
@@ -25,6 +25,7 @@ __all__ = [
     "LoRAConfig",
     "LoadedConfig",
     "ModelConfig",
+    "Override",
     "ReportConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
+from cgplan.config.files import read_text
 from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import ConfigError, ConfigFileError
 
 _MERGE = "tag:yaml.org,2002:merge"
+
+
+class Override(NamedTuple):
+    """A value that wins over the file: ``dotted.key=value``, the value in YAML, and the option that gave it."""
+
+    text: str
+    option: str = "--set"
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class LoadedConfig:
 
     Attributes:
         config: The validated configuration.
-        origins: Dotted path of each given value -> ``file.yaml:12`` or ``--set``; other values are defaults.
+        origins: Dotted path of each given value -> ``file.yaml:12``, ``--set`` or another option; other values are
+            defaults.
         base_dir: Folder against which file targets are resolved.
     """
 
@@ -53,17 +61,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     return read_config(path, overrides).config
 
 
-def read_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
-    """As load_config, and keeps the origin of each value."""
+def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> LoadedConfig:
+    """As load_config, and keeps the origin of each value; messages name the option of an Override."""
     path = Path(path)
     data, lines = _parse(_read(path), path)
     named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}  # a list is one value
     origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
-    for text in overrides:
-        dotted = _override(data, text)
+    for given in overrides:
+        override = Override(given) if isinstance(given, str) else given
+        dotted = _override(data, override)
         for stale in [key for key in origins if key == dotted or key.startswith(f"{dotted}.")]:
             del origins[stale]
-        origins[dotted] = "--set"
+        origins[dotted] = override.option
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -84,17 +93,7 @@ def _is_leaf(key: str, origins: Mapping[str, str]) -> bool:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.y*ml")], n=1)
-        hint = f"Did you mean {folder / near[0]}? " if near else ""
-        raise ConfigFileError(
-            f"no such file: {path}", remedy=f"{hint}`cgplan init` writes a starting configuration."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"cannot read {path}: {error}", remedy="Give a readable UTF-8 YAML file.") from None
+    return read_text(path, ConfigFileError, "Give a readable YAML file; `cgplan init` writes a starting configuration.")
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
@@ -161,10 +160,12 @@ def _merged(node: yaml.MappingNode) -> list[yaml.Node]:
     return [item for v in values for item in (v.value if isinstance(v, yaml.SequenceNode) else [v])]
 
 
-def _override(data: dict[str, Any], text: str) -> str:
-    """Apply one ``dotted.key=value`` to the parsed document; returns the dotted key."""
+def _override(data: dict[str, Any], override: Override) -> str:
+    """Apply one override to the parsed document; returns the dotted key."""
+    text, option = override
     dotted, equals, value = text.partition("=")
     dotted = dotted.strip()
+    where = f"--set {dotted}" if option == "--set" else option
     if not equals or not all(dotted.split(".")):
         raise ConfigError(
             f"--set {text!r} is not of the form key=value",
@@ -173,13 +174,14 @@ def _override(data: dict[str, Any], text: str) -> str:
     try:
         parsed = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--set {dotted}: the value is not YAML: {error}", remedy="Quote the value.") from None
+        problem = getattr(error, "problem", None) or str(error)  # the rest of it shows a line that nobody wrote
+        raise ConfigError(f"{where}: the value is not YAML: {problem}", remedy="Quote the value.") from None
     *parents, last = dotted.split(".")
     at = data
     for parent in parents:
         below = {} if at.get(parent) is None else at[parent]
         if not isinstance(below, dict):
-            raise ConfigError(f"--set {dotted}: {parent} is not a section", remedy="Check the dotted key.")
+            raise ConfigError(f"{where}: {parent} is not a section", remedy="Check the dotted key.")
         below = at[parent] = dict(below)  # a copy: a YAML alias shares one mapping between several keys
         at = below
     at[last] = parsed

@@ -35,11 +35,13 @@ def explain(
         lines: Line of each key, where it came from a file.
         origins: Where each dotted key came from.
     """
-    return ConfigError(_joined(f"{what}: ", _messages(error, data, root, lines, origins)), remedy=_remedy(error))
+    messages = _messages(error, data, root, lines, origins)
+    head = "" if messages[1:] == [] and messages[0].startswith("--") else f"{what}: "  # an option is not in the file
+    return ConfigError(_joined(head, messages), remedy=_remedy(error))
 
 
 def _joined(head: str, messages: Sequence[str]) -> str:
-    return head + (messages[0] if len(messages) == 1 else "".join(f"\n  - {m}" for m in messages))
+    return head + messages[0] if len(messages) == 1 else head.rstrip() + "".join(f"\n  - {m}" for m in messages)
 
 
 def _messages(
@@ -88,8 +90,10 @@ def _message(
     while at and at not in lines:
         at = at[:-1]
     above = (".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1))
-    overridden = any(origins.get(name) == "--set" for name in above)
-    where = "--set " if overridden else f"line {lines[at]}: " if at in lines else ""
+    option = next((origins[name] for name in above if origins.get(name, "").startswith("--")), None)
+    where = "--set " if option else f"line {lines[at]}: " if at in lines else ""
+    if option not in (None, "--set"):
+        where, dotted = "", str(option)  # it has one key, and stands for that
     detail = next((d for d in details if d["type"] == "value_error"), details[0])
     if detail["type"] == "extra_forbidden":
         return f"{where}unknown key {dotted!r}{_nearest(path, root)}"

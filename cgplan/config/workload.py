@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cgplan.config.section import Section
 from cgplan.config.values import Bytes, Count, CountOrZero, Length, Seconds
@@ -60,9 +60,9 @@ class BudgetConfig(Section):
         description="Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free.",
     )
 
-    @model_validator(mode="after")
-    def _above_zero(self) -> BudgetConfig:
-        for name in ("memory", "capture_time"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0, which pays for no graph; leave the key out for no bound")
-        return self
+    @field_validator("memory", "capture_time")
+    @classmethod
+    def _above_zero(cls, value: float | None) -> float | None:
+        if value == 0:
+            raise ValueError("found 0, which pays for no graph; leave it out for no bound")
+        return value

@@ -38,11 +38,12 @@ class Recorder(TorchDispatchMode):
 
     Tensors that operators make are placed in the pool. Views make no step, because addresses do not change. Memory
     from before the recording that is written to gets its old bytes back in ``finish``, and so do random generators:
-    on a GPU, too, a capture runs nothing.
+    on a GPU, too, a capture runs nothing. Without ``restores`` memory keeps what was written.
     """
 
-    def __init__(self, pool: TapePool) -> None:
+    def __init__(self, pool: TapePool, *, restores: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._restores = restores
         self.steps: list[Step] = []
         self._pool = pool
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
     def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the bytes of outside memory that the operator is about to write."""
         unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
-        if not func._schema.is_mutable and not unmarked:
+        if not self._restores or not (func._schema.is_mutable or unmarked):
             return
         for index, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write

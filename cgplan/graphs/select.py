@@ -21,3 +21,10 @@ def select_backend(device: str = "auto") -> GraphBackend:
     from cgplan.graphs.cuda import CudaBackend
 
     return CudaBackend(torch.device(device))
+
+
+def throwaway_tape() -> GraphBackend:
+    """A tape for recordings alone, of a model that is given up then: what a recording writes to stays written."""
+    from cgplan.graphs.tape import TapeBackend
+
+    return TapeBackend(restores=False)

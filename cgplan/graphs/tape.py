@@ -46,12 +46,15 @@ class TapeBackend(GraphBackend):
 
     Args:
         pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs out of memory.
+        restores: Whether memory from before a capture that it writes to (a KV cache) gets its old bytes back, as it has
+            to where graphs are replayed. A copy of all of it is kept until then.
     """
 
     name = "cpu (tape)"
 
-    def __init__(self, pool_limit: int | None = None) -> None:
+    def __init__(self, pool_limit: int | None = None, *, restores: bool = True) -> None:
         self.device = torch.device("cpu")
+        self._restores = restores
         self._pool_limit = pool_limit
         self._recording: set[int] = set()  # threads that record
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
@@ -84,7 +87,7 @@ class TapeBackend(GraphBackend):
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
             modes.enter_context(HostGuard())
-            recorder = modes.enter_context(Recorder(graph.pool))
+            recorder = modes.enter_context(Recorder(graph.pool, restores=self._restores))
             graph.recording = (recorder, modes.pop_all())
         self._recording.add(get_ident())
 

@@ -12,7 +12,7 @@ from cgplan.planning.budget import Best
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.curves import CLOSE, MOST, NO_GAIN, WORTH, Curve, ladder_points, not_worth, price
 from cgplan.planning.evidence import Evidence, Expected, LadderPoint, LaneSizes, LeftOut, Limit, NextGraph, SizeUse
-from cgplan.planning.lanes import Served, expected_step, lanes_of, padded_share
+from cgplan.planning.lanes import Served, expected_step, padded_share
 from cgplan.planning.latency import StepTimes
 from cgplan.planning.left_out import left_out
 from cgplan.planning.lint import lint, milliseconds
@@ -43,13 +43,12 @@ class Case:
         expected = expected_step(self.served)
         lower = min(self.best.bound / problem.weight, expected)
         ladders = tuple(ladder_points(self.config, self.traffic, self.times, self.curve))
-        lanes = lanes_of(plan.mode, plan.lora_cases)
         return Evidence(
             traffic_source=self.traffic.source,
             traffic_weight=self.traffic.total,
             traffic_notes=self.traffic.notes,
             times_source=self.times.source,
-            times_notes=self.times.notes,
+            times_notes=self.times.notes_for(plan.mode),
             costs_source=None if self.costs is None else self.costs.source,
             costs_estimated=None if self.costs is None else self.costs.estimated,
             rule=self._rule(),
@@ -66,7 +65,7 @@ class Case:
             uses=tuple(SizeUse.of(part, problem.weight) for part in self.served),
             pareto=self.curve.points(),
             ladders=ladders,
-            not_worth=tuple(not_worth(lanes, self.traffic, self.times, self.curve.bounds)),
+            not_worth=tuple(not_worth(plan, self.traffic, self.times, self.curve.bounds)),
             notes=tuple(self._notes()),
             warnings=(*self._unbounded_warning(), *lint(self.config, plan, self.traffic, self.times)),
             verdict=self._verdict(expected, ladders),

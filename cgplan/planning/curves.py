@@ -17,9 +17,10 @@ from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.demand import Bounds, Problem
 from cgplan.planning.evidence import LadderPoint, NotWorth, ParetoPoint
 from cgplan.planning.ladders import LADDERS
-from cgplan.planning.lanes import expected_step, key_of, may_serve, padded_share, serve
+from cgplan.planning.lanes import Routes, expected_step, key_of, lanes_of, may_serve, padded_share, serve
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.plan import Lane, capture_order
+from cgplan.planning.left_out import NO_BATCH
+from cgplan.planning.plan import Plan, capture_order
 from cgplan.planning.search import Found, search
 from cgplan.planning.traffic import Traffic
 
@@ -146,21 +147,26 @@ def ladder_points(config: Config, traffic: Traffic, times: StepTimes, curve: Cur
         )
 
 
-def not_worth(lanes: Iterable[Lane], traffic: Traffic, times: StepTimes, bounds: Bounds) -> Iterator[NotWorth]:
-    """Sizes at which a graph brings nothing: eager steps take no longer, or no batch is as large."""
-    kinds: dict[tuple[CUDAGraphMode, bool], Lane] = {}
-    for lane in lanes:
-        kinds[lane.mode, lane.uniform] = lane  # the case of the most adapters comes last
-    for (mode, uniform), lane in kinds.items():
+def not_worth(plan: Plan, traffic: Traffic, times: StepTimes, bounds: Bounds) -> Iterator[NotWorth]:
+    """Sizes of the plan's lanes at which a graph brings nothing: no batch would run in it, none that comes there is as
+    large, or eager steps take no longer. LoRA cases that were not planned for are left out.
+    """
+    routes, lanes = Routes(plan.keys), lanes_of(plan.mode, plan.lora_cases)
+    runs = [(batch, routes.of(batch)) for batch, _ in traffic.histogram]
+    ranks = [(batch, len(lanes) if route is None else lanes.index(route[0])) for batch, route in runs]
+    planned = times.told_apart(plan.lora_cases)
+    for rank, lane in enumerate(lanes):
+        if lane.num_active_loras not in planned:
+            continue
         largest, stride, case = bounds.largest(lane), bounds.stride(lane), lane.num_active_loras
-        graph, eager = (times.curve(m, largest, case) for m in (mode, CUDAGraphMode.NONE))
+        graph, eager = (times.curve(m, largest, case) for m in (lane.mode, CUDAGraphMode.NONE))
         worth = np.flatnonzero(graph < eager)
         end = int(worth[-1]) // stride * stride if worth.size else 0
-        wanted = max((batch.num_tokens for batch, _ in traffic.histogram if may_serve(lane, batch)), default=0)
+        # Batches that graphs of an earlier lane run do not come here.
+        wanted = max((batch.num_tokens for batch, at in ranks if at >= rank and may_serve(lane, batch)), default=0)
         wanted = min(-(-wanted // stride) * stride, largest)
         if wanted < end:
-            reason = "no batch of the traffic is as large"
-            yield NotWorth(mode=mode, uniform=uniform, first=wanted + 1, last=end, reason=reason)
+            reason = f"no batch of this lane is as large: {wanted} does as well" if wanted else NO_BATCH
+            yield NotWorth(**lane._asdict(), first=wanted + 1, last=end, reason=reason)
         if end < largest:
-            reason = "an eager step takes no longer"
-            yield NotWorth(mode=mode, uniform=uniform, first=end + 1, last=largest, reason=reason)
+            yield NotWorth(**lane._asdict(), first=end + 1, last=largest, reason="an eager step takes no longer")

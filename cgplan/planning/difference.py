@@ -210,6 +210,9 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
     traffic = [(plan.evidence or {}).get("traffic_source") for plan in (old, new)]
     if None not in traffic and traffic[0] != traffic[1]:
         yield f"the expected steps are of different traffic: {traffic[0]} before, {traffic[1]} after"
+    for plan, other, which in ((old, new, "first"), (new, old, "second")):
+        if plan.expected_us is None and other.expected_us is not None:
+            yield f"the {which} plan was not made for traffic, so that it expects no step time"
     for name, words in (("times_source", "step times are from"), ("rule", "the number of graphs follows from")):
         given = [(plan.evidence or {}).get(name) for plan in (old, new)]
         if None not in given and given[0] != given[1]:

@@ -118,13 +118,19 @@ class LaneSizes(_Record):
 
 
 class NotWorth(_Record):
-    """Sizes at which a graph brings nothing: tokens from ``first`` to ``last``, and why."""
+    """Sizes of one lane at which a graph brings nothing: tokens from ``first`` to ``last``, and why."""
 
     mode: Mode
     uniform: bool
+    num_active_loras: int = 0  # absent from plans of earlier versions
     first: int
     last: int
     reason: str
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the sizes are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
 
 
 class LeftOut(_Record):

@@ -125,7 +125,7 @@ class StepTimes(BaseModel):
             said += _notes(curve, raw, floor=has_full and mode is not CUDAGraphMode.FULL)
         modes = {curve.mode for curve in found}
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
-            said.append(f"no PIECEWISE step times: FULL plus {PIECEWISE_SHARE:.0%} of what eager takes longer")
+            said.append(f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of what eager takes longer")
         return cls(source=source, curves=tuple(found), notes=tuple(said))
 
     @classmethod
@@ -174,6 +174,11 @@ class StepTimes(BaseModel):
             return cls.model_validate(data)
         except ValidationError as error:
             raise StepTimeError(f"{path}: damaged step times: {error.errors()[0]['msg']}", remedy=REMEDY) from None
+
+    def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
+        """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
+        piecewise = CUDAGraphMode.PIECEWISE
+        return tuple(note for note in self.notes if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} "))
 
     def of(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> float:
         """Microseconds of a step in this runtime mode that really runs at ``num_tokens``.

@@ -95,6 +95,9 @@ def table_points(text: str, source: str) -> Points:
     header = [name.strip().lower() for name in next(reader, [])]
     missing = [name for name in COLUMNS if name not in header]
     unknown = [name for name in header if name not in (*COLUMNS, LORA_COLUMN)]
+    for separator, name in files.SEPARATORS.items():
+        if len(header) == 1 and {*COLUMNS} & {part.strip() for part in header[0].split(separator)[1:]}:
+            raise StepTimeError(f"{source}: the columns are separated by {name}", remedy=REMEDY)
     if missing or unknown or len(set(header)) < len(header):
         wrong = (
             [f"column {missing[0]!r} is missing"] if missing else [f"column {name!r} is unknown" for name in unknown]

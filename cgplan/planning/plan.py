@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from cgplan.config import Config
 from cgplan.config.values import mode_by_name
@@ -145,9 +145,9 @@ class Plan(BaseModel):
     sizes_source: str
     keys: tuple[Key, ...]
     lora_cases: tuple[int, ...]
-    query_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    query_len: int = Field(ge=1)
+    max_num_seqs: int = Field(ge=1)
+    max_num_batched_tokens: int = Field(ge=1)
     max_loras: int | None
     warnings: tuple[str, ...] = ()
     config_hash: str

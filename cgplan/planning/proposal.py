@@ -148,4 +148,5 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
 
 
 def _in_bytes(amount: float) -> str:
-    return f"{amount / 2**20:.4g} MiB" if amount >= 2**20 else f"{amount / 2**10:.4g} KiB"
+    unit, name = next(((u, n) for u, n in ((2**20, "MiB"), (2**10, "KiB")) if amount >= u), (1, "bytes"))
+    return f"{amount / unit:.4g} {name}"

@@ -19,8 +19,10 @@ from cgplan.planning.traffic_rows import (
     GUESSES,
     MOST_STEPS,
     Form,
+    Guessed,
     Row,
     absent,
+    check_separator,
     csv_header,
     csv_rows,
     flag,
@@ -36,6 +38,7 @@ from cgplan.planning.vllm_log import COLUMNS, has_table, log_traffic
 HISTOGRAM = Form("a histogram", ("num_tokens", "count"), ("num_reqs", "uniform", "num_active_loras"))
 _LARGEST_BATCH = 1 << 20  # tokens; the largest bound that a configuration may state
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
+_NUMBER = re.compile(r"\[?\s*-?[\d.]+\s*\]?")  # also of a JSON list
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
@@ -132,6 +135,7 @@ def _parsed(text: str, path: Path, config: Config) -> Traffic | Trace:
     elif has_table(text):
         return log_traffic(text, path, config)
     else:
+        check_separator(text, path, (HISTOGRAM, TRACE))
         names = csv_header(text)
         form = nearest_form(names, (HISTOGRAM, TRACE))
         read = csv_rows
@@ -177,8 +181,14 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it writes tables that "
             f"begin with | {' | '.join(COLUMNS)} |.",
         )
+    if names and all(_NUMBER.fullmatch(name) for name in names):
+        return TrafficError(
+            f"{path}: the first line holds numbers, not the names of columns",
+            remedy=f"Begin with a line such as {','.join(HISTOGRAM.required)}.",
+        )
+    listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in names[:3] if name)
     return TrafficError(
-        f"{path}: unknown columns {', '.join(map(repr, names[:6]))[:120]}",
+        f"{path}: unknown columns {listed}" if listed else f"{path}: no column has a name",
         remedy="; ".join(form.describe() for form in (HISTOGRAM, TRACE, MOONCAKE))
         + "; a log of vLLM and traffic that cgplan saved will do as well.",
     )
@@ -186,9 +196,8 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
 
 def _histogram(rows: Iterable[tuple[str, Row]], path: Path, config: Config) -> Traffic:
     counts: dict[Batch, float] = {}
-    guessed: set[str] = set()
+    guessed = Guessed()
     for where, row in rows:
-        guessed |= {column for column in GUESSES if absent(row, column)}
         batch = likely_batch(
             whole(row, "num_tokens", where, low=1, high=_LARGEST_BATCH),
             config,
@@ -197,8 +206,12 @@ def _histogram(rows: Iterable[tuple[str, Row]], path: Path, config: Config) -> T
             num_active_loras=0 if absent(row, "num_active_loras") else whole(row, "num_active_loras", where),
         )
         _check_batch(batch, where, config)
-        counts[batch] = counts.get(batch, 0) + whole(row, "count", where, high=MOST_STEPS)
-    return Traffic.of(counts, f"{path.name}: histogram", [GUESSES[column] for column in GUESSES if column in guessed])
+        count = whole(row, "count", where, high=MOST_STEPS)
+        counts[batch] = counts.get(batch, 0) + count
+        for column in GUESSES:
+            if absent(row, column):
+                guessed.add(column, batch, count)
+    return Traffic.of(counts, f"{path.name}: histogram", guessed.notes())
 
 
 def _check_batch(batch: Batch, where: str, config: Config) -> None:

@@ -75,6 +75,19 @@ def csv_header(text: str) -> list[str]:
     return [name.strip().strip('"') for name in first.split(",")[:50]]
 
 
+def check_separator(text: str, path: Path, forms: Sequence[Form]) -> None:
+    """Raises TrafficError for a table whose columns are separated by something else than commas."""
+    number, first = next((i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip())
+    known = {column.lower() for form in forms for column in form.columns}
+    for separator, name in files.SEPARATORS.items():
+        names = [field.strip().strip('"').lower() for field in first.split(separator)]
+        if "," not in first and len(names) > 1 and known & {*names}:
+            raise TrafficError(
+                f"{path}:{number}: the columns are separated by {name}",
+                remedy=f"Separate them by commas, as in {','.join(forms[0].required)}.",
+            )
+
+
 def csv_rows(text: str, path: Path, form: Form) -> Iterator[tuple[str, Row]]:
     """(``file:line``, values by column) of each row; columns are matched in any case.
 
@@ -207,6 +220,33 @@ GUESSES = {
     "tokens, at most max_num_seqs",
     "num_active_loras": "batches are taken to use no LoRA adapter, as nothing is said of any",
 }
+
+
+class Guessed:
+    """What had to be guessed, for the notes: they say how much of the traffic hangs on what is uniform."""
+
+    def __init__(self) -> None:
+        self._columns: set[str] = set()
+        self._steps = self._tokens = self._uniform = 0
+
+    def add(self, column: str, batch: Batch, count: int) -> None:
+        """So many steps with a batch of which that column (a key of GUESSES) was guessed."""
+        self._columns.add(column)
+        if column == "uniform":
+            self._steps += count
+            self._tokens += count * batch.num_tokens
+            self._uniform += count * batch.uniform
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each column that was guessed."""
+        for column, words in GUESSES.items():
+            if column not in self._columns:
+                continue
+            if column != "uniform":
+                yield words
+            elif self._steps:
+                of = f"of {self._steps:,} steps with {self._tokens:,} tokens"
+                yield f"{of}, {words}; {self._uniform:,} of these steps are taken as uniform"
 
 
 def _short(value: object) -> str:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from cgplan.config import Config, LoadedConfig
 from cgplan.config.messages import explain
 from cgplan.errors import ConfigError
+from cgplan.modes import RUNTIME_MODES
 
 OPTION = "--vllm"
 # What vLLM takes where nothing is given and cgplan takes something else.
@@ -79,7 +80,7 @@ def read_vllm(
     Raises:
         ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that cannot be.
     """
-    given = _parse(text)
+    given = _named_mode(_parse(text))
     notes = [f"{name} does not change what is captured" for name in given if name in _WITHOUT_EFFECT]
     mode, changed = _cudagraph_mode(given)
     compilation = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None} | mode
@@ -132,6 +133,21 @@ def _parse(text: str) -> dict[str, Any]:
                 remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
             )
     return given
+
+
+def _named_mode(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with cudagraph_mode by name: vLLM takes the values of its runtime modes, too."""
+    number = given.get("cudagraph_mode")
+    if not isinstance(number, int) or isinstance(number, bool):
+        return given
+    names = {mode.value: mode.name for mode in RUNTIME_MODES}
+    if number not in names:
+        raise ConfigError(
+            f"{OPTION}: found cudagraph_mode {number}, vLLM's numbers are 0 to {max(names)}",
+            remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in names.items())}, or write the name of "
+            "another mode.",
+        )
+    return {**given, "cudagraph_mode": names[number]}
 
 
 def _cudagraph_mode(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

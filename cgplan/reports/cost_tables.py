@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.planning.case_costs import CaseCost
-from cgplan.planning.costs import Key
-from cgplan.planning.plan import Lane
-from cgplan.reports.layout import describe_sizes, facts, filled
+from cgplan.planning.costs import Key, KeyCost
+from cgplan.planning.plan import Lane, Plan
+from cgplan.reports.layout import describe_sizes, facts, filled, sentences
 from cgplan.reports.records import BudgetRecord, CaptureReport
 from cgplan.reports.units import format_bytes, format_seconds
 
@@ -72,6 +72,27 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
 def _against(predicted: str, measured: str, value: float, truth: float) -> str:
     error = f": {(value - truth) / truth:+.1%}" if truth else ""
     return f"{predicted} predicted, {measured} measured{error}"
+
+
+def lane_table(plan: Plan) -> RenderableType:
+    """What the keys of each lane are predicted to cost; for a plan with a prediction."""
+    costs: dict[Lane, list[KeyCost]] = {}
+    for (mode, d), cost in zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True):
+        costs.setdefault(Lane(mode, d.uniform, d.num_active_loras), []).append(cost)
+    sizes = plan.lanes()
+    rows: list[dict[str, object]] = [
+        {
+            "lane": lane,
+            "graphs": len(found),
+            "sizes": describe_sizes(sizes[lane]),
+            "pool": format_bytes(sum(cost.pool_bytes for cost in found)),
+            "driver": format_bytes(sum(cost.driver_bytes for cost in found)),
+            "start-up": format_seconds(sum(cost.seconds for cost in found)),
+        }
+        for lane, found in costs.items()
+    ]
+    words = "in capture order; pool: what these graphs add to the pool that those above them have filled"
+    return Group(Text("Cost of each lane", style="bold"), filled(rows, left=("lane", "sizes")), sentences(words))
 
 
 def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:

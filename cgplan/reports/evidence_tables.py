@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.planning.evidence import Evidence, LadderPoint, ParetoPoint, SizeUse
 from cgplan.planning.plan import Lane
-from cgplan.reports.layout import describe_sizes, facts, filled
+from cgplan.reports.layout import Drawing, describe_sizes, facts, filled, sentences
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, padding_text, pareto_text
 from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
 
 _MOST_POINTS = 12
-_LADDER_WORDS = """\
-  padding: share of all tokens that run, eager steps included; unused: graphs that run no batch
-  equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer
-  gain: how much shorter the plan's step is; no gain: the ladder is within 1% of the bound, a graph
-        for every size"""
-_LEFT_OUT_WORDS = """\
-  each added to the plan by itself; no gain: steps get less than 0.01% shorter, or longer"""
+_LADDER_WORDS = (
+    "padding: share of all tokens that run, eager steps included; unused: graphs that run no batch",
+    "equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer",
+    "gain: how much shorter the plan's step is; no gain: the ladder is within 1% of the bound, a graph for every size",
+)
+_LEFT_OUT_WORDS = "each added to the plan by itself; no gain: steps get less than 0.01% shorter, or longer"
 
 
 def render_evidence(evidence: Evidence) -> RenderableType:
@@ -26,20 +27,19 @@ def render_evidence(evidence: Evidence) -> RenderableType:
     parts: list[RenderableType] = [_head(evidence), Text(), _sizes(evidence)]
     if evidence.pareto:
         parts += [Text(), Text("Graphs against expected step time", style="bold")]
-        parts += [Text(pareto_text(pareto_plot(evidence))), Text(), _pareto(evidence)]
+        parts += [Drawing(partial(pareto_text, pareto_plot(evidence))), Text(), _pareto(evidence)]
     if evidence.ladders:
         parts += [Text(), Text("Ladders on the same traffic", style="bold"), _ladders(evidence)]
-        parts.append(Text(_LADDER_WORDS))
+        parts.append(sentences(*_LADDER_WORDS))
     if evidence.left_out:
         title = "Left out, of the sizes that the configuration has without traffic"
-        parts += [Text(), Text(title, style="bold"), _left_out(evidence), Text(_LEFT_OUT_WORDS)]
+        parts += [Text(), Text(title, style="bold"), _left_out(evidence), sentences(_LEFT_OUT_WORDS)]
     if evidence.uses:
         title = "Padding of each graph, of the tokens that it runs, and its share of all steps"
         parts += [Text(), Text(title, style="bold")]
-        parts.append(Text(padding_text(padding_plot(evidence))))
+        parts.append(Drawing(partial(padding_text, padding_plot(evidence))))
     if evidence.not_worth:
-        lines = [(f"{Lane(n.mode, n.uniform, 0)} {n.first} to {n.last}", n.reason) for n in evidence.not_worth]
-        parts += [Text(), facts("Sizes not worth a graph", lines)]
+        parts += [Text(), Text("Sizes not worth a graph", style="bold"), _not_worth(evidence)]
     return Group(*parts)
 
 
@@ -52,18 +52,15 @@ def pareto_plot(evidence: Evidence) -> ParetoPlot:
 
 def padding_plot(evidence: Evidence) -> PaddingPlot:
     """One bar for each graph, and one for what runs eagerly."""
-    several = len(evidence.lanes) > 1
     return PaddingPlot(
-        [_name(use, several) for use in evidence.uses],
+        [_name(use) for use in evidence.uses],
         [use.padding for use in evidence.uses],
         [use.share for use in evidence.uses],
     )
 
 
-def _name(use: SizeUse, several: bool) -> str:
-    if use.size is None:
-        return "eager"
-    return f"{Lane(use.mode, use.uniform, use.num_active_loras)} {use.size}" if several else str(use.size)
+def _name(use: SizeUse) -> str:
+    return "eager" if use.size is None else f"{Lane(use.mode, use.uniform, use.num_active_loras)}: {use.size}"
 
 
 def _head(evidence: Evidence) -> RenderableType:
@@ -133,6 +130,13 @@ def _cells(point: ParetoPoint | LadderPoint) -> dict[str, object]:
 def _left_out(evidence: Evidence) -> RenderableType:
     rows: list[dict[str, object]] = [
         {"lane": part.lane, "sizes": describe_sizes(part.sizes), "why": part.reason} for part in evidence.left_out
+    ]
+    return filled(rows, left=("lane", "sizes", "why"))
+
+
+def _not_worth(evidence: Evidence) -> RenderableType:
+    rows: list[dict[str, object]] = [
+        {"lane": part.lane, "sizes": f"{part.first} to {part.last}", "why": part.reason} for part in evidence.not_worth
     ]
     return filled(rows, left=("lane", "sizes", "why"))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 
 from rich.box import Box
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -65,6 +67,21 @@ def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
         style = "yellow" if label == "warning" else ""
         grid.add_row(Text(f"  {label}", style=style or "bold"), Text(value, style=style))
     return Group(Text(title, style="bold"), grid)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
+
+    draw: Callable[[int], str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(self.draw(min(max(options.max_width, 40), 80)))
+
+
+def sentences(*lines: str) -> RenderableType:
+    """Remarks under a table, each on lines of its own."""
+    return Group(*(Padding(Text(line), (0, 0, 0, 2)) for line in lines))
 
 
 def filled(rows: Sequence[dict[str, object]], left: Sequence[str], gap: int = 2) -> Table:

@@ -30,6 +30,8 @@ def load_report(path: str | Path) -> Report:
     except RecursionError:
         raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
     except json.JSONDecodeError as error:
+        if Path(path).suffix in (".yaml", ".yml"):
+            remedy = f"That is a configuration, it seems, which --config takes. {remedy}"
         raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
     except ValueError as error:  # a number of thousands of digits
         raise ReportError(f"{path}: not JSON: {error}", remedy=remedy) from None
@@ -46,5 +48,6 @@ def load_report(path: str | Path) -> Report:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ReportError(f"{path}: damaged report: {where}: {first['msg']}", remedy=remedy) from None
+        where = "".join(f"{part}." for part in first["loc"]).removesuffix(".")
+        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
+        raise ReportError(f"{path}: damaged report: {wrong}", remedy=remedy) from None

@@ -47,7 +47,7 @@ def render_plan(plan: Plan) -> RenderableType:
         return Group(head, Text(), why)
     if not plan.keys:
         return head
-    return Group(head, Text(), _padding(_captured(plan), "no graph") if _has_one_list(plan) else _padding_by_lane(plan))
+    return Group(head, Text(), _padding_of_all(plan) if _has_one_list(plan) else _padding_by_lane(plan))
 
 
 def _why(plan: Plan) -> RenderableType | None:
@@ -79,9 +79,9 @@ def sizes_row(plan: Plan) -> tuple[str, str]:
 
 def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
     """What changes from one plan to another; ``old`` and ``new`` name them."""
-    settings = [(change.name, _both(change)) for change in difference.settings]
+    settings = [(change.name, _both(change)) for change in difference.settings] or [("settings", "the same")]
     notes = [("note", text) for text in difference.notes]
-    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *notes] or [("settings", "the same")]), Text()]
+    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *notes]), Text()]
     lanes: list[dict[str, object]] = [
         {
             "lane": lane.lane,
@@ -172,6 +172,20 @@ def _padding(captured: Sequence[int], beyond: str) -> Table:
     return filled(rows, left=("batch of (tokens)", "is padded to"))
 
 
+def _padding_of_all(plan: Plan) -> RenderableType:
+    """The same for all lanes together, under their names."""
+    ends = {str(Lane(lane.mode, lane.uniform, 0)): sizes[-1] for lane, sizes in plan.lanes().items()}
+    captured = _captured(plan)
+    names = [name if end == captured[-1] else f"{name} up to {end}" for name, end in ends.items()]
+    cases = sorted({lane.num_active_loras for lane in plan.lanes()})
+    title = "; ".join(filter(None, (" and ".join(names), _adapters(plan, cases))))
+    return Group(Text(title, style="bold"), _padding(captured, "no graph"))
+
+
+def _adapters(plan: Plan, cases: Sequence[int]) -> str:
+    return "" if plan.max_loras is None else f"{', '.join(map(str, sorted(cases)))} active adapters"
+
+
 def _padding_by_lane(plan: Plan) -> RenderableType:
     """The same for each lane; lanes that differ in the LoRA case alone share theirs."""
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -179,8 +193,8 @@ def _padding_by_lane(plan: Plan) -> RenderableType:
         alike.setdefault((str(Lane(lane.mode, lane.uniform, 0)), sizes), []).append(lane.num_active_loras)
     parts: list[RenderableType] = []
     for (name, sizes), cases in alike.items():
-        adapters = f", {', '.join(map(str, sorted(cases)))} active adapters" if plan.max_loras is not None else ""
-        title = f"{name}{adapters}: {len(sizes)} ({describe_sizes(sizes)})"
+        lanes = ", ".join(filter(None, (name, _adapters(plan, cases))))
+        title = f"{lanes}: {len(sizes)} ({describe_sizes(sizes)})"
         parts += [Text(title, style="bold"), _padding(sizes, "another lane, or no graph"), Text()]
     return Group(*parts[:-1])
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from cgplan.errors import OutputPathError
@@ -68,7 +69,7 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     """The curve in ASCII: ``*`` is the curve, letters are the points, with a legend below.
 
     The numbers of graphs stand on a logarithmic axis: the first few graphs matter most. Points that fall on the same
-    place share a letter, which the legend then explains more than once.
+    place share a letter, and the legend says with which other one.
     """
     points = list(plot.points)[: len(LEGEND_MARKS)]
     every_x = [*plot.graphs, *(p.graphs for p in points)]
@@ -87,18 +88,22 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     for x, y in zip(plot.graphs, plot.microseconds, strict=True):
         grid[row(y)][column(x)] = "*"
     marks: dict[tuple[int, int], str] = {}
+    first: dict[str, str] = {}
     legend = [("*", "the best with so many graphs, expected step time")]
     for point in points:
         at = row(point.microseconds), column(point.graphs)
         mark = grid[at[0]][at[1]] = marks.setdefault(at, LEGEND_MARKS[len(marks)])
         graphs = "1 graph" if point.graphs == 1 else f"{point.graphs} graphs"
-        legend.append((mark, f"{point.name}: {graphs}, {format_microseconds(point.microseconds)}"))
+        shared = f" (the same place as {first[mark]})" if mark in first else ""
+        first.setdefault(mark, point.name)
+        legend.append((mark, f"{point.name}: {graphs}, {format_microseconds(point.microseconds)}{shared}"))
     labels = {0: format_microseconds(high), TEXT_ROWS - 1: format_microseconds(low)}
     lines = [f"{labels.get(i, ''):>{_MARGIN}} |{''.join(cells)}".rstrip() for i, cells in enumerate(grid)]
     lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
     lines.append(f"{'':>{_MARGIN + 2}}{_ticks(sorted({*every_x}), column, columns)}")
     lines.append(f"{'':>{_MARGIN + 2}}{'graphs'.center(columns)}".rstrip())
-    return "\n".join([*lines, *(f"  {mark}  {text}"[:width] for mark, text in legend)])
+    wrapped = (wrap(text, width, initial_indent=f"  {mark}  ", subsequent_indent=" " * 5) for mark, text in legend)
+    return "\n".join([*lines, *(line for part in wrapped for line in part)])
 
 
 def padding_text(plot: PaddingPlot, width: int = 80) -> str:
@@ -158,8 +163,11 @@ def picture(path: Path, pareto: ParetoPlot | None, padding: PaddingPlot | None) 
 
 def _draw_pareto(axes: Axes, plot: ParetoPlot) -> None:
     axes.step(plot.graphs, plot.microseconds, where="post", marker=".", label="best with so many graphs")
-    for point in plot.points:
-        axes.plot([point.graphs], [point.microseconds], "o", label=f"{point.name} ({point.graphs})")
+    together: dict[tuple[int, float], list[str]] = {}
+    for point in plot.points:  # a dot would hide another one below it
+        together.setdefault((point.graphs, point.microseconds), []).append(point.name)
+    for (graphs, microseconds), names in together.items():
+        axes.plot([graphs], [microseconds], "o", label=f"{', '.join(names)} ({graphs})")
     axes.set_xscale("symlog", linthresh=10)
     ticks = [n for n in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(plot.graphs)]
     axes.set_xticks(ticks, [str(n) for n in ticks])

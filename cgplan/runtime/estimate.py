@@ -9,7 +9,7 @@ import torch
 
 from cgplan.config import Config
 from cgplan.errors import BackendError
-from cgplan.graphs import select_backend
+from cgplan.graphs import GraphBackend, select_backend
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.planning.estimated_costs import EstimatedCosts, Recording
@@ -19,7 +19,9 @@ from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture
 
 
-def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> EstimatedCosts:
+def estimate(
+    config: Config, model: Callable[..., Any], plan: Plan, backend: GraphBackend | None = None
+) -> EstimatedCosts:
     """Record the representative keys of a plan on the tape, two or three of each mode, and free all of it again.
 
     Recording a key costs its warm-ups and a few forwards of that size on the CPU. Other sizes follow from the
@@ -30,11 +32,12 @@ def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> Estimated
             were traced, because the tape cannot record compiled kernels.
         model: The model, on the CPU.
         plan: Which keys there are.
+        backend: The tape to record on; absent: one that leaves the model's memory as it was.
 
     Raises:
         CaptureError, ModelError: as CaptureSession.run.
     """
-    backend, note = select_backend("cpu"), ""
+    backend, note = backend or select_backend("cpu"), ""
     if config.compilation.compiler == "inductor":
         compilation = config.compilation.model_copy(update={"compiler": "eager", "use_inductor_graph_partition": False})
         config = config.model_copy(update={"compilation": compilation})

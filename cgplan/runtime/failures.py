@@ -13,6 +13,7 @@ from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, Cgplan
 from cgplan.graphs.host_sync import blamed_line
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.units import format_bytes
+from cgplan.runtime.host_memory import is_out_of_memory
 
 # What torch says when a capturing stream is asked for something that needs the host.
 _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
@@ -56,7 +57,7 @@ def explain_failure(
     """
     key = f"{mode} {descriptor}"
     where = blamed_line(error.__traceback__)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
         freed = "; everything captured in this session was freed" if all_freed else ""
         had = "" if free is None else f" with {format_bytes(free)} free on the device"
         return CaptureMemoryError(
