@@ -102,7 +102,9 @@ class PiecewiseBackend:
             if not piece.eager:
                 compiled = self._compile(module) if self.compiler == "inductor" else module.forward
                 options = CUDAGraphOptions(copied_arguments=fresh[piece.name], address_check=self.address_check)
-                runnables[piece.name] = SegmentWrapper(compiled, backend=self.backend, options=options)
+                runnables[piece.name] = SegmentWrapper(
+                    compiled, guarded=self.max_rows is None, backend=self.backend, options=options
+                )
         forward = SplitForward(split, runnables, pieces)
         self.last = weakref.ref(forward)
         return forward

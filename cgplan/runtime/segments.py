@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import SealedError
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
@@ -35,6 +36,11 @@ from cgplan.runtime.recorded import Program
 from cgplan.runtime.splitting import Piece, operator_name
 from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 
+RETRACED = (
+    "Capture the model itself, without torch.compile: then there is one trace, and it has no guards. Else see to it "
+    "that one trace serves all sizes: torch._dynamo.maybe_mark_dynamic(x, 0) on each input ahead of the compiled call, "
+    "or dynamic=True where no size equals another dimension."
+)
 _MODES = ("set_grad_enabled", "enter_inference_mode", "enter_autocast", "inference_mode")
 
 
@@ -43,11 +49,15 @@ class SegmentWrapper(CUDAGraphWrapper):
 
     Attributes:
         changed: Called whenever its graphs change.
+        trace: The same object for all segments of a trace.
+        guarded: Whether Dynamo may trace the model anew, see `traces.py`.
     """
 
-    def __init__(self, runnable: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, runnable: Callable[..., Any], *, guarded: bool = False, **options: Any) -> None:
         super().__init__(runnable, CUDAGraphMode.PIECEWISE, **options)
         self.changed: Callable[[], None] = lambda: None
+        self.trace: object = self
+        self.guarded = guarded
 
     def reset(self, scope: CaptureScope | None = None) -> None:
         """As CUDAGraphWrapper's."""
@@ -68,6 +78,15 @@ class SegmentWrapper(CUDAGraphWrapper):
             return None
         unchecked = entry.manifest is not None and context.descriptor not in self._checked
         return None if unchecked else entry
+
+    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
+        if not self.guarded:
+            return super()._missing(descriptor)
+        return SealedError(
+            f"torch.compile has compiled the model anew since the captures, and that code has no PIECEWISE graph for "
+            f"{descriptor}",
+            remedy=RETRACED,
+        )
 
     def _capture(self, *args: Any) -> tuple[CUDAGraphEntry, Any]:
         self.changed()
@@ -110,13 +129,14 @@ class SplitForward:
             for piece in pieces
             for node in getattr(split, piece.name).graph.nodes
         )
+        trace = object()
         for name, runnable in runnables.items():
             # In the instance's own dict it is found at once; as a submodule only after a failed look-up.
             del split._modules[name]
             split.__dict__[name] = runnable
             if isinstance(runnable, SegmentWrapper):
                 self._segments[name] = runnable
-                runnable.changed = self.recorded.clear
+                runnable.changed, runnable.trace = self.recorded.clear, trace
         copied = {name: wrapper.options.copied_arguments for name, wrapper in self._segments.items()}
         self._program = None if changes_modes or not copied else Program.of(split, copied)
         self._direct: CodeType | None = None
@@ -191,4 +211,4 @@ def _roots(
     return roots
 
 
-__all__ = ["SegmentWrapper", "SplitForward"]
+__all__ = ["RETRACED", "SegmentWrapper", "SplitForward"]
