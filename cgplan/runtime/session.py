@@ -224,7 +224,7 @@ class CaptureSession:
             free_after=after.free,
             session_seconds=end - start,
             inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
-            split=graphed.route.describe(),
+            split=graphed.route.describe(graphed.scope),
             borrowed_outputs=backend.supports("borrow"),
             warnings=(*graphed.plan.warnings, *warnings),
         )
