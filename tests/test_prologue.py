@@ -158,6 +158,39 @@ def test_what_eager_pieces_are_given_is_read_anew(backend: GraphBackend, monkeyp
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
 
 
+class Holder:
+    """A plain object."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda t: {"scale": t}, lambda h: h["scale"]),
+    "list": (lambda t: [t, t + 1], lambda h: h[-1]),
+    "object": (Holder, lambda h: h.value),
+    "a key that is no string or number": (lambda t: {(1, 2): t}, lambda h: h[1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_lies_in_attributes_is_read_anew(backend: GraphBackend, name: str) -> None:
+    hold, get = HOLDERS[name]
+
+    class Holds(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(middle(self.first(x), get(self.held)))
+
+    model = Holds()
+    model.held = hold(torch.ones(4, device=backend.device))
+    with closing(open_runner(backend, model, address_check="off")) as runner:
+        assert (traced(runner)._forward() is None) == name.startswith("a key"), "such keys are left to Dynamo's code"
+        for value in (1.0, 1.0, 1.0, 5.0, -7.0):
+            model.held = hold(torch.full((4,), value, device=backend.device))
+            x = batch(backend, 3)
+            assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+
+
 def test_where_addresses_are_checked_each_time_all_are_read(backend: GraphBackend) -> None:
     model = Model()
     with closing(open_runner(backend, model, address_check="always")) as runner:
