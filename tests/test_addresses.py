@@ -725,3 +725,103 @@ def test_only_a_check_that_repeats_keeps_tensors(repeats: bool) -> None:
     del made
     gc.collect()
     assert reference() is None
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.LayerNorm(2)
+        self.register_buffer("cache", t())
+        self.register_buffer("none", None)
+        self.state = Plain(kv=[t(), t()], empty=[])
+        self.size = 2
+
+
+class Deep(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.tied = self.blocks[0].linear
+        self.tables = torch.nn.ParameterList(t() for _ in range(20))  # so many are read by one call
+        self.last = None
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    one.data, other.data = other.data, one.data
+
+
+MODEL_MUTATIONS = {
+    "memory": lambda m: setattr(m.blocks[2].linear.weight, "data", torch.zeros(2, 2)),
+    "set_": lambda m: m.blocks[1].cache.set_(t()),
+    "two swapped": lambda m: swap(m.blocks[0].norm.weight, m.blocks[0].norm.bias),
+    "one of many": lambda m: setattr(m.tables[7], "data", t()),
+    "a parameter": lambda m: setattr(m.blocks[1].norm, "weight", torch.nn.Parameter(torch.ones(2))),
+    "none": lambda m: setattr(m.blocks[1].norm, "weight", None),
+    "deleted": lambda m: delattr(m.blocks[1], "cache"),
+    "a number": lambda m: (delattr(m.blocks[1], "cache"), setattr(m.blocks[1], "cache", 3)),
+    "a module": lambda m: setattr(m.blocks[1], "norm", torch.nn.LayerNorm(2)),
+    "a block": lambda m: m.blocks.__setitem__(2, Block()),
+    "a tie": lambda m: setattr(m, "tied", torch.nn.Linear(2, 2)),
+    "a dict of parameters": lambda m: setattr(m.blocks[0].norm, "_parameters", dict.fromkeys(("weight", "bias"))),
+    "all attributes": lambda m: setattr(m.blocks[0].norm, "__dict__", dict(vars(torch.nn.LayerNorm(2)))),
+    "an attribute's list": lambda m: setattr(m.blocks[0].state, "kv", [t(), t()]),
+    "an attribute's item": lambda m: m.blocks[0].state.kv.__setitem__(1, t()),
+}
+GROWTH = {
+    "an attribute": lambda m: setattr(m, "last", t()),
+    "a module": lambda m: setattr(m.blocks[0], "more", torch.nn.Linear(2, 2)),
+    "a buffer": lambda m: m.blocks[1].register_buffer("late", t()),
+    "in place of None": lambda m: setattr(m.blocks[1], "none", t()),
+    "in an empty list": lambda m: m.blocks[2].state.empty.append(t()),
+    "a number": lambda m: setattr(m.blocks[2], "size", 3),
+    "a block": lambda m: m.blocks.append(Block()),
+}
+
+
+def repeated(model: torch.nn.Module) -> AddressManifest:
+    """A manifest as a runner checks it under `always`, compiled."""
+    made = AddressManifest.of({"model": model}, CPU, repeats=True)
+    made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert made.still_holds({"model": model})
+    return made
+
+
+@pytest.mark.parametrize("name", MODEL_MUTATIONS)
+def test_what_moves_in_a_model_is_found_by_repeated_checks(name: str) -> None:
+    model = Deep()
+    kept = [p.detach() for p in model.parameters()], [b.detach() for b in model.buffers()]
+    kept_lists = [block.state.kv for block in model.blocks], [[*block.state.kv] for block in model.blocks]
+    made = repeated(model)
+    MODEL_MUTATIONS[name](model)
+    assert not made.still_holds({"model": model})
+    with pytest.raises(AddressError):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert kept
+    assert kept_lists
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_what_comes_to_a_model_is_no_matter_to_repeated_checks(name: str) -> None:
+    model = Deep()
+    made = repeated(model)
+    GROWTH[name](model)
+    for _ in range(2):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert made.still_holds({"model": model})
+    kept = model.blocks[2].linear.weight.detach()
+    model.blocks[2].linear.weight.data = torch.zeros(2, 2)
+    with pytest.raises(AddressError, match=r"model\.blocks\[2\]\.linear\.weight"):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert kept.numel()
+
+
+def test_another_parameter_on_the_same_memory_is_accepted_and_one_of_another_form_is_not() -> None:
+    model = Deep()
+    made = repeated(model)
+    weight = model.blocks[0].linear.weight
+    model.blocks[0].linear.weight = torch.nn.Parameter(weight.detach())
+    made.check({"model": model}, what="FULL 4", may_grow=True)
+    model.blocks[0].linear.weight = torch.nn.Parameter(weight.detach().t())
+    with pytest.raises(AddressError, match="1 reshaped"):
+        made.check({"model": model}, what="FULL 4", may_grow=True)

@@ -24,6 +24,7 @@ from cgplan import (
     GraphRunner,
     InputError,
     ModelError,
+    SealedError,
     compile_piecewise,
     eager_break_during_capture,
     forward_context,
@@ -262,6 +263,47 @@ def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBac
             x = torch.randn(rows, 3, device=backend.device)
             assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
         runner.close()
+
+
+def open_compiled(backend: GraphBackend, sizes: list[int], *, mark: bool = False) -> GraphRunner:
+    """A model under torch.compile, which may trace it anew for another size."""
+    model = Model().eval().to(backend.device)
+    compiled: Any = torch.compile(model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]})
+
+    def marked(x: Tensor) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(x)  # type: ignore[no-any-return]
+
+    return cgplan.capture(
+        marked if mark else compiled,
+        CONFIG["inputs"],  # type: ignore[arg-type]
+        compilation={**CONFIG["compilation"], "piecewise": "wrappers", "cudagraph_capture_sizes": sizes},  # type: ignore[dict-item]
+        device=backend.device.type,
+    )
+
+
+def test_sizes_that_another_trace_would_answer_are_refused_at_capture(backend: GraphBackend) -> None:
+    """The first size is traced as a constant; the second trace, with a free number of rows, fits it too."""
+    with pytest.raises(CaptureError, match=r"compiled the model 2 times .* num_tokens=8 is answered by code") as caught:
+        open_compiled(backend, [4, 8])
+    assert "maybe_mark_dynamic" in caught.value.remedy
+    runner = open_compiled(backend, [1, 2, 4, 8], mark=True)
+    for rows in (8, 4, 1, 2, 3, 8, 1, 7):
+        x = torch.randn(rows, 3, device=backend.device)
+        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    runner.close()
+
+
+def test_a_model_that_torch_compile_traced_anew_says_so(backend: GraphBackend) -> None:
+    """A larger batch runs eagerly, by a trace of its own, which fits the captured size too."""
+    runner = open_compiled(backend, [8])
+    x = torch.randn(8, 3, device=backend.device)
+    assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    runner(x=torch.randn(16, 3, device=backend.device))
+    with pytest.raises(SealedError, match=r"compiled the model anew since the captures.* num_tokens=8") as caught:
+        runner(x=x)
+    assert "Capture the model itself" in caught.value.remedy
+    runner.close()
 
 
 def test_a_wrapper_of_another_device_is_refused() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from checks import same
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cgplan
 from cgplan.config import Config, Input, validate_config
@@ -33,7 +34,7 @@ from cgplan.errors import (
     SealedError,
 )
 from cgplan.graphs import GraphBackend, select_backend
-from cgplan.graphs.host_sync import find_host_sync
+from cgplan.graphs.host_sync import Onlooker, find_host_sync, is_probing
 from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
@@ -1598,7 +1599,12 @@ def test_a_split_is_described_as_the_session_reports_it(backend: GraphBackend, w
     assert backend.memory().reserved <= before + 2 * MIB
     assert describe_split(model, splitting(backend, compiler="inductor", **way), backend) == found
     torch._dynamo.reset()
-    assert CaptureSession(build_plan(config), model, backend, config).run().report.split == found
+    reported = CaptureSession(build_plan(config), model, backend, config).run().report.split
+    assert reported is not None
+    if "splitting_modules" in way and backend.device.type == "cpu":  # known from the graphs, where these tell
+        assert reported.captured == {"aten::addmm": 2}, "the others are in the modules"
+        reported = reported.model_copy(update={"captured": {}})
+    assert reported == found
     torch._dynamo.reset()
 
 
@@ -1700,3 +1706,43 @@ def test_the_decoder_with_its_attention_broken_out(backend: GraphBackend, dtype:
     both.reset()
     piecewise.reset()
     breaks.remove()
+
+
+# --- while somebody looks at a forward -------------------------------------------------------------------------
+
+
+@eager_break_during_capture
+def halved(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+def test_what_is_captured_inside_of_a_piece_is_whole_while_the_forward_is_looked_at(backend: GraphBackend) -> None:
+    """A piece may capture something of its own (a runner inside of it that captures lazily); FULL graphs hold what
+    breaks elsewhere.
+    """
+    x, made = randn(backend, 4, 6), {}
+
+    @eager_break_during_capture
+    def piece() -> None:
+        graph = backend.new_graph(backend.new_pool())
+        with backend.session(), torch.no_grad():
+            halved(x)
+            with backend.capturing(graph):
+                made["output"] = halved(x) + 1
+        made["graph"] = graph
+
+    assert find_host_sync(piece, backend.device) is None
+    x.copy_(randn(backend, 4, 6, seed=1))
+    backend.replay(made["graph"])
+    same(made["output"], x * 0.5 + 1)
+    backend.reset(made["graph"])
+
+
+def test_a_look_that_did_not_begin_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no mode today")
+
+    monkeypatch.setattr(TorchDispatchMode, "__enter__", fail)
+    with pytest.raises(RuntimeError, match="no mode today"), Onlooker():
+        pass
+    assert not is_probing()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import rank_programs as programs
 import torch
+from checks import capture
 from ranks import run_ranks, values
 
 from cgplan.config import DistributedConfig
 from cgplan.distributed import open_ranks
+from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.rendezvous import Place, Presence, check_devices
 from cgplan.distributed.shared_memory import SharedMemoryTransport
 from cgplan.distributed.watch import Process
 from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RegistrationError
+from cgplan.graphs import select_backend
+from cgplan.graphs.host_sync import find_host_sync
 from cgplan.reports.layout import plain_text
 from cgplan.reports.rank_records import RankRecord, rank_table
+from cgplan.runtime.breaks import eager_break_during_capture
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
@@ -164,3 +170,31 @@ def test_the_report_has_a_row_for_each_rank_and_one_for_all() -> None:
     lines = [line.split() for line in plain_text(rank_table(records)).splitlines()]
     assert lines[2][:5] == ["0", "custom", "4", "3", "1"]
     assert " ".join(lines[-1]) == "all custom 8 7 3 2.0 MiB 30.0 ms 2.0 KiB 5.0 KiB 1.00 s"
+
+
+class _Doubling(AllReduce):
+    """Stands for a sum over two equal ranks."""
+
+    name = "doubling"
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+
+def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> None:
+    backend = select_backend("cpu")
+    reduce, x, made = _Doubling(SimpleNamespace(world_size=2), backend), torch.ones(3), {}  # type: ignore[arg-type]
+
+    @eager_break_during_capture
+    def piece() -> torch.Tensor:
+        made["graph"], made["output"] = capture(backend, lambda: reduce(x))
+        return reduce(x)
+
+    def forward() -> None:
+        made["eager"] = piece()
+
+    assert find_host_sync(forward, backend.device) is None
+    assert torch.equal(made["eager"], x), "nobody sums with it now"
+    x.fill_(5)
+    backend.replay(made["graph"])
+    assert torch.equal(made["output"], x * 2)

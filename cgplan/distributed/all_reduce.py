@@ -117,9 +117,12 @@ class CollectiveAllReduce(AllReduce):
 
 
 def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
-    if is_probing():  # one rank alone looks at its forward; the others do not come to this all-reduce
+    found = _at(group)
+    # One rank alone looks at its forward; the others do not come to this all-reduce. What is captured meanwhile is to
+    # hold it, though.
+    if is_probing() and not found.backend.is_capturing():
         return x.clone()
-    return _at(group).reduce(x)
+    return found.reduce(x)
 
 
 def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group: int) -> None:

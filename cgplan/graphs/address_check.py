@@ -8,7 +8,12 @@ Note [Cost of a check]
     class.
 
     Whether a tensor has another shape or type is looked at only where it is another object than before: the check then
-    holds the tensors, because an object is told by itself for 5 ns, by its number for 30.
+    holds the tensors, because an object is told by itself for 5 ns, by its number for 30. All are compared in one go,
+    objects by ``is`` and then addresses, because a tensor that is the same object may have been given other memory.
+
+    Of a model with a few tensors in each of hundreds of modules the way to them takes longer than the tensors. So
+    modules are held, too, and told by themselves, and where a structure may grow nothing is read but the way to what
+    was there.
 """
 
 from __future__ import annotations
@@ -30,16 +35,30 @@ _GROUP = 16  # tensors from which on one call for all is faster than an expressi
 Check = Callable[[Mapping[str, Any]], bool]
 
 
-def compile_check(top: Node, device: torch.device, tensors: Sequence[torch.Tensor] = ()) -> Check:
+def compile_check(
+    top: Node,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor] = (),
+    modules: Mapping[Node, torch.nn.Module] | None = None,
+    *,
+    may_grow: bool = False,
+) -> Check:
     """A function of the roots: whether all tensors lie where the walk that made ``top`` found them.
 
-    It raises whatever a structure of another shape makes it raise. It holds classes, keys and numbers, and, where they
-    are given, the ``tensors`` of the walk by their numbers: then types, shapes and strides of others in their places
-    are looked at, too.
+    It raises whatever a structure of another shape makes it raise. It holds classes, keys and numbers, and what is
+    given of these:
+
+    Args:
+        top: Made by a walk.
+        device: Of the walk.
+        tensors: Those of the walk by their numbers: then types, shapes and strides of others in their places are looked
+            at, too.
+        modules: Those of the walk: any other object in the place of one is refused.
+        may_grow: Whether tensors that were not there are no matter.
     """
-    writer = _Writer(device, tensors)
+    writer = _Writer(device, tensors, modules or {}, may_grow)
     writer.write(top)
-    code = _compiled("\n ".join(["def check(roots):", "at = pointer", *writer.lines, "return True"]))
+    code = _compiled("\n ".join(["def check(roots):", *writer.lines, "return True"]))
     function: Check = FunctionType(code.replace(), writer.names)  # a copy: specialised instructions are not shared
     if not any(isinstance(e.child, Leaf) and e.child.overrides for node in nodes_of(top) for e in node.entries):
         return function
@@ -85,38 +104,60 @@ class _Writer:
 
     device: torch.device
     tensors: Sequence[torch.Tensor]
+    modules: Mapping[Node, torch.nn.Module]
+    may_grow: bool
     lines: list[str] = field(default_factory=list)
-    names: dict[str, Any] = field(default_factory=lambda: {"pointer": torch.Tensor.data_ptr, "form": form_of})
+    names: dict[str, Any] = field(default_factory=lambda: {"pointer": torch.Tensor.data_ptr})
     _sources: dict[Node, str] = field(default_factory=dict)
     _constants: dict[int, str] = field(default_factory=dict)
+    _readings: list[str] = field(default_factory=list)
+    _leaves: list[Leaf] = field(default_factory=list)
 
     def write(self, top: Node) -> None:
         """Write all lines. Links are compared at the end, when the containers that they lead to are known."""
         links: list[tuple[str, Node]] = []
         locals_: dict[Node, str] = {}
         for number, node in enumerate(nodes_of(top)):
-            local = locals_[node] = f"c{number}" if node.layout else "roots"
+            if self.may_grow and not node.live:
+                continue
             conditions: list[str] = []
-            if node.layout:
+            if node in self.modules:
+                local = self._constant(self.modules[node])
+                self._refuse([f"{self._sources[node]} is not {local}"])
+            elif node.layout:
+                local = f"c{number}"
                 self.lines.append(f"{local} = {self._sources[node]}")
                 conditions.append(f"type({local}) is not {self._constant(node.layout.cls)}")
+            else:
+                local = "roots"
+            locals_[node] = local
             for part in node.parts:
+                if not self._is_needed(node, part):
+                    continue
                 view = self._view(node.layout, part, local, conditions)
                 if _is_group(part):
-                    conditions.append(self._compare_group(view, part))
+                    self._add_group(view, part)
                     continue
                 for entry in part.entries:
                     reading = self._reading(view, part, entry)
                     if isinstance(entry.child, Leaf):
-                        conditions.append(self._compare(reading, entry.child))
+                        self._readings.append(reading)
+                        self._leaves.append(entry.child)
                     elif not isinstance(entry.child, Node):
-                        conditions.append(f"{reading} is not None")
+                        conditions += [] if self.may_grow else [f"{reading} is not None"]
                     elif entry.is_link:
                         links.append((reading, entry.child))
                     else:
                         self._sources[entry.child] = reading
             self._refuse(conditions)
         self._refuse([f"{reading} is not {locals_[node]}" for reading, node in links])
+        self._compare_all()
+
+    def _is_needed(self, node: Node, part: Part) -> bool:
+        """Whether a part is looked at: where nothing that comes matters, only the way to what was there."""
+        if not self.may_grow or any(isinstance(e.child, Leaf | Node) for e in part.entries):
+            return True
+        return part.kind == "attributes" and any(p.entries for p in node.parts if p.kind == "module")
 
     def _view(self, layout: Layout | None, part: Part, local: str, conditions: list[str]) -> str:
         """What a part's children are read from; adds the conditions under which the part has changed."""
@@ -130,7 +171,7 @@ class _Writer:
         if part.kind == "values":
             conditions.append(f"[*map(id, {view})] != {self._constant(part.detail)}")
             self.lines.append(f"{view}_list = [*{view}.values()]")
-        if part.kind not in ("slots", "wrapper"):
+        if part.kind not in ("slots", "wrapper") and not self.may_grow:
             conditions.append(f"len({view}) != {part.size}")
         return view
 
@@ -165,32 +206,32 @@ class _Writer:
             return f"{view}[{key!r}]"
         return f"{view}[{self._constant(key)}]"  # found by identity, where a literal would be compared by letters
 
-    def _compare(self, reading: str, leaf: Leaf) -> str:
-        name, condition = f"a{len(self.names)}", ""
-        self.names[name] = leaf.address
-        if self.tensors:
-            known, form = f"t{len(self.names)}", f"f{len(self.names)}"
-            self.names |= {known: self.tensors[leaf.number], form: leaf.form}
-            condition, reading = f"(t := {reading}) is not {known} and form(t) != {form} or ", "t"
-        condition += f"at({reading}) != {name}"
-        if leaf.address:
-            return condition
-        return f"{condition} or {reading}.device != {self._constant(self.device)}"  # it has no memory
-
-    def _compare_group(self, view: str, part: Part) -> str:
-        """All tensors of a part in one go; the number of children has been compared."""
-        leaves = [e.child for e in part.entries if isinstance(e.child, Leaf)]
-        tensors = view
-        if part.kind != "sequence":
+    def _add_group(self, view: str, part: Part) -> None:
+        """Have all tensors of a part compared; the number of children has been, where it counts."""
+        self._leaves += [entry.child for entry in part.entries if isinstance(entry.child, Leaf)]
+        if part.kind == "sequence" and not self.may_grow:
+            self._readings.append(f"*{view}")
+        else:
             getter = itemgetter(*(entry.access for entry in part.entries))
-            tensors = f"{self._constant(getter)}({view})"
-        addresses = self._constant([leaf.address for leaf in leaves])
-        if not self.tensors:
-            return f"[*map(at, {tensors})] != {addresses}"
-        known = [self.tensors[leaf.number] for leaf in leaves]
-        others = partial(_has_other_forms, known, [leaf.form for leaf in leaves])
-        same = f"all(map({self._constant(is_)}, g := {tensors}, {self._constant(known)}))"
-        return f"not {same} and {self._constant(others)}(g) or [*map(at, g)] != {addresses}"
+            self._readings.append(f"*{self._constant(getter)}({view})")
+
+    def _compare_all(self) -> None:
+        """Compare all tensors in one go, see Note [Cost of a check]."""
+        if not self._leaves:
+            return
+        addresses = self._constant([leaf.address for leaf in self._leaves])
+        self.lines.append(f"g = [{', '.join(self._readings)}]")
+        if self.tensors:
+            known = [self.tensors[leaf.number] for leaf in self._leaves]
+            others = partial(_has_other_forms, known, [leaf.form for leaf in self._leaves])
+            same = f"all(map({self._constant(is_)}, g, {self._constant(known)}))"
+            self._refuse([f"not {same} and {self._constant(others)}(g)"])
+        elsewhere = [f"g[{i}].device != {self._constant(self.device)}" for i in self._empty()]
+        self._refuse([f"[*map(pointer, g)] != {addresses}", *elsewhere])
+
+    def _empty(self) -> list[int]:
+        """Which tensors have no memory: they must still be on the device."""
+        return [i for i, leaf in enumerate(self._leaves) if not leaf.address]
 
     def _refuse(self, conditions: list[str]) -> None:
         if conditions:

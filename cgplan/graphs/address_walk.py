@@ -109,6 +109,10 @@ class Walk:
         self._prune(top)
         return top
 
+    def modules(self) -> dict[Node, torch.nn.Module]:
+        """The modules that were found."""
+        return {node: value for value, node in self._seen.values() if isinstance(value, torch.nn.Module)}
+
     def _visit(self, value: Any) -> tuple[Leaf | Node | Literal["NONE"] | None, bool]:
         if value is None:
             return "NONE", False

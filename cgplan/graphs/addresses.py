@@ -58,7 +58,7 @@ class AddressDifference:
 class AddressManifest:
     """Address, type, shape, strides and path of every tensor of a device that can be reached from some roots.
 
-    It holds numbers, names and classes, and no roots; tensors it holds only once `check` has compiled itself. It looks
+    It holds numbers, names and classes; tensors and modules it holds only once `check` has compiled itself. It looks
     into dicts and other Mappings, lists, tuples, named tuples, deques, dataclasses, ``__slots__``, plain objects and
     modules (parameters, buffers, submodules and
     attributes), to any depth and through cycles. It does not look at attributes that start with an underscore, at
@@ -104,8 +104,8 @@ class AddressManifest:
             device: Tensors on other devices are left alone. ``cuda`` without an index is the current device.
             before: An earlier manifest of the same roots. What has moved, come or gone since then is not state that a
                 graph relies on, and is left alone: a forward that keeps its last result in an attribute, say.
-            repeats: Whether it will be checked on each replay: `check` then compiles itself, and holds the tensors that
-                the first check met, until the manifest is dropped.
+            repeats: Whether it will be checked on each replay: `check` then compiles itself, and holds the tensors and
+                modules that the first check met, until the manifest is dropped.
         """
         walk = Walk(torch.empty(0, device=device).device)
         top, count, ignored = walk.run(roots), len(walk.tensors), frozenset[str]()
@@ -190,7 +190,8 @@ class AddressManifest:
             self._count = len(walk.tensors) - _drop(top, self._ignored)
             self._top, self._addresses = top, None
             if self._repeats:
-                self._check = compile_check(top, self._device, [tensor for tensor, _ in walk.tensors.values()])
+                tensors = [tensor for tensor, _ in walk.tensors.values()]
+                self._check = compile_check(top, self._device, tensors, walk.modules(), may_grow=may_grow)
 
     def _difference(self, top: Node) -> AddressDifference:
         found = _difference(self._top, top)

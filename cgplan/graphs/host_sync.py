@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
@@ -92,15 +92,13 @@ class Onlooker(TorchDispatchMode):
     """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
 
     def __enter__(self) -> Self:
-        _looking.depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
+        _looking.depth += 1
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        try:
-            super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        finally:
-            _looking.depth -= 1
+        _looking.depth -= 1
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
 
 class _Probe(Onlooker):
@@ -143,6 +141,13 @@ def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostS
 def is_probing() -> bool:
     """Whether an ``Onlooker`` looks at what this thread runs; in the kernels that it hands an operator on to, too."""
     return _looking.depth > 0
+
+
+def sees_operators() -> bool:
+    """Whether an ``Onlooker`` would see the next operator first: no other mode is inside of it, such as a tape's that
+    records a capture of its own.
+    """
+    return isinstance(_get_current_dispatch_mode(), Onlooker)
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

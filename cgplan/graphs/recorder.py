@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,7 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_e
 class Step:
     """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied to."""
 
-    call: Callable[..., Any]
+    call: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     copies: tuple[tuple[int, torch.Tensor], ...]  # (index among the flat results, slot)

@@ -122,6 +122,10 @@ class TapeBackend(GraphBackend):
         """Recorded operators; views and allocations are none."""
         return None if graph.steps is None else len(graph.steps)
 
+    def operators(self, graph: TapeGraph) -> list[str] | None:
+        """What its steps call."""
+        return None if graph.steps is None else [step.call._schema.name for step in graph.steps]
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without holding its block."""
         storage = tensor.untyped_storage()

@@ -141,8 +141,9 @@ class SplitRecord(_Record):
     Attributes:
         route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
         segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators of a traced model on each side, with the number of their calls; by route
-            ``modules``, ``eager`` names the modules that the capture breaks at.
+        captured, eager: Operators of a traced model on each side, with the number of their calls. Of others,
+            ``captured`` has the operators in all segments of one key, where the device tells (the tape does, CUDA knows
+            kernels alone), and ``eager``, by route ``modules``, names what the capture breaks at.
     """
 
     route: str

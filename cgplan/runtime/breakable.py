@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -80,7 +80,10 @@ class BreakableCUDAGraphCapture:
         self._derived: dict[str, Any] = {}
         self._broken_in: str | None = None
         self._is_ready = False
-        self._launches: list[tuple[Callable[[], None], EagerPiece | None]] = []
+        self._launches: list[Callable[[], None] | EagerPiece] = []
+        # The same flat, for a thread in the one state that all pieces were captured in; None: there is no piece.
+        self._steps: list[Callable[[], object]] = []
+        self._state: TorchState | Literal["several"] | None = None
         self._others: list[BreakableCUDAGraphCapture] = []
         _living.add(self)
 
@@ -196,10 +199,15 @@ class BreakableCUDAGraphCapture:
         try:
             if context is not None:
                 context.derived = {}
-            for launch, piece in self._launches:
-                launch()
-                if piece is not None:
-                    piece.replay(now)
+            if self._state is None or now == self._state:
+                for step in self._steps:
+                    step()
+            else:
+                for item in self._launches:
+                    if isinstance(item, EagerPiece):
+                        item.replay(now)
+                    else:
+                        item()
         finally:
             if context is not None:
                 context.derived = before
@@ -207,7 +215,7 @@ class BreakableCUDAGraphCapture:
     def reset(self) -> None:
         """Free the graphs. What the block returned is no longer valid."""
         self._is_ready = False
-        self._launches = []
+        self._launches, self._steps = [], []
         graphs = [*self.graphs, *self._empty]
         self._items, self._empty, self._copies = [], [], []
         for graph in graphs:
@@ -272,19 +280,12 @@ class BreakableCUDAGraphCapture:
 
     def _finish(self) -> None:
         _active.capture, self._derived, self._others, self._is_ready = None, {}, [], True
-        self._launches = list(self._pairs())
-
-    def _pairs(self) -> Iterator[tuple[Callable[[], None], EagerPiece | None]]:
-        """What a replay does, flat: the launch of a segment, and the eager piece behind it."""
-        launch: Callable[[], None] | None = None
-        for item in self._items:
-            if isinstance(item, EagerPiece):
-                yield launch or _nothing, item
-                launch = None
-            else:
-                launch = self._backend.launcher(item.graph)
-        if launch is not None:
-            yield launch, None
+        self._launches = [
+            item if isinstance(item, EagerPiece) else self._backend.launcher(item.graph) for item in self._items
+        ]
+        self._steps = [item.quick() if isinstance(item, EagerPiece) else item for item in self._launches]
+        states = {item.state for item in self._items if isinstance(item, EagerPiece)}
+        self._state = next(iter(states), None) if len(states) < 2 else "several"
 
     def _discard(self) -> None:
         _active.capture, self._open, self._derived, self._others = None, None, {}, []
@@ -295,10 +296,6 @@ def recording_capture() -> BreakableCUDAGraphCapture | None:
     """The capture that a segment of is being recorded in this thread."""
     capture = _active.capture
     return capture if capture is not None and capture.is_recording else None
-
-
-def _nothing() -> None:
-    """The segment before an eager piece that has none."""
 
 
 @contextmanager

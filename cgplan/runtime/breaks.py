@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CgplanError
-from cgplan.graphs.host_sync import is_probing
+from cgplan.graphs.host_sync import sees_operators
 from cgplan.runtime.breakable import name_of, recording_capture
 
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         capture = recording_capture()
         if capture is None:
-            if is_probing():  # looking for what needs the host in a segment; here it may
+            if sees_operators():  # looking for what needs the host in a segment; here it may
                 with _disable_current_modes():
                     return function(*args, **kwargs)
             return function(*args, **kwargs)

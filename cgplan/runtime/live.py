@@ -219,7 +219,7 @@ class LiveGraphs:
                 "driver_bytes": driver,
                 "free_after": before.free_after if seconds == 0.0 else backend.memory().free,
                 "session_seconds": before.session_seconds + seconds,
-                "split": graphed.route.describe(),
+                "split": graphed.route.describe(graphed.scope),
                 "capture_policy": config.compilation.capture_policy,
                 "pool": pools.policy,
                 "generation": pools.generation,

@@ -44,6 +44,8 @@ class OutputRows:
             num_reqs: Requests that it ran for.
         """
         rows = self.count(descriptor.num_tokens, num_reqs)
+        if isinstance(output, torch.Tensor) and output.ndim and output.shape[0] == rows:  # the common case
+            return
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
                 raise OutputShapeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Literal
@@ -41,6 +42,7 @@ class PiecewiseBackend:
         dims: What the sizes at the trace stand for, where the inputs declare it.
         pieces: Of each graph that was traced, in order.
         compilations: How many distinct segments inductor compiled.
+        last: The forward that was split last, as long as Dynamo holds it.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class PiecewiseBackend:
         self.backend = backend or select_backend()
         self.pieces: list[tuple[Piece, ...]] = []
         self.compiled: dict[Any, Callable[..., Any]] = {}
+        self.last: Callable[[], SplitForward | None] = lambda: None
         if compiler == "inductor" and self.backend.device.type == "cpu":
             raise BackendError(
                 "compiler: inductor on the tape: its kernels do not pass PyTorch's dispatcher and cannot be recorded",
@@ -99,8 +102,12 @@ class PiecewiseBackend:
             if not piece.eager:
                 compiled = self._compile(module) if self.compiler == "inductor" else module.forward
                 options = CUDAGraphOptions(copied_arguments=fresh[piece.name], address_check=self.address_check)
-                runnables[piece.name] = SegmentWrapper(compiled, backend=self.backend, options=options)
-        return SplitForward(split, runnables, pieces)
+                runnables[piece.name] = SegmentWrapper(
+                    compiled, guarded=self.max_rows is None, backend=self.backend, options=options
+                )
+        forward = SplitForward(split, runnables, pieces)
+        self.last = weakref.ref(forward)
+        return forward
 
     def _partitioned(self, gm: fx.GraphModule) -> Callable[..., Any]:
         forward = PartitionedForward(self.backend, CUDAGraphOptions(address_check=self.address_check))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 from cgplan.runtime.breakable import BreakableCUDAGraphCapture
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
+from cgplan.runtime.context import CaptureScope
 from cgplan.runtime.eager_pieces import EagerPiece
 from cgplan.runtime.piecewise import PiecewiseBackend
 from cgplan.runtime.splitting import Piece
@@ -45,11 +46,17 @@ class SplitRoute:
         """The parts of a traced model, once it is traced; empty otherwise."""
         return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
 
-    def describe(self) -> SplitRecord | None:
-        """What ends up where; None where nothing is split."""
+    def describe(self, scope: CaptureScope | None = None) -> SplitRecord | None:
+        """What ends up where; None where nothing is split.
+
+        Args:
+            scope: Of a session: where nothing was traced, what its graphs hold is known from them, if the device tells.
+        """
         if self.name == "full":
             return None
         sides = {eager: Counter[str]() for eager in (False, True)}
+        if scope is not None and self.name != "ops":
+            sides[False].update(_operators_of_one_key(scope))
         for piece in self.pieces:
             sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
         named = self.breaks.names if self.breaks else ()
@@ -93,6 +100,16 @@ class SplitRoute:
         """Give the model back as it was."""
         if self.breaks is not None:
             self.breaks.remove()
+
+
+def _operators_of_one_key(scope: CaptureScope) -> Iterator[str]:
+    """The operators in all segments of one key; none where the device does not tell."""
+    wrappers = [wrapper for wrapper in scope.wrappers if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE]
+    entries = [entry for wrapper in wrappers for entry in wrapper.entries.values() if entry.scope is scope]
+    for entry in entries:
+        if entry.descriptor == entries[0].descriptor:
+            for graph in entry.segments:
+                yield from entry.backend.operators(graph) or ()
 
 
 def choose_route(

@@ -9,6 +9,9 @@ Note [Recorded replays]
     parameters, buffers, sizes. What eager pieces return is a local. Eager pieces are called themselves, so they see the
     forward context and raise as ever.
 
+    Where a runner traced the model, the code that Dynamo made around the graph is done by that function, too, see Note
+    [Code around a graph] in prologue.py: then only what eager pieces are given is read anew.
+
     The function goes with the graphs that it launches: any capture and any reset of a segment drops all of them. Where
     something is not as it was (gradients are on, an address differs under ``always``), the wrappers do the call.
 """
@@ -17,20 +20,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import SealedError
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.context import CaptureScope, ForwardContext, current_forward_context
+from cgplan.runtime.prologue import Prologue
+from cgplan.runtime.recorded import Program
 from cgplan.runtime.splitting import Piece, operator_name
 from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 
+RETRACED = (
+    "Capture the model itself, without torch.compile: then there is one trace, and it has no guards. Else see to it "
+    "that one trace serves all sizes: torch._dynamo.maybe_mark_dynamic(x, 0) on each input ahead of the compiled call, "
+    "or dynamic=True where no size equals another dimension."
+)
 _MODES = ("set_grad_enabled", "enter_inference_mode", "enter_autocast", "inference_mode")
 
 
@@ -39,11 +49,15 @@ class SegmentWrapper(CUDAGraphWrapper):
 
     Attributes:
         changed: Called whenever its graphs change.
+        trace: The same object for all segments of a trace.
+        guarded: Whether Dynamo may trace the model anew, see `traces.py`.
     """
 
-    def __init__(self, runnable: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, runnable: Callable[..., Any], *, guarded: bool = False, **options: Any) -> None:
         super().__init__(runnable, CUDAGraphMode.PIECEWISE, **options)
         self.changed: Callable[[], None] = lambda: None
+        self.trace: object = self
+        self.guarded = guarded
 
     def reset(self, scope: CaptureScope | None = None) -> None:
         """As CUDAGraphWrapper's."""
@@ -65,6 +79,15 @@ class SegmentWrapper(CUDAGraphWrapper):
         unchecked = entry.manifest is not None and context.descriptor not in self._checked
         return None if unchecked else entry
 
+    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
+        if not self.guarded:
+            return super()._missing(descriptor)
+        return SealedError(
+            f"torch.compile has compiled the model anew since the captures, and that code has no PIECEWISE graph for "
+            f"{descriptor}",
+            remedy=RETRACED,
+        )
+
     def _capture(self, *args: Any) -> tuple[CUDAGraphEntry, Any]:
         self.changed()
         return super()._capture(*args)
@@ -75,6 +98,7 @@ class _Recorded:
     """What serves one key: the function, and what it was recorded for."""
 
     call: Callable[..., Any]
+    direct: Callable[..., Any] | None  # the same with what Dynamo's code does around it
     scope: CaptureScope | None
     manifest: AddressManifest | None  # where addresses are looked at on each call
     read: tuple[int, ...]  # the arguments that graphs read
@@ -105,16 +129,24 @@ class SplitForward:
             for piece in pieces
             for node in getattr(split, piece.name).graph.nodes
         )
+        trace = object()
         for name, runnable in runnables.items():
             # In the instance's own dict it is found at once; as a submodule only after a failed look-up.
             del split._modules[name]
             split.__dict__[name] = runnable
             if isinstance(runnable, SegmentWrapper):
                 self._segments[name] = runnable
-                runnable.changed = self.recorded.clear
-        self._program = None if changes_modes or not self._segments else _Program.of(split, self._segments)
+                runnable.changed, runnable.trace = self.recorded.clear, trace
+        copied = {name: wrapper.options.copied_arguments for name, wrapper in self._segments.items()}
+        self._program = None if changes_modes or not copied else Program.of(split, copied)
+        self._direct: CodeType | None = None
         _ = split.code  # generates it: until then `forward` is a stub that does so on each call
         self._by_wrappers: Callable[..., Any] = split.forward
+
+    @property
+    def num_results(self) -> int | None:
+        """How many results the graph has; None where it cannot be recorded."""
+        return None if self._program is None or self._program.results is None else len(self._program.results)
 
     def __call__(self, *args: Any) -> Any:
         """The forward; segments capture or replay as the forward context says."""
@@ -132,7 +164,22 @@ class SplitForward:
             self._record(self._program, args, context)
         return output
 
-    def _record(self, program: _Program, args: tuple[Any, ...], context: ForwardContext) -> None:
+    def take_prologue(self, prologue: Prologue) -> None:
+        """Let keys that are recorded from now on do what Dynamo's code does, so that `direct` can be called instead."""
+        if self._program is not None:
+            self._direct = self._program.with_prologue(prologue)
+            self.recorded.clear()
+
+    def direct(self, context: ForwardContext) -> Callable[..., Any] | None:
+        """A function of (inputs, model, globals of the traced function) that does a call in this context as Dynamo's
+        code would, and reads less; None where there is none, or addresses have to be looked at.
+        """
+        if context.runtime_mode is not CUDAGraphMode.PIECEWISE or torch.is_grad_enabled():
+            return None
+        recorded = self.recorded.get(context.descriptor)
+        return None if recorded is None or recorded.scope is not context.scope else recorded.direct
+
+    def _record(self, program: Program, args: tuple[Any, ...], context: ForwardContext) -> None:
         """Record the key that the wrappers have just served, if nothing is left to be checked."""
         entries: dict[str, CUDAGraphEntry] = {}
         for name, wrapper in self._segments.items():
@@ -146,8 +193,11 @@ class SplitForward:
             roots = _roots(program.read, metadata, args, context)
             manifest = AddressManifest.of(roots, some.backend.device, repeats=True)
             manifest.check(roots, what=f"{CUDAGraphMode.PIECEWISE} {context.descriptor}")  # compiles itself
-        call = program.bind(self.split, entries)
-        self.recorded[context.descriptor] = _Recorded(call, context.scope, manifest, program.read, metadata)
+        call, direct = program.bind(program.code, self.split, entries), None
+        if self._direct is not None and manifest is None:
+            direct = program.bind(self._direct, self.split, entries)
+        recorded = _Recorded(call, direct, context.scope, manifest, program.read, metadata)
+        self.recorded[context.descriptor] = recorded
 
 
 def _roots(
@@ -161,116 +211,4 @@ def _roots(
     return roots
 
 
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """The code of recorded functions, which is the same for all keys, and what their globals stand for.
-
-    Attributes:
-        code: Of a function of the split graph's arguments.
-        values: For each name that is a global: the node whose value at capture it is.
-        slots: For each segment, (name of the global, position of the argument).
-        read: Positions of the arguments that segments are given.
-    """
-
-    code: CodeType
-    values: Mapping[str, fx.Node]
-    slots: Mapping[str, Sequence[tuple[str, int]]]
-    read: tuple[int, ...]
-
-    @classmethod
-    def of(cls, split: fx.GraphModule, segments: Mapping[str, SegmentWrapper]) -> _Program | None:
-        """None where the graph does more than to call pieces and take their results apart."""
-        writer = _Writer(segments)
-        if not all(map(writer.write, split.graph.nodes)):
-            return None
-        arguments = [node for node in split.graph.nodes if node.op == "placeholder"]
-        read = tuple(i for i, node in enumerate(arguments) if node in writer.read)
-        source = "\n ".join([f"def replay({', '.join(node.name for node in arguments)}):", *writer.lines])
-        module = compile(source, "<cgplan recorded replay>", "exec")
-        code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
-        return cls(code, writer.values, writer.slots, read)
-
-    def bind(self, split: fx.GraphModule, entries: Mapping[str, CUDAGraphEntry]) -> Callable[..., Any]:
-        """The function for the segments of one key."""
-        names: dict[str, Any] = {}
-        for name, node in self.values.items():
-            names[name] = _value_of(node, split, entries)
-        for segment, slots in self.slots.items():
-            entry = entries[segment]
-            names[f"replay_{segment}"] = entry.backend.launcher(entry.graph)
-            names.update((name, entry.slots[position]) for name, position in slots)
-        return FunctionType(self.code.replace(), names)  # a copy: specialised instructions are not shared
-
-
-def _value_of(node: fx.Node, split: fx.GraphModule, entries: Mapping[str, CUDAGraphEntry]) -> Any:
-    """What a global stands for: an eager piece, a constant, a segment's output or an item of it."""
-    target = str(node.target)
-    if node.op == "get_attr":
-        return getattr(split, target)
-    if node.op == "call_function":
-        return _value_of(node.args[0], split, entries)[node.args[1]]  # type: ignore[arg-type]
-    return entries[target].output if target in entries else split.__dict__[target]
-
-
-class _Writer:
-    """Writes one line for each thing that a replay does."""
-
-    def __init__(self, segments: Mapping[str, SegmentWrapper]) -> None:
-        self.lines: list[str] = []
-        self.values: dict[str, fx.Node] = {}
-        self.slots: dict[str, list[tuple[str, int]]] = {}
-        self.read: set[fx.Node] = set()
-        self._order: dict[fx.Node, int] = {}
-        self._segments = segments
-
-    def write(self, node: fx.Node) -> bool:
-        """False for a node that cannot be recorded."""
-        self._order[node] = len(self._order)
-        if node.op.startswith("call") and not all(isinstance(arg, fx.Node | int) for arg in node.args):
-            return False
-        match node.op:
-            case "placeholder":
-                return True
-            case "get_attr":
-                self.values[node.name] = node
-            case "call_module" if str(node.target) in self._segments:
-                self._launch(node)
-            case "call_module" if not node.kwargs:
-                self.values[f"piece_{node.target}"] = node
-                result = f"{node.name} = " if node.users else ""
-                self.lines.append(f"{result}piece_{node.target}({', '.join(map(str, node.args))})")
-                self._drop_last_used(node)
-            case "call_function" if operator_name(node) == "python::getitem" and isinstance(node.args[0], fx.Node):
-                if node.args[0].name in self.values:  # of a segment's output
-                    self.values[node.name] = node
-                else:
-                    self.lines.append(f"{node.name} = {node.args[0].name}[{node.args[1]!r}]")
-                    self._drop_last_used(node)
-            case "output" if all(isinstance(leaf, fx.Node | int | None) for leaf in tree_leaves(node.args[0])):
-                self.lines.append(f"return {node.args[0]!r}")  # nodes are shown by their names
-            case _:
-                return False
-        return True
-
-    def _launch(self, node: fx.Node) -> None:
-        segment = str(node.target)
-        slots = self.slots[segment] = []
-        for position in self._segments[segment].options.copied_arguments:
-            name = f"slot_{segment}_{position}"
-            slots.append((name, position))
-            self.lines.append(f"{name}.copy_({node.args[position]})")
-        self.lines.append(f"replay_{segment}()")
-        self._drop_last_used(node)
-        self.values[node.name] = node
-        copied = {position for _, position in slots}
-        self.read |= {arg for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and i not in copied}
-
-    def _drop_last_used(self, node: fx.Node) -> None:
-        """Free what eager pieces returned as soon as nobody reads it any more, as torch.fx does."""
-        made = [n for n in node.all_input_nodes if n.op != "placeholder" and n.name not in self.values]
-        last = [n for n in made if all(user in self._order for user in n.users)]
-        if last:
-            self.lines.append(f"{' = '.join(n.name for n in last)} = None")
-
-
-__all__ = ["SegmentWrapper", "SplitForward"]
+__all__ = ["RETRACED", "SegmentWrapper", "SplitForward"]

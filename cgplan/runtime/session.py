@@ -26,6 +26,7 @@ from cgplan.runtime.live import LiveGraphs
 from cgplan.runtime.pools import GraphPool, PoolUse
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.together import ALONE, Together
+from cgplan.runtime.traces import refuse_lost_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class CaptureSession:
             first = [key for key in wanted.keys if keys is None or key in keys]
             with backend.session(), torch.no_grad():
                 captured += self._capture_all(KeyCapture.of(graphed), guard, first)
+                refuse_lost_sizes(graphed)
                 graphed.buffers.restore()
                 backend.synchronize()
             self._together.end()
@@ -222,7 +224,7 @@ class CaptureSession:
             free_after=after.free,
             session_seconds=end - start,
             inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
-            split=graphed.route.describe(),
+            split=graphed.route.describe(graphed.scope),
             borrowed_outputs=backend.supports("borrow"),
             warnings=(*graphed.plan.warnings, *warnings),
         )

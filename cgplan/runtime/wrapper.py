@@ -221,11 +221,7 @@ class CUDAGraphWrapper:
                 remedy="Graphs of wrappers inside a model belong to the session that captured last; use its runner.",
             )
         if scope is not None and not scope.is_open:
-            raise SealedError(
-                f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is sealed",
-                remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session. If torch.compile "
-                "has compiled the model anew, capture the model itself: its trace has no guards then.",
-            )
+            raise self._missing(context.descriptor)
         if scope is not None and scope.backend is not None:
             if self._backend is not None and self._backend.device != scope.backend.device:
                 raise CaptureError(
@@ -270,6 +266,13 @@ class CUDAGraphWrapper:
             scope.entries.append(entry)
             scope.wrappers.append(self)
         return entry, output
+
+    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
+        """The error of a key without a graph."""
+        return SealedError(
+            f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
+            remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
+        )
 
     def _borrowed(self, tensor: torch.Tensor, pool: Any) -> torch.Tensor:
         """An output without its hold on the pool; one that lies elsewhere (a parameter, say) stays as it is."""

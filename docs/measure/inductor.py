@@ -1,13 +1,18 @@
 """compiler: inductor under FULL graphs against torch.compile(mode="reduce-overhead"), on the same model.
 
-    python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32 [--partition]
+    python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32
+    python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32 --partition --layers 4
 
 Both run the same batches in one process. Device time is time per call when calls are queued behind one another, host
-time that of a call on an idle device until it returned; medians. With --partition inductor cuts the forward itself.
+time that of a call on an idle device until it returned; medians.
+
+With --partition inductor cuts the forward itself, which matters to PIECEWISE graphs alone: these are captured then, of
+the sizes asked for and no others, and the peer is left out. The forward is compiled as a whole, so the time for that
+grows with its layers (without, equal layers are compiled once): --layers takes a part of the model.
 """
 
+import argparse
 import statistics
-import sys
 import time
 
 import torch
@@ -30,10 +35,14 @@ def measure(backend, call):
     return device, statistics.median(backend.time_calls(call, REPEATS)[1])
 
 
-def main(path, sizes, partition):
-    overrides = ["compilation.compiler=inductor", "compilation.cudagraph_mode=FULL"]
-    if partition:
-        overrides.append("compilation.use_inductor_graph_partition=true")
+def main(path, sizes, partition, layers):
+    overrides = ["compilation.compiler=inductor"]
+    overrides += ["compilation.cudagraph_mode=FULL"] if not partition else [
+        "compilation.cudagraph_mode=PIECEWISE",
+        "compilation.use_inductor_graph_partition=true",
+        f"compilation.cudagraph_capture_sizes={sizes}",
+    ]  # fmt: skip
+    overrides += [f"model.kwargs.config.num_hidden_layers={layers}"] if layers else []
     loaded = read_config(path, overrides)
     config = loaded.config
     backend = select_backend(config.device)
@@ -43,13 +52,19 @@ def main(path, sizes, partition):
     seconds, records = time.perf_counter() - start, runner.report.records
     compiled = runner._graphed.route.splitter.compilations
     print(f"{runner.report.environment.device}, torch {torch.__version__}; {path}")
-    print(f"cgplan: {len(records)} sizes, {compiled} compilations for all of them, {seconds:.1f} s with captures")
+    print(
+        f"cgplan: {len(records)} sizes of {records[0].graphs} graphs, {compiled} compilations for all of them, "
+        f"{seconds:.1f} s with captures",
+        flush=True,
+    )
     batches = {size: example_batch({**config.inputs, **config.metadata}, size, size, backend.device) for size in sizes}
     found = {size: graphed(runner, built.forward, backend, batch) for size, batch in batches.items()}
     print("tokens                  device us   host us   first call s   largest difference to eager")
     for size, batch in batches.items():
         eager, worst, device, host = found[size]
-        print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{worst:16.4f}")
+        print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{worst:16.4f}", flush=True)
+        if partition:
+            continue
         peer_device, peer_host, first, worst = peer(built.forward, backend, batch, eager)
         print(f"{size:6} reduce-overhead{peer_device:11.0f}{peer_host:10.1f}{first:15.1f}{worst:16.4f}")
         print(f"{size:6} ratio         {device / peer_device:12.2f}{host / peer_host:10.2f}")
@@ -81,5 +96,11 @@ def peer(forward, backend, inputs, eager):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("sizes", type=int, nargs="+")
+    parser.add_argument("--partition", action="store_true")
+    parser.add_argument("--layers", type=int)
+    given = parser.parse_args()
     torch.set_grad_enabled(False)
-    main(sys.argv[1], [int(a) for a in sys.argv[2:] if a.isdigit()], "--partition" in sys.argv)
+    main(given.config, given.sizes, given.partition, given.layers)
