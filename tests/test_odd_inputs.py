@@ -86,6 +86,30 @@ def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> 
     assert runner.input_views(np.int64(3))["x"].shape == (3, 3)  # type: ignore[arg-type]
 
 
+def test_truth_values_are_no_rows_and_numbers_no_flags(backend: GraphBackend) -> None:
+    """Whatever was asked before: True and 1 are equal, and what is kept ready is found by what is equal."""
+    runner, x = open_runner(backend), torch.ones(1, 3, device=backend.device)
+    for _ in range(2):
+        for wrong in (True, False, np.True_, torch.tensor(True)):
+            with pytest.raises(InputError, match="num_tokens is .*rue|num_tokens is .*alse"):
+                runner.stage(wrong)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="num_tokens is "):
+                runner.input_views(wrong)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="num_reqs is "):
+                runner.stage(1, wrong)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="num_reqs is "):
+                runner.input_views(1, wrong)  # type: ignore[arg-type]
+        for ask in (runner.stage, lambda _, *asked: runner(x=x, uniform_decode=asked[1])):
+            with pytest.raises(InputError, match="uniform_decode is 1"):
+                ask(1, 1, 1)  # type: ignore[arg-type]
+        with runner.stage(1, 1, True) as buffers:
+            buffers["x"].fill_(4)
+        same(buffers.output, torch.full((1, 3), 8.0, device=backend.device))
+        same(runner(x=x, uniform_decode=True), x * 2)
+    for count in (np.int32(1), torch.tensor(1)):
+        assert runner.stage(count, count, True) is buffers  # type: ignore[arg-type]
+
+
 # --- tensors --------------------------------------------------------------------------------------------------
 
 

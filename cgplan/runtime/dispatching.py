@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import DispatchMissError, InputError
 from cgplan.modes import CUDAGraphMode
@@ -39,7 +41,18 @@ def as_count(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):
-        raise InputError(f"{name} is {value!r:.100}, a {type(value).__name__}", remedy="Pass an int.") from None
+        raise _no_count(name, value) from None
+
+
+def as_rows(name: str, value: Any) -> int:
+    """The same for a count of rows, of which a truth value is none."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise _no_count(name, value)
+    return as_count(name, value)
+
+
+def _no_count(name: str, value: Any) -> InputError:
+    return InputError(f"{name} is {value!r:.100}, a {type(value).__name__}", remedy="Pass an int.")
 
 
 def as_flag(value: Any) -> bool | None:

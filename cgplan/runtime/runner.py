@@ -14,7 +14,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import InputError
 from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.dispatching import Route, as_count, as_flag
+from cgplan.runtime.dispatching import Route, as_count, as_flag, as_rows
 from cgplan.runtime.prepared import PreparedBatch, Values, on_device
 from cgplan.runtime.runner_state import RunnerState
 from cgplan.runtime.staging import StagedBuffers
@@ -74,12 +74,19 @@ class GraphRunner(RunnerState):
             copy_in: CopyIn | None = None
             try:  # see Note [The hot path] in prepared.py
                 values: Values = self._pick(inputs)
-                i, dim, j, other = self._counted
-                batch = self._batches[values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras]
-                if len(inputs) == self._num_inputs:
+                uniform, loras, is_alike, batch, way = self._recent
+                if len(inputs) != self._num_inputs:
+                    pass
+                elif uniform is uniform_decode and loras == num_active_loras and is_alike(*values):
+                    copy_in = way
+                elif type(uniform_decode) is not int:  # 1 is no flag, and equal to one
+                    i, dim, j, other = self._counted
+                    asked = values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras
+                    batch = self._batches[asked]
                     for is_alike, way in batch.ways:
                         if is_alike(*values):
                             copy_in = way
+                            self._recent = uniform_decode, num_active_loras, is_alike, batch, way
                             break
             except _NOT_MET:
                 pass
@@ -152,19 +159,23 @@ class GraphRunner(RunnerState):
             DispatchMissError, CgplanError: As for a call.
         """
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
-        try:
-            return self._staged[counts]
-        except _NOT_MET:
-            return self._new_stage(*counts)
+        if num_tokens is not True and num_reqs is not True and type(uniform_decode) is not int:  # nor equal to them
+            try:
+                return self._staged[counts]
+            except _NOT_MET:
+                pass
+        return self._new_stage(*counts)
 
     def _new_stage(
         self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
     ) -> StagedBuffers:
         self._check_open()
-        num_tokens, uniform_decode = as_count("num_tokens", num_tokens), as_flag(uniform_decode)
-        num_reqs = None if num_reqs is None else as_count("num_reqs", num_reqs)
+        num_tokens, uniform_decode = as_rows("num_tokens", num_tokens), as_flag(uniform_decode)
+        num_reqs = None if num_reqs is None else as_rows("num_reqs", num_reqs)
         num_active_loras = as_count("num_active_loras", num_active_loras)
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
+        if (known := self._staged.get(counts)) is not None:  # from numbers of other classes
+            return known
         route, demand = self._router.of_counts(*counts), self._demand
         if demand.may_capture(route) and self._acquire(False):  # not inside another block, whose rows are written
             try:
@@ -234,9 +245,9 @@ class GraphRunner(RunnerState):
         without that, and is to be preferred. The runner owns the memory.
         """
         self._check_open()
-        num_tokens = as_count("num_tokens", num_tokens)
+        num_tokens = as_rows("num_tokens", num_tokens)
         self._router.check_size(num_tokens)
-        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else as_count("num_reqs", num_reqs)
+        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else as_rows("num_reqs", num_reqs)
         if not 0 < reqs <= min(num_tokens, self.plan.max_num_seqs):
             raise InputError(
                 f"{num_tokens} tokens are 1 to {min(num_tokens, self.plan.max_num_seqs)} requests, asked for {reqs}",

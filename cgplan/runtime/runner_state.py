@@ -11,6 +11,7 @@ from typing import Any
 from cgplan.config import Config
 from cgplan.errors import CgplanError
 from cgplan.graphs import GraphBackend
+from cgplan.graphs.copying import CopyIn
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.latency import StepTimes
@@ -24,9 +25,13 @@ from cgplan.runtime.launching import BatchLauncher
 from cgplan.runtime.live import LiveGraphs
 from cgplan.runtime.on_demand import OnDemand
 from cgplan.runtime.pools import PoolUse
-from cgplan.runtime.prepared import BatchPreparer, PreparedBatch
+from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, leave_alone
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
+
+# Of the last call: its flags, what is like its tensors, the batch, and how such are copied in.
+Recent = tuple[bool | None, int, Callable[..., bool], Any, CopyIn]
+_NONE_YET: Recent = (None, 0, lambda *_: False, None, leave_alone)
 
 
 class RunnerState:
@@ -85,6 +90,7 @@ class RunnerState:
                 staged.retire()
         self._handed.clear()
         self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
+        self._recent = _NONE_YET
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
