@@ -158,7 +158,7 @@ def test_tensors_cannot_be_exchanged_inside_a_block(backend: GraphBackend) -> No
 def test_what_a_block_holds_is_there_however_it_is_asked_for(backend: GraphBackend) -> None:
     """Tensors are put in when the first one is asked for, which functions of dict would not notice by themselves."""
     looks: dict[str, Callable[[Any], Any]] = {
-        "len": len, "bool": bool, "in": lambda b: "x" in b, "==": lambda b: b == {"x": b["x"]}, "items": lambda b: {**b},
+        "len": len, "bool": bool, "in": lambda b: "x" in b, "==": lambda b: b == {"x": b["x"]}, "**": lambda b: {**b},
         "!=": lambda b: b != {}, "|": lambda b: (b | {}).keys() == {"x"}, "or": lambda b: ({} | b).keys() == {"x"},
         "copy": lambda b: list(b.copy()) == ["x"], "reversed": lambda b: list(reversed(b)) == ["x"],
         "repr": lambda b: "tensor" in repr(b), "dict": lambda b: list(dict(b)) == ["x"],

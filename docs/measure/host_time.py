@@ -7,7 +7,8 @@ padding behind them; the model is one small kernel, so the graph's own replay is
 the same process, in turns, in an order that changes from round to round. "Idle" is the median of calls that are each
 made on an idle device; "in a row" is that of calls made right after one another, as a server's host runs ahead.
 "Over bare" is what is left without the replay. "All handed out" asks for each tensor of the block and for the output,
-as a caller does who writes them one by one; the blocks above it ask for none. ``--parts`` times the pieces that a call consists of.
+as a caller does who writes them one by one; the blocks above it ask for none. ``--parts`` times the pieces that a call
+consists of.
 """
 
 import argparse
