@@ -76,15 +76,21 @@ class LiveGraphs:
         return MissReason.OVER_BUDGET if failed.error == _OVER_BUDGET else MissReason.CAPTURE_FAILED
 
     def check(self, key: Key) -> None:
-        """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then."""
+        """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where
+        there are none, nothing has been captured that could be of no use.
+        """
         if self.keys or self.graphed.is_invalid:
             self.graphed.check_addresses(*key, again=True)
+        else:
+            self.graphed.find_generators()
 
     def check_all(self) -> None:
         """The same where no key is asked for."""
         self.graphed.check_valid("the runner was captured")
         if self.keys:
             self.check(self.keys[0])
+        else:
+            self.graphed.find_generators()
 
     def capture(self, keys: Collection[Key], *, evicted: Collection[Key] = (), anew: bool = False) -> tuple[Key, ...]:
         """Give up some keys, then capture others, the largest first. Failures are remembered, and do not raise.
