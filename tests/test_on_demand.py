@@ -6,6 +6,7 @@ import gc
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from checks import MIB, back_at, reserved, same
 from decoding import MAX_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread, prompts
 from devices import Watching, WithDriver
 
+from cgplan.cli.pricing import failures_in
 from cgplan.config import Config, Input, validate_config
+from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import (
     AddressError,
     BudgetError,
@@ -29,8 +32,10 @@ from cgplan.graphs.tape import TapeBackend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.latency import StepTimes
+from cgplan.planning.proposal import propose
 from cgplan.planning.traffic import Batch, Traffic
 from cgplan.reports import CaptureReport
+from cgplan.reports.records import FailedKey
 from cgplan.reports.replan import ReplanReport
 from cgplan.runtime.managers import CudaGraphManager
 from cgplan.runtime.runner import GraphRunner
@@ -765,6 +770,72 @@ def test_a_key_that_fails_in_a_replan(backend: GraphBackend) -> None:
     runner.replan(times=TIMES)
     assert sizes_of(runner) == [200]
     ask(runner, backend, 200, 3)
+    runner.close()
+
+
+def test_what_failed_is_left_out_of_later_plans(backend: GraphBackend) -> None:
+    """A size that cannot be captured takes no place in the budget, and nothing is made ready for it."""
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(16,), budget={"max_graphs": 2})
+    model.asks = {300}
+
+    def traffic() -> None:
+        for count in (300,) * 9 + (20,) * 3 + (5,) * 3:
+            runner(x=rows(backend, count))
+
+    traffic()
+    first = runner.replan(times=TIMES)
+    assert [key.descriptor.num_tokens for key in first.failed] == [300]
+    assert first.difference.failed == (), "it was not known before"
+    assert len(sizes_of(runner)) == 1
+    traffic()
+    proposed = runner.replan(times=TIMES, apply=False)
+    second = runner.replan(times=TIMES)
+    assert sizes_of(runner) == [5, 20], "both places go to sizes that can be captured"
+    for report in (proposed, second):
+        [left_out] = report.difference.failed
+        assert (left_out.mode, left_out.sizes) == (FULL, (300,))
+        assert left_out.reason.startswith("HostSyncError: ")
+        assert report.failed == first.failed
+        assert "left out  FULL 300: HostSyncError" in str(report)
+        assert "failed" not in str(report), "it is said once"
+        assert ReplanReport.model_validate_json(report.model_dump_json()) == report
+    assert runner._graphed.most_tokens == 20 or second.way != "new buffers"
+    assert runner.stats.failures == 1
+    model.asks = set()
+    runner.retry_failed()
+    traffic()
+    assert runner.replan(times=TIMES).difference.failed == ()
+    assert 300 in sizes_of(runner)
+    runner.close()
+
+
+def test_what_the_budget_refused_may_be_planned_again() -> None:
+    """It was its cost beside others that was wrong, not the key."""
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(16,))
+    ask(runner, backend, 16, 5)
+    key = (FULL, BatchDescriptor(5, 5, False))
+    runner._demand.live.failed[key] = FailedKey(mode=FULL, descriptor=key[1], error="BudgetError", detail="memory")
+    report = runner.replan(times=TIMES, apply=False)
+    assert report.difference.failed == ()
+    assert 5 in report.difference.lanes[0].added
+    runner.close()
+
+
+def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Path) -> None:
+    backend, model = TapeBackend(), Net(TapeBackend())
+    runner = open_runner(backend, "lazy", model)
+    model.asks = {4}
+    for count in (2, 4, 16):
+        runner(x=rows(backend, count))
+    report = tmp_path / "report.json"
+    report.write_text(runner.report.model_dump_json(), encoding="utf-8")
+    failed = failures_in(str(report))
+    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {4: "HostSyncError"}
+    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
+    assert plan.capture_sizes == (2, 16)
+    assert failures_in(None) == failures_in("measure") == {}
     runner.close()
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from cgplan.errors import CaptureError, ModelError
+from cgplan.errors import BudgetError, CaptureError, ModelError
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.planning.plan import capture_order
@@ -23,8 +23,6 @@ from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture
 from cgplan.runtime.outputs import OutputRows
-
-_OVER_BUDGET = "BudgetError"
 
 
 class LiveGraphs:
@@ -73,7 +71,7 @@ class LiveGraphs:
         failed = self.failed.get(key)
         if failed is None:
             return MissReason.NOT_CAPTURED_YET
-        return MissReason.OVER_BUDGET if failed.error == _OVER_BUDGET else MissReason.CAPTURE_FAILED
+        return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
 
     def check(self, key: Key) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where
@@ -201,7 +199,7 @@ class LiveGraphs:
     def _refuse(self, key: Key) -> None:
         stop = self._guard.stops[-1]
         self.failed[key] = FailedKey(
-            mode=key[0], descriptor=key[1], error=_OVER_BUDGET, detail=f"{stop.limit}: {stop.detail}"
+            mode=key[0], descriptor=key[1], error=BudgetError.__name__, detail=f"{stop.limit}: {stop.detail}"
         )
 
     def _update(self, seconds: float) -> None:
