@@ -963,6 +963,94 @@ def test_stats_count_failures() -> None:
     runner.close()
 
 
+# --- interrupted ----------------------------------------------------------------------------------------------
+
+
+class Interrupted(TapeBackend):
+    """Raises at the next call of one of its functions, as Ctrl-C does at any time."""
+
+    at = ""
+
+    def _pass(self, name: str) -> None:
+        if self.at == name:
+            self.at = ""
+            raise KeyboardInterrupt
+
+    def watch(self, tensor: torch.Tensor) -> Any:
+        self._pass("watch")
+        return super().watch(tensor)
+
+    def release_cached(self) -> None:
+        self._pass("release_cached")
+        super().release_cached()
+
+    def synchronize(self) -> None:
+        self._pass("synchronize")
+        super().synchronize()
+
+    def new_pool(self) -> Any:
+        self._pass("new_pool")
+        return super().new_pool()
+
+
+@pytest.mark.parametrize("at", ["watch", "release_cached", "synchronize", "new_pool"])
+def test_a_replan_that_is_interrupted(at: str) -> None:
+    """What is gone is not dispatched to, what is there is; nothing is lost of the memory, and it can be replanned."""
+    backend = Interrupted()
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(2, 4, 16), budget={"max_graphs": 3})
+    ask(runner, backend, *[9] * 5, *[4] * 5)
+    backend.at = at
+    with pytest.raises(KeyboardInterrupt):
+        runner.replan(times=TIMES)
+    assert backend.at == ""
+    for count in (1, 3, 9, 16, 20):
+        x = rows(backend, count)
+        torch.testing.assert_close(runner(x=x), model(x), rtol=1e-4, atol=1e-5)
+        if count <= 16:
+            with runner.stage(count) as buffers:  # also where no graph is left: then it runs eagerly
+                buffers["x"].copy_(x)
+            torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
+    ask(runner, backend, *[9] * 5, *[4] * 5)
+    runner.replan(times=TIMES)
+    assert 9 in sizes_of(runner)
+    ask(runner, backend, 9, 3)
+    runner.close()
+    assert backend.memory().reserved == 0
+
+
+@pytest.mark.parametrize("at", ["release_cached", "synchronize"])
+def test_a_close_that_is_interrupted_is_made_good_by_the_next(at: str) -> None:
+    backend = Interrupted()
+    runner = open_runner(backend, "eager")
+    backend.at = at
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    with pytest.raises(CgplanError, match="closed"):
+        runner(x=rows(backend, 3))
+    runner.close()
+    assert backend.memory().reserved == 0
+    assert runner._graphed.buffers.nbytes == 0
+    runner.close()
+
+
+def test_what_the_buffers_hold_can_be_staged_without_a_graph() -> None:
+    """After a replan the graphs may be smaller than the buffers."""
+    backend, model = TapeBackend(), Net(TapeBackend())
+    runner = open_runner(backend, "adaptive", model, sizes=(16,))
+    runner.replan(times=TIMES, traffic=Traffic.of([(Batch(3, 3, True, 0), 1)], "given"))
+    assert sizes_of(runner) == [3]
+    x = rows(backend, 16)
+    with runner.stage(16) as buffers:
+        buffers["x"].copy_(x)
+    torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
+    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}
+    ask(runner, backend, 2, 3)  # padded behind what the large one left
+    with pytest.raises(InputError, match="static buffers hold 1 to 16 tokens, asked for 17"):
+        runner.stage(17)
+    runner.close()
+
+
 # --- anything in any order ------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,7 @@ class BatchRouter:
     Args:
         plan: What is captured.
         reader: Checks tensors and counts their rows.
+        most_tokens: What the static buffers hold: graphs may be fewer, and smaller.
         wanted: What may be captured when a batch asks for it; absent: nothing else.
         reason_against: Why a wanted key has no graph.
     """
@@ -107,6 +108,7 @@ class BatchRouter:
         self,
         plan: Plan,
         reader: BatchReader,
+        most_tokens: int,
         wanted: Plan | None = None,
         reason_against: Callable[[Key], MissReason] | None = None,
     ) -> None:
@@ -115,7 +117,7 @@ class BatchRouter:
         self._dispatcher = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
         self._reason_against = reason_against
-        self._most_tokens = (plan if wanted is None else wanted).max_capture_size
+        self._most_tokens = most_tokens
 
     def of_tensors(self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int) -> Route:
         """Where a batch of tensors goes. Raises InputError."""

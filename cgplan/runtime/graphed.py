@@ -150,11 +150,23 @@ class GraphedModel:
         self.backend.synchronize()
         for wrapper in self.scope.wrappers:
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
-            self._retired += [(self._watch(output), free) for output, free in wrapper.take_out(self.scope, mine)]
+            for output, free in wrapper.take_out(self.scope, mine):
+                self._retired.append(([], free))  # freed by the next sweep, should anything come between here
+                self._retired[-1] = (self._watch(output), free)
         self._checked.difference_update(keys)
         self.sweep()
         for key in keys:
             self.pools.drop(key)
+
+    def holds(self, key: Key) -> bool:
+        """Whether a graph of that key is there."""
+        mode, descriptor = key
+        return any(
+            entry.scope is self.scope and entry.descriptor == descriptor
+            for wrapper in self.scope.wrappers
+            if wrapper.runtime_mode is mode
+            for entry in wrapper.entries.values()
+        )
 
     def _watch(self, output: Any) -> list[Callable[[], bool]]:
         return [self.backend.watch(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -255,7 +267,8 @@ class GraphedModel:
         """Free graphs, pool and static buffers."""
         self.backend.synchronize()
         try:
-            self.before_free()
+            before, self.before_free = self.before_free, lambda: None  # other ranks wait for it once
+            before()
         finally:
             self._free()
 

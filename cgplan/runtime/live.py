@@ -145,9 +145,12 @@ class LiveGraphs:
     def _evict(self, keys: Collection[Key]) -> None:
         if not keys:
             return
-        self.graphed.evict(keys)
-        for key in keys:
-            self._records.pop(key, None)
+        try:
+            self.graphed.evict(keys)
+        finally:  # where it was interrupted, those that are gone are not dispatched to
+            for key in keys:
+                if not self.graphed.holds(key):
+                    self._records.pop(key, None)
         self._guard.release(keys, self.graphed.pools.nbytes)
 
     def _capture_one(self, key: Key) -> None:

@@ -150,7 +150,8 @@ class GraphRunner(RunnerState):
         ahead of the block, unless another block is open.
 
         Args:
-            num_tokens: Tokens of the batch, at most ``plan.max_capture_size``.
+            num_tokens: Tokens of the batch, at most what the static buffers hold: the largest size of the session. A
+                batch that no graph serves runs eagerly, as in a call.
             num_reqs: Requests; needed where an input counts them and it does not follow from the tokens.
             uniform_decode, num_active_loras: As for a call.
 

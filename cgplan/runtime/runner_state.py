@@ -71,8 +71,8 @@ class RunnerState:
     def _open(self) -> None:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
-        self._graphed, self._outputs, self._closed = live.graphed, live.outputs, False
-        self._suspended = False
+        self._graphed, self._outputs = live.graphed, live.outputs
+        self._closed = self._is_freed = self._suspended = False
         graphed, compilation = live.graphed, live.graphed.config.compilation
         self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
         self._launcher = BatchLauncher(graphed, self._use, self._name)
@@ -94,7 +94,7 @@ class RunnerState:
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
-        self._router = BatchRouter(self.plan, self._reader, wanted, live.reason_against)
+        self._router = BatchRouter(self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against)
         self.stats.plan = self.plan
         self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
         nvtx = self.config.report.nvtx
@@ -241,7 +241,7 @@ class RunnerState:
         if not self._acquire(False):
             raise self._launcher.under_way()
         try:
-            if not self._closed:
+            if not self._is_freed:  # a close that was interrupted is made good by the next one
                 self._free()
             self._suspended = False
         finally:
@@ -262,6 +262,7 @@ class RunnerState:
         self.graphs_changed()
         self._copier.close()
         self._graphed.free()
+        self._is_freed = True
 
     def _check_open(self) -> None:
         if self._suspended:
