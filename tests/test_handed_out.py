@@ -113,6 +113,32 @@ def test_a_block_whose_graphs_go_while_it_is_entered(backend: GraphBackend) -> N
     same(runner(x=square(backend)), square(backend) * 2)
 
 
+@pytest.mark.parametrize("act", ["recapture", "close"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_whose_graphs_go_while_it_is_made(backend: GraphBackend, act: str, late: bool) -> None:
+    """By another thread: nobody would tell the new block that its graphs are gone."""
+    runner = open_runner(backend)
+    prepare = runner._preparer.prepare
+
+    def prepare_slowly(route: Any) -> Any:
+        batch = prepare(route) if late else None
+        thread = threading.Thread(target=getattr(runner, act))
+        thread.start()
+        thread.join()
+        return prepare(route) if batch is None else batch
+
+    runner._preparer.prepare = prepare_slowly  # type: ignore[method-assign]
+    with pytest.raises(CgplanError, match="while another call was under way"):
+        runner.stage(3)
+    if act == "close":
+        with pytest.raises(CgplanError, match="closed"):
+            runner.stage(3)
+        return
+    with runner.stage(3) as buffers:
+        buffers["x"].copy_(square(backend))
+    same(buffers.output, square(backend) * 2)
+
+
 def test_failed_keys_are_not_forgotten_inside_a_block(backend: GraphBackend) -> None:
     runner = open_runner(backend)
     with runner.stage(3) as buffers:

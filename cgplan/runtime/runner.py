@@ -184,15 +184,32 @@ class GraphRunner(RunnerState):
             finally:
                 self._release()
             route = self._router.of_counts(*counts)
-        views = partial(self._graphed.buffers.views, num_tokens, route.batch.num_reqs or 0)
-        staged = StagedBuffers(self._launcher, self._preparer.prepare(route), views)
-        self._handed.append(weakref.ref(staged))
+        kept, staged = self._staged, self._build_stage(route)  # which are exchanged together with the graphs
         if not demand.is_open(route):
-            while len(self._staged) >= MOST_PREPARED:
-                self._staged.pop(next(iter(self._staged)))
-            self._staged[counts] = staged
+            while len(kept) >= MOST_PREPARED:
+                kept.pop(next(iter(kept)))
+            kept[counts] = staged
         if len(self._handed) > 2 * MOST_PREPARED:
             self._handed = [reference for reference in self._handed if reference() is not None]
+        return staged
+
+    def _build_stage(self, route: Route) -> StagedBuffers:
+        """Blocks may be made inside of another one, so without the lock: whether another thread has exchanged the
+        graphs meanwhile is looked at last, once it would find the block that it has to retire.
+        """
+        preparer, launcher, graphed, tokens = self._preparer, self._launcher, self._graphed, route.batch.num_tokens
+        self._check_open()
+        try:
+            views = partial(graphed.buffers.views, tokens, route.batch.num_reqs or 0)
+            staged = StagedBuffers(launcher, preparer.prepare(route), views)
+        except Exception:
+            if self._preparer is preparer:
+                raise
+            raise launcher.under_way() from None
+        self._handed.append(weakref.ref(staged))
+        if self._preparer is not preparer:
+            staged.retire()
+            raise launcher.under_way()
         return staged
 
     def run_eagerly(

@@ -155,6 +155,8 @@ class StagedBuffers(dict[str, torch.Tensor]):
 
     def retire(self) -> None:
         """Let go of all memory: the graphs are gone. The lock is held, and not by this block."""
+        if self._launcher is None:
+            return
         self._launcher, self._views, self._tensors, self._output = None, {}, (), _NO_OUTPUT
         del self._batch, self._handed, self._given, self._read
 
