@@ -15,7 +15,7 @@ from cgplan.errors import InputError
 from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.dispatching import Route, as_count, as_flag, as_rows
-from cgplan.runtime.prepared import PreparedBatch, Values, on_device
+from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, Values, on_device
 from cgplan.runtime.runner_state import RunnerState
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
@@ -183,8 +183,9 @@ class GraphRunner(RunnerState):
                 self._capture_for(route)
             finally:
                 self._release()
-            route = self._router.of_counts(*counts)
-        kept, staged = self._staged, self._build_stage(route)  # which are exchanged together with the graphs
+        kept, preparer = self._staged, self._preparer  # which are exchanged together with the graphs
+        route = self._router.of_counts(*counts)
+        staged = self._build_stage(route, preparer)
         if not demand.is_open(route):
             while len(kept) >= MOST_PREPARED:
                 kept.pop(next(iter(kept)))
@@ -193,11 +194,11 @@ class GraphRunner(RunnerState):
             self._handed = [reference for reference in self._handed if reference() is not None]
         return staged
 
-    def _build_stage(self, route: Route) -> StagedBuffers:
+    def _build_stage(self, route: Route, preparer: BatchPreparer) -> StagedBuffers:
         """Blocks may be made inside of another one, so without the lock: whether another thread has exchanged the
         graphs meanwhile is looked at last, once it would find the block that it has to retire.
         """
-        preparer, launcher, graphed, tokens = self._preparer, self._launcher, self._graphed, route.batch.num_tokens
+        launcher, graphed, tokens = self._launcher, self._graphed, route.batch.num_tokens
         self._check_open()
         try:
             views = partial(graphed.buffers.views, tokens, route.batch.num_reqs or 0)
