@@ -330,6 +330,38 @@ def test_a_generator_that_was_exchanged_is_told(backend: GraphBackend) -> None:
     same(runner(x=x), wanted)
 
 
+@pytest.mark.parametrize("way", ["call", "stage", "after an eager call", "after one that failed"])
+def test_a_generator_that_was_exchanged_before_anything_was_captured(backend: GraphBackend, way: str) -> None:
+    """A lazy runner has no graph yet that could draw from the old one."""
+    model, x = Drops(backend), rows(backend, 4)
+    runner = open_runner(backend, model, capture_policy="lazy", outputs="clone")
+    if way == "after an eager call":
+        with runner.no_capture():
+            runner(x=x)
+    if way == "after one that failed":
+        model.generator = None  # type: ignore[assignment]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Drops, "forward", lambda self, x: x * float(x.sum().item() != 0.125))
+            runner(x=x)
+        assert len(runner.report.failed) == 1
+        runner.retry_failed()
+    model.generator = torch.Generator(backend.device).manual_seed(11)
+    fresh = torch.Generator(backend.device).manual_seed(11)
+    for _ in range(3):
+        if way == "stage":
+            with runner.stage(4) as buffers:
+                buffers["x"].copy_(x)
+            found = buffers.output
+        else:
+            found = runner(x=x)
+        same(found, x + torch.rand(x.shape, device=x.device, generator=fresh))
+    assert runner.stats.captures == 1
+    model.generator = torch.Generator(backend.device).manual_seed(12)
+    with pytest.raises(AddressError, match=r"other torch\.Generator objects"):
+        runner(x=rows(backend, 2))
+    runner.close()
+
+
 @pytest.mark.gpu
 def test_a_generator_that_cannot_be_found_is_told() -> None:
     from cgplan.graphs import select_backend

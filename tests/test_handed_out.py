@@ -15,6 +15,7 @@ import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.errors import AddressError, CgplanError, InputError
 from cgplan.graphs import GraphBackend
+from cgplan.runtime.views import HandedViews
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -112,6 +113,32 @@ def test_a_block_whose_graphs_go_while_it_is_entered(backend: GraphBackend) -> N
     same(runner(x=square(backend)), square(backend) * 2)
 
 
+@pytest.mark.parametrize("act", ["recapture", "close"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_whose_graphs_go_while_it_is_made(backend: GraphBackend, act: str, late: bool) -> None:
+    """By another thread: nobody would tell the new block that its graphs are gone."""
+    runner = open_runner(backend)
+    prepare = runner._preparer.prepare
+
+    def prepare_slowly(route: Any) -> Any:
+        batch = prepare(route) if late else None
+        thread = threading.Thread(target=getattr(runner, act))
+        thread.start()
+        thread.join()
+        return prepare(route) if batch is None else batch
+
+    runner._preparer.prepare = prepare_slowly  # type: ignore[method-assign]
+    with pytest.raises(CgplanError, match="while another call was under way"):
+        runner.stage(3)
+    if act == "close":
+        with pytest.raises(CgplanError, match="closed"):
+            runner.stage(3)
+        return
+    with runner.stage(3) as buffers:
+        buffers["x"].copy_(square(backend))
+    same(buffers.output, square(backend) * 2)
+
+
 def test_failed_keys_are_not_forgotten_inside_a_block(backend: GraphBackend) -> None:
     runner = open_runner(backend)
     with runner.stage(3) as buffers:
@@ -152,6 +179,85 @@ def test_tensors_cannot_be_exchanged_inside_a_block(backend: GraphBackend) -> No
     same(buffers.output, (x + 5) * 2)
     with pytest.raises(CgplanError, match="outside of their"):
         put(buffers)
+
+
+def test_what_a_block_holds_is_there_however_it_is_asked_for(backend: GraphBackend) -> None:
+    """Tensors are put in when the first one is asked for, which functions of dict would not notice by themselves."""
+    looks: dict[str, Callable[[Any], Any]] = {
+        "len": len, "bool": bool, "in": lambda b: "x" in b, "==": lambda b: b == {"x": b["x"]}, "**": lambda b: {**b},
+        "!=": lambda b: b != {}, "|": lambda b: (b | {}).keys() == {"x"}, "or": lambda b: ({} | b).keys() == {"x"},
+        "copy": lambda b: list(b.copy()) == ["x"], "reversed": lambda b: list(reversed(b)) == ["x"],
+        "repr": lambda b: "tensor" in repr(b), "dict": lambda b: list(dict(b)) == ["x"],
+    }  # fmt: skip
+    for name, look in looks.items():
+        runner = open_runner(backend)
+        staged = runner.stage(3)
+        for _ in range(2):
+            with staged as buffers:
+                assert look(buffers), name
+                assert "y" not in buffers
+                assert buffers != {"y": 3}
+            assert (len(staged), "x" in staged, staged == {}, repr(staged), staged.copy()) == (0, False, True, "{}", {})
+
+
+def test_only_what_is_handed_out_is_looked_at(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    for name in ("tensors", "single"):
+        original = getattr(HandedViews, name)
+
+        def look(self: HandedViews, name: str = name, original: Any = original) -> Any:
+            looks.append(name)
+            return original(self)
+
+        monkeypatch.setattr(HandedViews, name, look)
+    runner = open_runner(backend)
+    staged = runner.stage(3)
+    looks.clear()
+    for _ in range(3):
+        with staged:
+            pass
+    assert looks == []
+    same(staged.output, staged.output)
+    assert looks == ["single"], "once for each batch"
+    with staged as buffers:
+        buffers["x"].fill_(3)
+        buffers["x"].add_(1)
+    first = staged.output
+    same(first, torch.full((3, 3), 8.0, device=backend.device))
+    assert looks == ["single", "tensors", "single"]
+    with staged:
+        pass
+    assert staged.output is first
+
+
+def test_an_output_changed_in_place_before_it_is_read(backend: GraphBackend) -> None:
+    """The same object was handed out before; whoever reads later gets one as it was made."""
+    runner, x = open_runner(backend), square(backend)
+    staged = runner.stage(3)
+    outputs = []
+    for _ in range(2):
+        with staged as buffers:
+            buffers["x"].copy_(x)
+        if outputs:
+            outputs[0].unsqueeze_(1)
+        outputs.append(staged.output)
+        assert staged.output is outputs[-1]
+    same(outputs[1], x * 2)
+    copies = open_runner(backend, compilation={"outputs": "clone"})
+    with copies.stage(3) as buffers:
+        buffers["x"].copy_(x)
+    copies(x=x + 5)
+    same(buffers.output, x * 2)
+    with runner.stage(2):
+        pass
+    with pytest.raises(CgplanError, match="no output"):
+        _ = staged.output
+    last = runner.stage(3)
+    with last:
+        pass
+    runner.close()
+    with pytest.raises(CgplanError, match="no output"):
+        _ = last.output
 
 
 # --- tensor objects -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cgplan
 from cgplan import GraphRunner, Input
-from cgplan.errors import InputError
+from cgplan.errors import BackendError, CaptureMemoryError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copying import TorchCopier
@@ -84,6 +84,30 @@ def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> 
     same(buffers.output, torch.full((3, 3), 8.0, device=backend.device))
     assert runner.stage(3, 3) is buffers
     assert runner.input_views(np.int64(3))["x"].shape == (3, 3)  # type: ignore[arg-type]
+
+
+def test_truth_values_are_no_rows_and_numbers_no_flags(backend: GraphBackend) -> None:
+    """Whatever was asked before: True and 1 are equal, and what is kept ready is found by what is equal."""
+    runner, x = open_runner(backend), torch.ones(1, 3, device=backend.device)
+    for _ in range(2):
+        for wrong in (True, False, np.True_, torch.tensor(True)):
+            with pytest.raises(InputError, match="num_tokens is "):
+                runner.stage(wrong)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="num_tokens is "):
+                runner.input_views(wrong)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="num_reqs is "):
+                runner.stage(1, wrong)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="num_reqs is "):
+                runner.input_views(1, wrong)  # type: ignore[arg-type]
+        for ask in (runner.stage, lambda _, *asked: runner(x=x, uniform_decode=asked[1])):
+            with pytest.raises(InputError, match="uniform_decode is 1"):
+                ask(1, 1, 1)  # type: ignore[arg-type]
+        with runner.stage(1, 1, True) as buffers:
+            buffers["x"].fill_(4)
+        same(buffers.output, torch.full((1, 3), 8.0, device=backend.device))
+        same(runner(x=x, uniform_decode=True), x * 2)
+    for count in (np.int32(1), torch.tensor(1)):
+        assert runner.stage(count, count, True) is buffers  # type: ignore[arg-type]
 
 
 # --- tensors --------------------------------------------------------------------------------------------------
@@ -243,3 +267,61 @@ def test_batches_that_were_prepared_before_a_write_was_seen() -> None:
     assert buffers.buffers["x"].written
     copy.run([x], 0)
     assert not buffers.buffers["x"].tensor[3:].any()
+
+
+# --- dtypes that are not there --------------------------------------------------------------------------------
+
+TWO = {"x": ROWS, "scale": Input(shape=("num_tokens",), dtype="float8_e5m2", pad=0)}
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_dtype_that_torch_does_not_have(backend: GraphBackend, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated, calls = [], []
+    monkeypatch.delattr(torch, "float8_e5m2")
+    monkeypatch.setattr(StaticBuffers, "__init__", lambda *_: allocated.append(1))
+    with pytest.raises(BackendError, match=r"input 'scale' is declared as float8_e5m2, which torch \d.* does not have"):
+        open_runner(backend, lambda x, scale: calls.append(1), specs=TWO, compilation={"capture_policy": policy})
+    assert (allocated, calls) == ([], []), "neither buffers nor a warm-up"
+
+
+@pytest.mark.parametrize("kind", [TypeError, RuntimeError, NotImplementedError])
+def test_a_dtype_that_the_device_does_not_have(
+    backend: GraphBackend, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices of other makers: the message of torch is kept, and what else fails is not taken for that."""
+    real, broken, allocated = torch.zeros, {torch.float8_e5m2}, []
+
+    def zeros(*shape: Any, **options: Any) -> Tensor:
+        if options.get("dtype") in broken and torch.device(options["device"]) == backend.device:
+            raise kind("this framework does not support it\nmore lines")
+        if shape[0] != [1]:
+            allocated.append(shape)
+        return real(*shape, **options)
+
+    monkeypatch.setattr("cgplan.graphs.buffers.torch.zeros", zeros)
+    with pytest.raises(
+        BackendError, match=r"'scale' is declared as float8_e5m2, which c.* does not have: this fr"
+    ) as caught:
+        open_runner(backend, lambda x, scale: x, specs=TWO)
+    assert "more lines" not in caught.value.message
+    assert allocated == []
+    broken.add(torch.uint8)  # as after an error of the device itself
+    with pytest.raises(kind, match="this framework"):
+        open_runner(backend, lambda x, scale: x, specs=TWO)
+    broken.clear()
+    runner = open_runner(backend, lambda x, scale: x * 2, specs=TWO)
+    x = torch.ones(3, 3, device=backend.device)
+    same(runner(x=x, scale=x[:, 0].to(torch.float8_e5m2)), x * 2)
+
+
+def test_memory_that_is_out_is_told_by_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.zeros
+
+    def zeros(shape: Any, **options: Any) -> Tensor:
+        if options["device"] != "cpu":
+            raise torch.OutOfMemoryError("no memory")
+        return real(shape, **options)
+
+    monkeypatch.setattr("cgplan.graphs.buffers.torch.zeros", zeros)
+    with pytest.raises(CaptureMemoryError, match="no memory for static buffers of 8 tokens"):
+        open_runner(cgplan.graphs.select_backend("cpu"))

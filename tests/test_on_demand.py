@@ -6,6 +6,7 @@ import gc
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from checks import MIB, back_at, reserved, same
 from decoding import MAX_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread, prompts
 from devices import Watching, WithDriver
 
+from cgplan.cli.pricing import failures_in
 from cgplan.config import Config, Input, validate_config
+from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import (
     AddressError,
     BudgetError,
@@ -29,8 +32,10 @@ from cgplan.graphs.tape import TapeBackend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.latency import StepTimes
+from cgplan.planning.proposal import propose
 from cgplan.planning.traffic import Batch, Traffic
 from cgplan.reports import CaptureReport
+from cgplan.reports.records import FailedKey
 from cgplan.reports.replan import ReplanReport
 from cgplan.runtime.managers import CudaGraphManager
 from cgplan.runtime.runner import GraphRunner
@@ -768,6 +773,72 @@ def test_a_key_that_fails_in_a_replan(backend: GraphBackend) -> None:
     runner.close()
 
 
+def test_what_failed_is_left_out_of_later_plans(backend: GraphBackend) -> None:
+    """A size that cannot be captured takes no place in the budget, and nothing is made ready for it."""
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(16,), budget={"max_graphs": 2})
+    model.asks = {300}
+
+    def traffic() -> None:
+        for count in (300,) * 9 + (20,) * 3 + (5,) * 3:
+            runner(x=rows(backend, count))
+
+    traffic()
+    first = runner.replan(times=TIMES)
+    assert [key.descriptor.num_tokens for key in first.failed] == [300]
+    assert first.difference.failed == (), "it was not known before"
+    assert len(sizes_of(runner)) == 1
+    traffic()
+    proposed = runner.replan(times=TIMES, apply=False)
+    second = runner.replan(times=TIMES)
+    assert sizes_of(runner) == [5, 20], "both places go to sizes that can be captured"
+    for report in (proposed, second):
+        [left_out] = report.difference.failed
+        assert (left_out.mode, left_out.sizes) == (FULL, (300,))
+        assert left_out.reason.startswith("HostSyncError: ")
+        assert report.failed == first.failed
+        assert "left out  FULL 300: HostSyncError" in str(report)
+        assert "failed" not in str(report), "it is said once"
+        assert ReplanReport.model_validate_json(report.model_dump_json()) == report
+    assert runner._graphed.most_tokens == 20 or second.way != "new buffers"
+    assert runner.stats.failures == 1
+    model.asks = set()
+    runner.retry_failed()
+    traffic()
+    assert runner.replan(times=TIMES).difference.failed == ()
+    assert 300 in sizes_of(runner)
+    runner.close()
+
+
+def test_what_the_budget_refused_may_be_planned_again() -> None:
+    """It was its cost beside others that was wrong, not the key."""
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(16,))
+    ask(runner, backend, 16, 5)
+    key = (FULL, BatchDescriptor(5, 5, False))
+    runner._demand.live.failed[key] = FailedKey(mode=FULL, descriptor=key[1], error="BudgetError", detail="memory")
+    report = runner.replan(times=TIMES, apply=False)
+    assert report.difference.failed == ()
+    assert 5 in report.difference.lanes[0].added
+    runner.close()
+
+
+def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Path) -> None:
+    backend, model = TapeBackend(), Net(TapeBackend())
+    runner = open_runner(backend, "lazy", model)
+    model.asks = {4}
+    for count in (2, 4, 16):
+        runner(x=rows(backend, count))
+    report = tmp_path / "report.json"
+    report.write_text(runner.report.model_dump_json(), encoding="utf-8")
+    failed = failures_in(str(report))
+    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {4: "HostSyncError"}
+    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
+    assert plan.capture_sizes == (2, 16)
+    assert failures_in(None) == failures_in("measure") == {}
+    runner.close()
+
+
 def test_a_budget_holds_through_replans() -> None:
     row = WIDTH * 4
     backend = WithDriver(rate=1)
@@ -889,6 +960,94 @@ def test_stats_count_failures() -> None:
     runner(x=rows(backend, 4))
     assert json.loads(runner.stats.json())["failures"] == 1
     assert 'cgplan_capture_failures_total{runner="runner"} 1.0' in runner.stats.prometheus()
+    runner.close()
+
+
+# --- interrupted ----------------------------------------------------------------------------------------------
+
+
+class Interrupted(TapeBackend):
+    """Raises at the next call of one of its functions, as Ctrl-C does at any time."""
+
+    at = ""
+
+    def _pass(self, name: str) -> None:
+        if self.at == name:
+            self.at = ""
+            raise KeyboardInterrupt
+
+    def watch(self, tensor: torch.Tensor) -> Any:
+        self._pass("watch")
+        return super().watch(tensor)
+
+    def release_cached(self) -> None:
+        self._pass("release_cached")
+        super().release_cached()
+
+    def synchronize(self) -> None:
+        self._pass("synchronize")
+        super().synchronize()
+
+    def new_pool(self) -> Any:
+        self._pass("new_pool")
+        return super().new_pool()
+
+
+@pytest.mark.parametrize("at", ["watch", "release_cached", "synchronize", "new_pool"])
+def test_a_replan_that_is_interrupted(at: str) -> None:
+    """What is gone is not dispatched to, what is there is; nothing is lost of the memory, and it can be replanned."""
+    backend = Interrupted()
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(2, 4, 16), budget={"max_graphs": 3})
+    ask(runner, backend, *[9] * 5, *[4] * 5)
+    backend.at = at
+    with pytest.raises(KeyboardInterrupt):
+        runner.replan(times=TIMES)
+    assert backend.at == ""
+    for count in (1, 3, 9, 16, 20):
+        x = rows(backend, count)
+        torch.testing.assert_close(runner(x=x), model(x), rtol=1e-4, atol=1e-5)
+        if count <= 16:
+            with runner.stage(count) as buffers:  # also where no graph is left: then it runs eagerly
+                buffers["x"].copy_(x)
+            torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
+    ask(runner, backend, *[9] * 5, *[4] * 5)
+    runner.replan(times=TIMES)
+    assert 9 in sizes_of(runner)
+    ask(runner, backend, 9, 3)
+    runner.close()
+    assert backend.memory().reserved == 0
+
+
+@pytest.mark.parametrize("at", ["release_cached", "synchronize"])
+def test_a_close_that_is_interrupted_is_made_good_by_the_next(at: str) -> None:
+    backend = Interrupted()
+    runner = open_runner(backend, "eager")
+    backend.at = at
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    with pytest.raises(CgplanError, match="closed"):
+        runner(x=rows(backend, 3))
+    runner.close()
+    assert backend.memory().reserved == 0
+    assert runner._graphed.buffers.nbytes == 0
+    runner.close()
+
+
+def test_what_the_buffers_hold_can_be_staged_without_a_graph() -> None:
+    """After a replan the graphs may be smaller than the buffers."""
+    backend, model = TapeBackend(), Net(TapeBackend())
+    runner = open_runner(backend, "adaptive", model, sizes=(16,))
+    runner.replan(times=TIMES, traffic=Traffic.of([(Batch(3, 3, True, 0), 1)], "given"))
+    assert sizes_of(runner) == [3]
+    x = rows(backend, 16)
+    with runner.stage(16) as buffers:
+        buffers["x"].copy_(x)
+    torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
+    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}
+    ask(runner, backend, 2, 3)  # padded behind what the large one left
+    with pytest.raises(InputError, match="static buffers hold 1 to 16 tokens, asked for 17"):
+        runner.stage(17)
     runner.close()
 
 

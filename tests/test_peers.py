@@ -17,8 +17,9 @@ from cgplan.graphs import GraphBackend, select_backend
 from cgplan.reports import BenchReport, render_text
 from cgplan.reports.peer_records import PEERS, PeerRecord, check_peers
 from cgplan.runtime import bench_peers as measuring
-from cgplan.runtime.bench import bench
+from cgplan.runtime.bench import _example, bench
 from cgplan.runtime.bench_peers import WAYS
+from cgplan.runtime.peer_results import deviation as deviation_of
 from cgplan.runtime.peers import Bare, BenchBatch, used_bytes
 from cgplan.runtime.peers_cuda import ReduceOverhead
 from cgplan.runtime.session import CaptureSession
@@ -316,6 +317,98 @@ def test_wrong_results_show(backend: GraphBackend) -> None:
     assert deviations["eager", 4] > 0.1
 
 
+class Counts(nn.Module):
+    """Adds one to a counter on each call, writes into its input, and draws from a generator of its own, if asked."""
+
+    def __init__(self, *does: str) -> None:
+        super().__init__()
+        self.does = does
+        self.register_buffer("count", torch.zeros(()))
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "input" in self.does:
+            x.mul_(1.5)
+        if "state" in self.does:
+            self.count.add_(1)
+        if "random" in self.does:
+            x = x + torch.rand(x.shape, device=x.device)
+        if "own" in self.does:
+            x = x + torch.rand(x.shape, device=x.device, generator=self.generator)
+        return x + self.count
+
+
+@pytest.mark.parametrize("does", ["input", "state", "random", "own", "input state", "input state random own"])
+def test_models_whose_next_call_says_something_else(backend: GraphBackend, does: str) -> None:
+    """Each compared call starts from the same inputs, state and seed; afterwards they are as they were."""
+    model = Counts(*does.split()).to(backend.device)
+    model.generator = torch.Generator(backend.device).manual_seed(3)
+    runner = open_runner(backend, model)
+    bench(runner)
+    count = model.count.clone()
+    batches = [_example(runner, size, True) for size in (3, 4)]
+    inputs = [batch.inputs["x"].clone() for batch in batches]
+    peers = measuring.bench_peers(runner, batches, ("eager", "bare"), seed=0)
+    found = {(r.name, r.num_tokens): (r.deviation, r.not_comparable) for r in peers.records}
+    padded = found.pop(("cgplan", 3))
+    assert len(found) == 5
+    assert set(found.values()) == {(0.0, None)}
+    if padded != (0.0, None):
+        assert "random" in does or "own" in does
+        assert padded == (None, "the model draws random numbers, and a padded batch draws others")
+    same((model.count, [batch.inputs["x"] for batch in batches]), (count, inputs))
+
+
+def test_padding_that_draws_other_numbers(backend: GraphBackend) -> None:
+    """The first row gets what the last one has drawn: of three rows another one than of four."""
+    runner = open_runner(backend, lambda x: x + torch.rand(x.shape, device=x.device).flip(0))
+    peers = bench(runner, against=("eager", "bare"), seed=0).peers
+    assert peers is not None
+    reasons = {(r.name, r.num_tokens): r.not_comparable for r in peers.records if r.deviation is None}
+    assert reasons == {("cgplan", 3): "the model draws random numbers, and a padded batch draws others"}
+    assert [r.deviation for r in peers.records if r.deviation is not None] == [0.0] * 5
+    shown = render_text(peers_report := bench(runner, against=("eager",), seed=0), 80)
+    assert "Not comparable" in shown
+    assert "cgplan 3" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert BenchReport.model_validate_json(peers_report.model_dump_json()) == peers_report
+
+
+def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> None:
+    """Its state lies where nobody looks: no figure, but the reason, for its own code as for the others."""
+    state = torch.zeros((), device=backend.device)
+
+    def forward(x: Tensor) -> Tensor:
+        state.add_(1)
+        return x + state
+
+    peers = bench(open_runner(backend, forward), against=("eager", "bare"), seed=0).peers
+    assert peers is not None
+    assert len(peers.records) == 6
+    for record in peers.records:
+        assert record.deviation is None
+        assert "run twice from the same inputs, state and seed, gives different" in str(record.not_comparable)
+        assert record.device.median > 0
+
+
+def test_outputs_of_another_structure_are_told(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2)
+    original = measuring._PeerBench._round
+
+    def change(self: Any) -> None:
+        original(self)
+        for contender in self.contenders[1:]:
+            contender.calls = {size: lambda: (torch.zeros(3),) for size in contender.calls}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring._PeerBench, "_round", change)
+        peers = bench(runner, against=("eager",), seed=0).peers
+    assert peers is not None
+    for record in peers.records:
+        assert (record.deviation is None) == (record.name == "eager")
+        assert (record.not_comparable or "another structure").count("another structure") == 1
+
+
 def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     """Nothing is compiled here: that comes with the first call."""
     backend = select_backend("cpu")
@@ -344,7 +437,7 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     ],
 )
 def test_deviations(found: Any, wanted: Any, deviation: float | None) -> None:
-    assert measuring._deviation(found, wanted) == (pytest.approx(deviation) if deviation is not None else None)
+    assert deviation_of(found, wanted) == (pytest.approx(deviation) if deviation is not None else None)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from test_optimizer import Costs
 from test_plan import plans
 
 from cgplan.config import Config
+from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, Plan, build_plan, config_hash
 from cgplan.planning.clock import step_clock
 from cgplan.planning.costs import GraphCosts
+from cgplan.planning.difference import PlanDifference, compare
 from cgplan.planning.evidence import Evidence, LadderPoint
 from cgplan.planning.lanes import Routes, expected_step, padded_share, serve
 from cgplan.planning.latency import StepTimes
@@ -30,6 +32,9 @@ from cgplan.planning.proposal import Proposal, propose
 from cgplan.planning.traffic import Batch, Traffic
 from cgplan.planning.traffic_files import read_traffic
 from cgplan.reports import render_text
+from cgplan.reports.evidence_tables import render_evidence
+from cgplan.reports.layout import plain_text
+from cgplan.reports.plan_tables import render_difference
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 TRACE = Path(__file__).parent / "data" / "azure_llm_code_2023.csv"
@@ -117,6 +122,50 @@ def test_traffic_through_a_plan() -> None:
     assert expected_step([decode_part, mixed_part, eager]) == pytest.approx((2 * 140 + 460 + 1000) / 4)
     assert padded_share([decode_part, mixed_part, eager]) == pytest.approx(8 / 44)
     assert (decode_part.microseconds, decode_part.unpadded) == (pytest.approx(280), pytest.approx(260))
+
+
+# --- keys that could not be captured --------------------------------------------------------------------------
+
+
+@given(
+    lost=st.sets(st.integers(1, 12), max_size=12),
+    weights=st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1),
+    graphs=st.integers(1, 3),
+)
+def test_a_plan_does_without_what_could_not_be_captured(lost: set[int], weights: dict[int, int], graphs: int) -> None:
+    """The best of all sets of the other sizes at which a batch sits, by going through them."""
+    config = config_of("FULL", seqs=16, budget={"max_graphs": graphs})
+    seen = traffic({Batch(n, n, True): float(count) for n, count in weights.items()})
+    failed = {(FULL, BatchDescriptor(n, n)): f"HostSyncError: at {n}" for n in lost}
+    proposal = propose(config, seen, TIMES, COSTS, failed)
+    best = min(
+        expected_step(serve([(FULL, BatchDescriptor(n, n)) for n in sizes], seen, TIMES))
+        for count in range(graphs + 1)
+        for sizes in combinations(sorted(set(weights) - lost), count)
+    )
+    assert proposal.evidence.expected_us.plan == pytest.approx(best, rel=2e-4)
+    assert not lost & set(proposal.plan.capture_sizes)
+    assert {part.reason: part.sizes for part in proposal.evidence.failed} == {
+        f"HostSyncError: at {n}": (n,) for n in lost
+    }
+    assert Plan.model_validate_json(proposal.plan.model_dump_json()) == proposal.plan
+
+
+def test_what_could_not_be_captured_is_told() -> None:
+    config = config_of("FULL", [4, 8], seqs=16, budget={"max_graphs": 3})
+    failed = {(FULL, BatchDescriptor(n, n)): "HostSyncError: aten::item" for n in (4, 6)}
+    seen = traffic({Batch(n, n, True): 1.0 for n in (4, 6, 8)})
+    before, after = propose(config, seen, TIMES), propose(config, seen, TIMES, failed=failed)
+    assert before.plan.capture_sizes == (4, 6, 8)
+    assert after.plan.capture_sizes == (8,)
+    assert [(part.sizes, part.reason) for part in after.evidence.left_out] == [((4,), "it could not be captured")]
+    difference = compare(before.plan, after.plan)
+    assert [(part.sizes, part.reason) for part in difference.failed] == [((4, 6), "HostSyncError: aten::item")]
+    assert PlanDifference.model_validate_json(difference.model_dump_json()) == difference
+    assert compare(after.plan, before.plan).failed == ()
+    shown = plain_text(render_difference(difference, "old", "new"))
+    assert "left out  FULL 4, 6: HostSyncError: aten::item" in shown
+    assert "FULL 4, 6  HostSyncError: aten::item" in plain_text(render_evidence(after.evidence))
 
 
 # --- the plan -------------------------------------------------------------------------------------------------

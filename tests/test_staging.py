@@ -352,6 +352,40 @@ def test_inputs_that_lie_in_other_inputs_buffers(emulated: Emulated) -> None:
         assert_staged(buffers, wanted, 8, 8)
 
 
+def test_the_same_device_tensors_again_after_anything_else(emulated: Emulated) -> None:
+    """Their addresses are written into the arguments once; what others wrote there meanwhile must not be read."""
+    buffers = StaticBuffers({"x": ROWS, "y": ROWS}, 8, 8, CPU)
+    copier = emulated.copier(buffers)
+    copy = copier.prepare(5, 5, 8, 8)
+    values, others = ([torch.arange(5.0) + 10 * i + n for i in range(2)] for n in (0, 100))
+    bring = copy.quickest(values)
+
+    def model_writes() -> None:
+        before = buffers.versions()
+        buffers.buffers["x"].tensor.fill_(7)
+        copier.note_writes(before)
+
+    def larger() -> None:
+        more = [torch.ones(8), torch.ones(8)]
+        copier.prepare(8, 8, 8, 8).run(more, 0)
+
+    between: list[Callable[[], object]] = [
+        lambda: None, lambda: bring(others, 0), lambda: copy.run(others, 0), lambda: copy.pad((), 0), larger,
+        lambda: (larger(), copy.pad((), 0)), lambda: bring([others[0], values[1]], 0), model_writes,
+        lambda: bring([b.view(5) for b in buffers.buffers.values()], 0),
+        lambda: copy.run([v[::1].expand(5).flip(0) for v in others], 0),
+    ]  # fmt: skip
+    for number, act in enumerate(between * 2):
+        bring(values, 0)
+        act()
+        values[0].fill_(number)
+        bring(values, 0)
+        assert_staged(buffers, values, 8, 8)
+    values[1].untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="'y' has no memory"):
+        bring(values, 0)
+
+
 class Wrapped(Tensor):
     """A subclass without memory of its own, whose values are twice those of another tensor."""
 
@@ -722,6 +756,25 @@ def test_calls_of_all_kinds_of_tensors_after_one_another(backend: GraphBackend) 
     with pytest.raises(InputError, match=r"'x' has the layout torch\.sparse_coo") as caught:
         runner(x=base[:3].to_sparse(), y=base[:3])
     assert "to_dense" in caught.value.remedy
+
+
+def test_calls_like_the_last_one_but_for_what_is_asked(backend: GraphBackend) -> None:
+    """Tensors alike, and another flag: another way. Sizes in turns, and more or fewer tensors than declared."""
+    runner = open_runner(backend, lambda x: x * 2, {"x": ROWS}, compilation={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    wanted = {None: 0, True: 0, False: 0}
+    for count in (3, 3, 2, 3, 2, 2):
+        x = torch.arange(float(count), device=backend.device)
+        for flag in (None, None, True, False, False, None, True, True, False):
+            same(runner(x=x, uniform_decode=flag), x * 2)
+            wanted[flag] += 1
+        with pytest.raises(InputError, match="unknown input 'y'"):
+            runner(x=x, y=x)
+        same(runner(x=x), x * 2)
+        wanted[None] += 1
+        with pytest.raises(InputError, match="num_active_loras is 1"):
+            runner(x=x, num_active_loras=1)
+    assert dict(runner.stats.eager) == {MissReason.NO_GRAPH_FOR_MIXED: wanted[False]}
+    assert sum(runner.stats.replays.values()) == wanted[None] + wanted[True]
 
 
 @pytest.mark.parametrize("without", [False, True])

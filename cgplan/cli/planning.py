@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from cgplan.cli.output import check_writable, note, publish, show, write_whole
-from cgplan.cli.pricing import costs_of
+from cgplan.cli.pricing import costs_of, failures_in
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.errors import ConfigError, OutputPathError, ReportError
 from cgplan.planning import Plan, build_plan
@@ -164,10 +164,11 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
     times = StepTimes.load(sources.step_times) if sources.step_times else StepTimes.default()
     times = times.model_copy(update={"notes": (*times.notes, *_about_times(sources.step_times, config, machine))})
     traffic = _traffic(config, sources, build_plan(config), times)
-    proposal = propose(config, traffic, times, costs)
+    failed = failures_in(sources.costs)
+    proposal = propose(config, traffic, times, costs, failed)
     again = _traffic(config, sources, proposal.plan, times)
     if again != traffic:  # requests make other batches where steps take another time
-        proposal = propose(config, again, times, costs)
+        proposal = propose(config, again, times, costs, failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
     return Made(plan, pareto_plot(evidence) if evidence.pareto else None, padding_plot(evidence))
 

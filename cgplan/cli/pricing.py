@@ -14,10 +14,11 @@ from cgplan.config import Config, LoadedConfig
 from cgplan.config.files import beside
 from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ReportError
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import GraphCosts
+from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
 from cgplan.reports import CaptureReport, load_report
+from cgplan.reports.records import uncapturable
 from cgplan.reports.units import format_bytes
 
 WORDS = ("estimate", "measure")
@@ -48,14 +49,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
             f"--costs {given or 'is empty'}: there is no such file",
             remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
         )
-    report = load_report(Path(given))
-    if report.kind == "bench":
-        report = report.capture
-    if report.kind != "capture":
-        raise ReportError(
-            f"{given} is a {report.kind}, not a capture report",
-            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
-        )
+    report = _report(given)
     from cgplan.planning.measured_costs import MeasuredCosts
 
     notes = tuple(_about(report, given, loaded.config))
@@ -64,6 +58,23 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     on_device = report.environment.driver is not None
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     return costs, report.environment.as_machine if on_device else None
+
+
+def failures_in(given: str | None) -> dict[Key, str]:
+    """Keys that the report says could not be captured, and why; arguments and errors as of ``costs_of``."""
+    return {} if given is None or given in WORDS else uncapturable(_report(given).failed)
+
+
+def _report(path: str) -> CaptureReport:
+    report = load_report(Path(path))
+    if report.kind == "bench":
+        report = report.capture
+    if report.kind != "capture":
+        raise ReportError(
+            f"{path} is a {report.kind}, not a capture report",
+            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
+        )
+    return report
 
 
 def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:

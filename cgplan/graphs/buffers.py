@@ -10,11 +10,48 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cgplan.config import Dim, Input
+from cgplan.errors import BackendError
 
 
 def torch_dtype(spec: Input) -> torch.dtype:
     """The torch dtype that an input declares."""
     return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
+
+
+def check_dtypes(specs: Mapping[str, Input], device: torch.device) -> None:
+    """Try on one element of each dtype what static buffers do with it, before any is allocated.
+
+    Raises:
+        BackendError: this torch or the device does not have it; names the input.
+    """
+    tried: set[str] = set()
+    for name, spec in specs.items():
+        if spec.dtype in tried:
+            continue
+        tried.add(spec.dtype)
+        what = f"input {name!r} is declared as {spec.dtype}"
+        if not hasattr(torch, spec.dtype):
+            raise BackendError(
+                f"{what}, which torch {torch.__version__} does not have",
+                remedy="Declare a dtype that it has, or install a newer torch.",
+            )
+        try:
+            _try_dtype(spec, device)
+        except torch.OutOfMemoryError:  # the buffers will say so
+            return
+        except (RuntimeError, TypeError) as error:
+            torch.zeros([1], dtype=torch.uint8, device=device)  # raises where it is not the dtype that is wrong
+            raise BackendError(
+                f"{what}, which {device} does not have: {(str(error).splitlines() or [''])[0]}",
+                remedy="Declare a dtype that it has and convert in the model, or choose another device.",
+            ) from error
+
+
+def _try_dtype(spec: Input, device: torch.device) -> None:
+    dtype = torch_dtype(spec)
+    element = torch.zeros([1], dtype=dtype, device=device).fill_(0 if spec.pad == "last" else spec.pad)
+    element.copy_(torch.zeros([1], dtype=dtype, device="cpu"))
+    element.clone()
 
 
 @dataclass(slots=True)

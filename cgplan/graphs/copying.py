@@ -91,8 +91,7 @@ class BatchCopy(ABC):
         are not looked at.
         """
         marks = self._marks
-        holds = marks.tokens <= self._tokens and marks.reqs <= self._reqs and not marks.exposed_tokens
-        if not holds or self._always_pads:
+        if marks.tokens > self._tokens or marks.reqs > self._reqs or marks.exposed_tokens or self._always_pads:
             self._reset_padding(stream)
         marks.tokens, marks.reqs = self._tokens, self._reqs
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.boxes import Limits
 from cgplan.planning.budget import Best
-from cgplan.planning.costs import GraphCosts
+from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.curves import CLOSE, MOST, NO_GAIN, WORTH, Curve, ladder_points, not_worth, price
 from cgplan.planning.evidence import Evidence, Expected, LadderPoint, LaneSizes, LeftOut, Limit, NextGraph, SizeUse
 from cgplan.planning.lanes import Served, expected_step, padded_share
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.left_out import left_out
+from cgplan.planning.left_out import by_lane, left_out
 from cgplan.planning.lint import lint, milliseconds
 from cgplan.planning.plan import Plan
 from cgplan.planning.traffic import Traffic
@@ -24,7 +24,9 @@ EXACT = 1e-6  # relative gap that is called none
 
 @dataclass(frozen=True)
 class Case:
-    """What a plan was made from and for. ``limits`` None: without a budget; ``served``: traffic through the plan."""
+    """What a plan was made from and for. ``limits`` None: without a budget; ``served``: traffic through the plan;
+    ``failed``: keys that it had to do without, and why.
+    """
 
     config: Config
     traffic: Traffic
@@ -35,6 +37,7 @@ class Case:
     limits: Limits | None
     best: Best
     served: Sequence[Served]
+    failed: Mapping[Key, str]
 
     def evidence(self) -> Evidence:
         """Everything that a report shows of the plan."""
@@ -73,6 +76,7 @@ class Case:
             unbounded=self._unbounded,
             padding=padded_share(self.served),
             left_out=tuple(self._left_out()),
+            failed=tuple(by_lane(self.failed)),
         )
 
     @property
@@ -96,7 +100,7 @@ class Case:
 
     def _left_out(self) -> Iterator[LeftOut]:
         asked = (self.config, self.plan, self.traffic, self.times, self.costs)
-        return left_out(*asked, budgeted=self.limits is not None, exact=self._exact, worth=WORTH)
+        return left_out(*asked, failed=self.failed, budgeted=self.limits is not None, exact=self._exact, worth=WORTH)
 
     def _rule(self) -> str:
         budget, known = self.config.budget, self.costs is not None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.costs import GraphCosts
+from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.lanes import key_of, may_serve
 from cgplan.planning.latency import StepTimes
 from cgplan.planning.optimizer import Bools, Floats, Ints
@@ -182,9 +182,14 @@ class Problem:
 
 
 def problem_of(
-    lanes: Sequence[Lane], traffic: Traffic, times: StepTimes, bounds: Bounds, costs: GraphCosts | None
+    lanes: Sequence[Lane],
+    traffic: Traffic,
+    times: StepTimes,
+    bounds: Bounds,
+    costs: GraphCosts | None,
+    without: Collection[Key] = (),
 ) -> Problem:
-    """The problem of planning these lanes for this traffic.
+    """The problem of planning these lanes for this traffic; the keys in ``without`` are no candidates.
 
     Raises:
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
@@ -195,7 +200,7 @@ def problem_of(
     for index in reversed(range(len(lanes))):  # where a lane may end depends on those after it
         wanted = [rows for served, rows in groups.items() if index in served]
         above = max((float(c.times[-1]) for c in found), default=0.0)
-        found.insert(0, _candidates(lanes[index], wanted, times, bounds, above, costs))
+        found.insert(0, _candidates(lanes[index], wanted, times, bounds, above, costs, without))
     return Problem(
         lanes=tuple(found),
         demands=tuple(_demand(served, rows, found, times, bounds) for served, rows in sorted(groups.items())),
@@ -229,7 +234,13 @@ def _grouped(lanes: Sequence[Lane], traffic: Traffic, times: StepTimes) -> tuple
 
 
 def _candidates(
-    lane: Lane, wanted: Sequence[_Rows], times: StepTimes, bounds: Bounds, above: float, costs: GraphCosts | None
+    lane: Lane,
+    wanted: Sequence[_Rows],
+    times: StepTimes,
+    bounds: Bounds,
+    above: float,
+    costs: GraphCosts | None,
+    without: Collection[Key],
 ) -> Candidates:
     """Sizes at which a batch sits, up to the last one that can be worth a graph: Note [Candidates] of the optimizer.
 
@@ -242,15 +253,17 @@ def _candidates(
             size = -(-tokens // stride) * stride
             if size <= largest:
                 slowest[size] = max(slowest.get(size, above), eager)
-    sizes = np.array([0, *sorted(slowest)], dtype=np.int64)
+    batches = np.array([0, *sorted(slowest)], dtype=np.int64)
+    misses = np.maximum.accumulate([0.0, *(slowest[int(size)] for size in batches[1:])])
+    allowed = np.array([not without or size == 0 or _key(lane, int(size), bounds) not in without for size in batches])
+    sizes, misses = batches[allowed], misses[allowed]
     curve = times.curve(lane.mode, int(sizes[-1]), lane.num_active_loras)[sizes]
-    misses = np.maximum.accumulate([0.0, *(slowest[int(size)] for size in sizes[1:])])
     useful = np.flatnonzero(curve < misses)
     keep = int(useful[-1]) + 1 if useful.size else 1
     sizes, curve = sizes[:keep], curve[:keep]
     if costs is None:
         return Candidates(lane, sizes, curve, *(np.zeros(keep) for _ in range(4)))
-    keys = [key_of(lane, int(size), query_len=bounds.query_len, max_num_seqs=bounds.max_num_seqs) for size in sizes[1:]]
+    keys = [_key(lane, int(size), bounds) for size in sizes[1:]]
     return Candidates(
         lane=lane,
         sizes=sizes,
@@ -260,6 +273,10 @@ def _candidates(
         pool=np.array([0, *(costs.pool_bytes(lane.mode, int(size)) for size in sizes[1:])], dtype=np.float64),
         static=np.array([0, *(costs.static_bytes(int(size)) for size in sizes[1:])], dtype=np.float64),
     )
+
+
+def _key(lane: Lane, size: int, bounds: Bounds) -> Key:
+    return key_of(lane, size, query_len=bounds.query_len, max_num_seqs=bounds.max_num_seqs)
 
 
 def _demand(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from cgplan.config import Config
 from cgplan.config.workload import BudgetConfig
 from cgplan.errors import PlanMismatchError
+from cgplan.planning.evidence import LeftOut
 from cgplan.planning.plan import Lane, Machine, Mode, Plan, budget_of, capture_config, config_hash
 
 # The plan decides these itself; whatever the configuration says now, the plan's keys are captured.
@@ -74,6 +75,7 @@ class PlanDifference(_Record):
         memory: Predicted device memory of all graphs and their buffers, in bytes.
         seconds: Predicted start-up time.
         expected_us: Expected time of a step over the traffic, in microseconds.
+        failed: What could not be captured, so that the new plan does without it, with the error.
         settings: What else differs: the resolved mode, the configurations, the budgets, the machines.
         notes: Why figures may not be comparable.
     """
@@ -86,6 +88,7 @@ class PlanDifference(_Record):
     expected_us: Figure
     settings: tuple[FieldChange, ...]
     notes: tuple[str, ...]
+    failed: tuple[LeftOut, ...] = ()
 
     @property
     def changed_lanes(self) -> tuple[LaneChange, ...]:
@@ -108,6 +111,7 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
         expected_us=Figure(old=old.expected_us, new=new.expected_us),
         settings=tuple(_settings(old, new)),
         notes=tuple(_notes(old, new)),
+        failed=tuple(LeftOut.model_validate(part) for part in (new.evidence or {}).get("failed", ())),
     )
 
 

@@ -134,7 +134,7 @@ class NotWorth(_Record):
 
 
 class LeftOut(_Record):
-    """Sizes of one lane that the configuration's list or ladder has and the plan has not, and why.
+    """Sizes of one lane that a plan could have and has not, and why.
 
     ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
     these keys more would break, such as "budget.max_graphs"; or another sentence.
@@ -182,6 +182,7 @@ class Evidence(_Record):
         ladders: Those that fit the configuration.
         padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
         left_out: What the configured list or ladder has and the plan has not.
+        failed: What could not be captured, so that nothing was planned for it, with the error.
         not_worth: Where graphs bring nothing.
         notes: What was assumed on the way.
         warnings: Lint.
@@ -218,3 +219,4 @@ class Evidence(_Record):
     unbounded: tuple[Limit, ...] = ()
     padding: float | None = None  # absent from plans of earlier versions, as all from costs_notes on
     left_out: tuple[LeftOut, ...] = ()
+    failed: tuple[LeftOut, ...] = ()

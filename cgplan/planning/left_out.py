@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cgplan.planning.traffic import Traffic
 
 NO_BATCH = "no batch would run in it"
 NO_GAIN = "no gain"
+FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
 RULE = "without a budget the plan ends at 99% of what graphs can bring"
 UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
@@ -31,6 +32,7 @@ def left_out(
     times: StepTimes,
     costs: GraphCosts | None,
     *,
+    failed: Mapping[Key, str],
     budgeted: bool,
     exact: bool,
     worth: float,
@@ -43,7 +45,7 @@ def left_out(
     Args:
         config: Its capture sizes, and its budget.
         plan: For this traffic.
-        costs: Of the plan, see ``propose``.
+        costs, failed: Of the plan, see ``propose``.
         budgeted: Whether the plan is bounded by the budget, not by the rule without one.
         exact: Whether no plan within the limits is better.
     """
@@ -53,14 +55,16 @@ def left_out(
         return
     present, planned_cases = set(plan.keys), set(times.told_apart(plan.lora_cases))
     gains = Gains(plan, traffic, times)
-    found: dict[tuple[Lane, str], list[int]] = {}
+    reasons: dict[Key, str] = {}
     for key in keys:
         if key in present:
             continue
-        lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
+        lane, size = _lane(key), key[1].num_tokens
         weight, gain = gains.of(lane, size)
         if lane.num_active_loras not in planned_cases:
             reason = CASE
+        elif key in failed:
+            reason = FAILED
         elif weight == 0:
             reason = NO_BATCH
         elif gain < worth:
@@ -71,9 +75,21 @@ def left_out(
             reason = NO_GAIN if exact else UNPROVEN
         else:
             reason = RULE
-        found.setdefault((lane, reason), []).append(size)
+        reasons[key] = reason
+    yield from by_lane(reasons)
+
+
+def by_lane(reasons: Mapping[Key, str]) -> Iterator[LeftOut]:
+    """Keys with their reasons, those of a lane with the same reason together."""
+    found: dict[tuple[Lane, str], list[int]] = {}
+    for key, reason in reasons.items():
+        found.setdefault((_lane(key), reason), []).append(key[1].num_tokens)
     for (lane, reason), sizes in sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:])):
         yield LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=reason)
+
+
+def _lane(key: Key) -> Lane:
+    return Lane(key[0], key[1].uniform, key[1].num_active_loras)
 
 
 def _broken(config: Config, keys: Sequence[Key], costs: GraphCosts | None) -> list[str]:

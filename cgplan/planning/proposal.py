@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,7 +15,7 @@ from cgplan.planning.account import Case
 from cgplan.planning.boxes import Limits
 from cgplan.planning.budget import Best, best_plan
 from cgplan.planning.building import build_plan
-from cgplan.planning.costs import GraphCosts
+from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.curves import MOST, WORTH, Curve
 from cgplan.planning.demand import Bounds, problem_of
 from cgplan.planning.evidence import Evidence
@@ -32,7 +34,13 @@ class Proposal(BaseModel):
     evidence: Evidence
 
 
-def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCosts | None = None) -> Proposal:
+def propose(
+    config: Config,
+    traffic: Traffic,
+    times: StepTimes,
+    costs: GraphCosts | None = None,
+    failed: Mapping[Key, str] = MappingProxyType({}),
+) -> Proposal:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to the next one. With
@@ -47,6 +55,7 @@ def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCost
         traffic: What to plan for.
         times: How long steps take.
         costs: What graphs cost; None: only their number is known, and only ``budget.max_graphs`` bounds the plan.
+        failed: Keys that could not be captured, and why: the plan does without them, and says so.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does.
@@ -56,7 +65,7 @@ def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCost
     base = _without_keys(config)
     bounds = Bounds(base.query_len, base.max_num_seqs, base.max_num_batched_tokens)
     lanes = lanes_of(base.mode, times.told_apart(base.lora_cases))
-    problem = problem_of(lanes, traffic, times, bounds, costs)
+    problem = problem_of(lanes, traffic, times, bounds, costs, failed)
     curve = Curve.of(problem, bounds, costs, config.budget.max_graphs)
     limits = _limits(config, costs)
     if limits is not None:
@@ -74,7 +83,7 @@ def propose(config: Config, traffic: Traffic, times: StepTimes, costs: GraphCost
             "predicted": costs and Predicted.by(costs, keys),
         }
     )
-    evidence = Case(config, traffic, times, costs, plan, curve, limits, best, served).evidence()
+    evidence = Case(config, traffic, times, costs, plan, curve, limits, best, served, failed).evidence()
     plan = plan.model_copy(update={"evidence": evidence.model_dump(mode="json")})
     return Proposal(plan=Plan.model_validate(plan.model_dump()), evidence=evidence)
 

@@ -31,6 +31,9 @@ def render_evidence(evidence: Evidence) -> RenderableType:
     if evidence.ladders:
         parts += [Text(), Text("Ladders on the same traffic", style="bold"), _ladders(evidence)]
         parts.append(sentences(*_LADDER_WORDS))
+    if evidence.failed:
+        rows = [(f"{part.lane} {describe_sizes(part.sizes)}", part.reason) for part in evidence.failed]
+        parts += [Text(), facts("Could not be captured, so the plan does without", rows)]
     if evidence.left_out:
         title = "Left out, of the sizes that the configuration has without traffic"
         parts += [Text(), Text(title, style="bold"), _left_out(evidence), sentences(_LEFT_OUT_WORDS)]

@@ -44,8 +44,9 @@ class PeerRecord(Record):
         host: Until the call returned, on an idle device.
         first_call_seconds: The first call of this size: with compilation and recording, where they happen in it; what
             was captured ahead is in the way's ``ready_seconds`` alone.
-        deviation: Largest absolute difference of a result from the model's own code, after all calls; None where the
-            outputs cannot be compared.
+        deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
+            and seed, after all calls; None where they cannot be compared.
+        not_comparable: Why; None where they can.
     """
 
     name: str
@@ -55,6 +56,7 @@ class PeerRecord(Record):
     host: Timing
     first_call_seconds: float
     deviation: float | None
+    not_comparable: str | None = None
 
 
 class PeersRecord(Record):

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.reports.base import Timing
-from cgplan.reports.layout import facts, filled
+from cgplan.reports.layout import describe_sizes, facts, filled
 from cgplan.reports.peer_records import OURS, PeerRecord, PeersRecord, WayRecord
 from cgplan.reports.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
@@ -29,13 +29,25 @@ def peers_tables(peers: PeersRecord, backend: str) -> RenderableType:
             ("times", "medians; device: calls that follow one another; latency: from an idle device; host: until the "
              "call returned"),
             ("x", f"how many times {OURS}'s"),
-            ("diff", "largest difference from the model's own code, after all calls"),
+            ("diff", "largest difference from the model's own code, after all calls; from the same inputs, state and "
+             "seed"),
         ],
     )  # fmt: skip
     parts: list[RenderableType] = [head, Text(), filled([_way_row(way) for way in peers.ways], left=("way", "note"))]
     if peers.records:
         parts += [Text(), filled([_row(peers, record) for record in peers.records], left=("way",), gap=1)]
+    if reasons := _not_comparable(peers):
+        parts += [Text(), facts("Not comparable", reasons)]
     return Group(*parts)
+
+
+def _not_comparable(peers: PeersRecord) -> list[tuple[str, str]]:
+    """Ways whose results could not be compared, sizes with the same reason together."""
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for record in peers.records:
+        if record.not_comparable is not None:
+            sizes.setdefault((record.name, record.not_comparable), []).append(record.num_tokens)
+    return [(f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()]
 
 
 def _way_row(way: WayRecord) -> dict[str, object]:
@@ -60,7 +72,7 @@ def _row(peers: PeersRecord, record: PeerRecord) -> dict[str, object]:
         "host": _short(record.host),
         "host\nx": _over(record.host, ours.host if ours else None),
         "first\ncall": format_seconds(record.first_call_seconds).replace(" ", ""),
-        "diff": None if record.deviation is None else f"{record.deviation:.2g}",
+        "diff": "n/a" if record.deviation is None else f"{record.deviation:.2g}",
     }
 
 

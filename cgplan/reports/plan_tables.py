@@ -80,8 +80,9 @@ def sizes_row(plan: Plan) -> tuple[str, str]:
 def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
     """What changes from one plan to another; ``old`` and ``new`` name them."""
     settings = [(change.name, _both(change)) for change in difference.settings] or [("settings", "the same")]
+    failed = [("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}") for part in difference.failed]
     notes = [("note", text) for text in difference.notes]
-    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *notes]), Text()]
+    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *failed, *notes]), Text()]
     lanes: list[dict[str, object]] = [
         {
             "lane": lane.lane,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
 from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
+from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.plan import Machine
+from cgplan.planning.plan import Key, Machine
 from cgplan.reports.base import Record as _Record
 from cgplan.reports.base import Timing as Timing
 from cgplan.reports.peer_records import PeersRecord
@@ -133,6 +135,21 @@ class FailedKey(_Record):
     descriptor: Descriptor
     error: str
     detail: str
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether it was the budget that did not allow it: beside other keys it may fit."""
+        return self.error == BudgetError.__name__
+
+    @property
+    def text(self) -> str:
+        """The error with what it said."""
+        return f"{self.error}: {self.detail}"
+
+
+def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
+    """Keys that no plan should have, and why, for ``propose``."""
+    return {(key.mode, key.descriptor): key.text for key in failed if not key.is_over_budget}
 
 
 class SplitRecord(_Record):

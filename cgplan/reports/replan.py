@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from cgplan.planning.difference import PlanDifference
-from cgplan.planning.plan import Key
+from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import TEXT_WIDTH, facts, plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.reports.records import FailedKey
@@ -33,7 +33,8 @@ class ReplanReport(BaseModel):
         captured: Keys that have a graph now and had none before, in capture order.
         evicted: Keys that had a graph and have none now.
         recaptured: How many of those that stay were captured again.
-        failed: Keys of the new plan that have no graph, with the reason.
+        failed: Keys of the new plan that have no graph, with the reason; and those that failed before, which the plan
+            does without: ``difference.failed`` has them by lane.
         pool_bytes: All pools before and after, in bytes.
         seconds: Planning, measuring and capturing together.
     """
@@ -55,7 +56,11 @@ class ReplanReport(BaseModel):
         if self.way != "proposed":
             again = f", {self.recaptured} captured again" if self.recaptured else ""
             rows.append(("keys", f"{len(self.captured)} captured, {len(self.evicted)} evicted{again}"))
-        rows += [("failed", f"{key.mode} {key.descriptor}: {key.error}: {key.detail}") for key in self.failed]
+        told = {(part.lane, size) for part in self.difference.failed for size in part.sizes}
+        for key in self.failed:
+            descriptor = key.descriptor
+            if (Lane(key.mode, descriptor.uniform, descriptor.num_active_loras), descriptor.num_tokens) not in told:
+                rows.append(("failed", f"{key.mode} {descriptor}: {key.text}"))
         before, after = map(format_bytes, self.pool_bytes)
         rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(self.seconds))]
         table = render_difference(self.difference, "captured", "wanted")

@@ -93,7 +93,7 @@ def _demand_rows(report: CaptureReport) -> list[tuple[str, str]]:
         rows.append(("pools", f"one for each {report.pool.removeprefix('per_')}"))
     if report.generation > 1:
         rows.append(("generation", f"{report.generation}: pools began anew so often"))
-    return rows + [("failed", f"{key.mode} {key.descriptor}: {key.error}: {key.detail}") for key in report.failed]
+    return rows + [("failed", f"{key.mode} {key.descriptor}: {key.text}") for key in report.failed]
 
 
 def split_rows(split: SplitRecord) -> list[tuple[str, str]]:

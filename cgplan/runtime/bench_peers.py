@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from cgplan.errors import CgplanError
 from cgplan.reports.base import Timing
 from cgplan.reports.peer_records import OURS, PeerRecord, PeersRecord, WayRecord, check_peers
 from cgplan.reports.records import CaptureReport
 from cgplan.runtime.failures import drop_locals
+from cgplan.runtime.peer_results import OwnResults, Result
 from cgplan.runtime.peers import Bare, BenchBatch, Call, Eager, Ours, Way, used_bytes
 from cgplan.runtime.peers_cuda import GraphedCallables, ReduceOverhead
 from cgplan.runtime.runner import GraphRunner
@@ -40,7 +39,7 @@ class _Contender:
     device: dict[int, list[float]] = field(default_factory=dict)
     latency: dict[int, list[float]] = field(default_factory=dict)
     host: dict[int, list[float]] = field(default_factory=dict)
-    deviation: dict[int, float | None] = field(default_factory=dict)
+    results: dict[int, Result] = field(default_factory=dict)
     is_ready: bool = False
 
     @property
@@ -109,7 +108,7 @@ class _PeerBench:
 
     def run(self) -> None:
         """Costs, times and results of all ways."""
-        wanted = {batch.size: _copied(batch.run(self.runner.model)) for batch in self.batches}
+        self._own = OwnResults(self.runner, self.batches, self._order.randrange(1 << 16))
         self.runner.suspend()
         for contender in self._by_cost():
             self._step(f"{contender.way.name}, alone")
@@ -124,7 +123,7 @@ class _PeerBench:
             self._step(f"round {number + 1}")
             self._round()
         for contender in self.contenders:
-            self._guarded(contender, partial(self._compare, wanted=wanted))
+            self._guarded(contender, self._compare)
         for contender in self.contenders[1:]:
             if contender.is_ready:
                 self._free(contender)
@@ -176,9 +175,11 @@ class _PeerBench:
         way, backend = contender.way, self.runner.backend
         contender.is_ready = True
         with way.preparing():
+            self._own.restore()
             way.prepare(self.batches)
             for batch in self.batches:
                 call = way.call(batch)
+                self._own.restore()
                 backend.synchronize()
                 start = time.perf_counter()
                 for _ in range(way.calls_until_ready):
@@ -196,6 +197,7 @@ class _PeerBench:
 
     def _time(self, contender: _Contender, size: int) -> None:
         backend, call = self.runner.backend, contender.calls[size]
+        self._own.restore()
         for _ in range(2):  # after another way, caches hold its data
             call()
         queued, _ = backend.time_calls(call, self.repeats, queued=True)
@@ -204,13 +206,15 @@ class _PeerBench:
         contender.latency.setdefault(size, []).extend(latency)
         contender.host.setdefault(size, []).extend(host)
 
-    def _compare(self, contender: _Contender, wanted: dict[int, Any]) -> None:
+    def _compare(self, contender: _Contender) -> None:
         """Results now, after all calls: a graph whose memory another way took would show here."""
-        for size, call in contender.calls.items():
-            contender.deviation[size] = _deviation(call(), wanted[size])
+        for batch in self.batches:
+            call, otherwise = contender.calls[batch.size], contender.way.draws_otherwise(batch)
+            contender.results[batch.size] = self._own.compare(batch.size, call, otherwise)
 
 
 def _record(contender: _Contender, size: int) -> PeerRecord:
+    deviation, why = contender.results[size]
     return PeerRecord(
         name=contender.way.name,
         num_tokens=size,
@@ -218,35 +222,13 @@ def _record(contender: _Contender, size: int) -> PeerRecord:
         latency=_timing(contender.latency[size]),
         host=_timing(contender.host[size]),
         first_call_seconds=contender.first[size],
-        deviation=contender.deviation[size],
+        deviation=deviation,
+        not_comparable=why,
     )
 
 
 def _timing(values: Sequence[float]) -> Timing:
     return Timing(median=float(np.median(values)), p99=float(np.percentile(values, 99)))
-
-
-def _copied(output: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.clone, output)
-
-
-def _deviation(found: Any, wanted: Any) -> float | None:
-    """Largest absolute difference of two outputs; infinite where one has a NaN that the other has not. None where
-    their structures, shapes or dtypes differ, or there is no tensor.
-    """
-    (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
-    pairs = [(a, b) for a, b in zip(leaves, others, strict=False) if isinstance(a, torch.Tensor)]
-    alike = all(isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
-    if spec != other_spec or not pairs or not alike:
-        return None
-    return max(_largest(a, b) for a, b in pairs)
-
-
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
-    dtype = torch.complex128 if one.is_complex() else torch.float64
-    one, other = one.to(dtype), other.to(dtype)
-    apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0.0)
-    return float(apart.nan_to_num(math.inf, posinf=math.inf).max()) if apart.numel() else 0.0
 
 
 def _reason(error: Exception) -> str:

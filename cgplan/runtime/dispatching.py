@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import DispatchMissError, InputError
 from cgplan.modes import CUDAGraphMode
@@ -39,7 +41,18 @@ def as_count(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):
-        raise InputError(f"{name} is {value!r:.100}, a {type(value).__name__}", remedy="Pass an int.") from None
+        raise _no_count(name, value) from None
+
+
+def as_rows(name: str, value: Any) -> int:
+    """The same for a count of rows, of which a truth value is none."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise _no_count(name, value)
+    return as_count(name, value)
+
+
+def _no_count(name: str, value: Any) -> InputError:
+    return InputError(f"{name} is {value!r:.100}, a {type(value).__name__}", remedy="Pass an int.")
 
 
 def as_flag(value: Any) -> bool | None:
@@ -86,6 +99,7 @@ class BatchRouter:
     Args:
         plan: What is captured.
         reader: Checks tensors and counts their rows.
+        most_tokens: What the static buffers hold: graphs may be fewer, and smaller.
         wanted: What may be captured when a batch asks for it; absent: nothing else.
         reason_against: Why a wanted key has no graph.
     """
@@ -94,6 +108,7 @@ class BatchRouter:
         self,
         plan: Plan,
         reader: BatchReader,
+        most_tokens: int,
         wanted: Plan | None = None,
         reason_against: Callable[[Key], MissReason] | None = None,
     ) -> None:
@@ -102,7 +117,7 @@ class BatchRouter:
         self._dispatcher = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
         self._reason_against = reason_against
-        self._most_tokens = (plan if wanted is None else wanted).max_capture_size
+        self._most_tokens = most_tokens
 
     def of_tensors(self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int) -> Route:
         """Where a batch of tensors goes. Raises InputError."""

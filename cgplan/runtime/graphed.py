@@ -78,14 +78,12 @@ class GraphedModel:
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self._is_traced = True  # unless the route traces
         self.model = model
-        self.generators = generators_of(model, backend.device)
+        self.find_generators()
         self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
         # Static buffers do not move; what may is looked at in check_addresses.
         options = CUDAGraphOptions(address_check="off")
         self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=options)
         self.returns_nothing = False
-        for generator in self.generators:
-            backend.register_generator(generator)
         self.notes: list[str] = []
         self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self.before_free: Callable[[], None] = lambda: None
@@ -102,6 +100,12 @@ class GraphedModel:
         if self.route.splitter is not None and isinstance(self.route.forward, PiecewiseModel):
             # Its own, not one of the user's; also for a runner that is dropped without being closed.
             self._finalizer = finalize(self, self.route.forward.forget)
+
+    def find_generators(self) -> None:
+        """Note the generators that the model holds now, for captures from now on; graphs that are there keep theirs."""
+        self.generators = generators_of(self.model, self.backend.device)
+        for generator in self.generators:
+            self.backend.register_generator(generator)
 
     def _allocate_buffers(self) -> StaticBuffers:
         tokens = self.most_tokens
@@ -146,11 +150,23 @@ class GraphedModel:
         self.backend.synchronize()
         for wrapper in self.scope.wrappers:
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
-            self._retired += [(self._watch(output), free) for output, free in wrapper.take_out(self.scope, mine)]
+            for output, free in wrapper.take_out(self.scope, mine):
+                self._retired.append(([], free))  # freed by the next sweep, should anything come between here
+                self._retired[-1] = (self._watch(output), free)
         self._checked.difference_update(keys)
         self.sweep()
         for key in keys:
             self.pools.drop(key)
+
+    def holds(self, key: Key) -> bool:
+        """Whether a graph of that key is there."""
+        mode, descriptor = key
+        return any(
+            entry.scope is self.scope and entry.descriptor == descriptor
+            for wrapper in self.scope.wrappers
+            if wrapper.runtime_mode is mode
+            for entry in wrapper.entries.values()
+        )
 
     def _watch(self, output: Any) -> list[Callable[[], bool]]:
         return [self.backend.watch(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -251,7 +267,8 @@ class GraphedModel:
         """Free graphs, pool and static buffers."""
         self.backend.synchronize()
         try:
-            self.before_free()
+            before, self.before_free = self.before_free, lambda: None  # other ranks wait for it once
+            before()
         finally:
             self._free()
 

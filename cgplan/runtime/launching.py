@@ -28,6 +28,7 @@ class BatchLauncher:
 
     Attributes:
         acquire, release: Of the lock that each call takes; it is never waited for.
+        use, name: As given.
         marks: How far batches reach into the static buffers.
         current_stream: The handle of the current stream.
         last_staged: The staged buffers whose output is the latest.
@@ -35,7 +36,7 @@ class BatchLauncher:
 
     def __init__(self, graphed: GraphedModel, use: PoolUse, name: str) -> None:
         self.acquire, self.release = use.acquire, use.release
-        self._use, self._name = use, name
+        self.use, self.name = use, name
         self.marks = graphed.buffers.marks
         self.current_stream = graphed.backend.stream_getter()
         self.last_staged: weakref.ref[StagedBuffers] | None = None
@@ -52,9 +53,9 @@ class BatchLauncher:
             CgplanError: the stream of the call before is another one, and still has work.
             CaptureError, AddressError: as GraphRunner's call.
         """
-        stream, use = self.current_stream(), self._use
-        if stream != use.stream or use.user is not self._name:
-            use.take_stream(stream, self._name, self._graphed.backend)
+        stream, use = self.current_stream(), self.use
+        if stream != use.stream or use.user is not self.name:
+            use.take_stream(stream, self.name, self._graphed.backend)
         if not self._is_plain or self._is_autocast():
             self._graphed.check_autocast()
             self._is_plain = not self._is_autocast()
@@ -78,9 +79,9 @@ class BatchLauncher:
 
     def take_stream(self) -> None:
         """Note that the caller writes on the current stream; the lock is held. Raises as ``launch``."""
-        stream, use = self.current_stream(), self._use
-        if stream != use.stream or use.user is not self._name:
-            use.take_stream(stream, self._name, self._graphed.backend)
+        stream, use = self.current_stream(), self.use
+        if stream != use.stream or use.user is not self.name:
+            use.take_stream(stream, self.name, self._graphed.backend)
 
     def extend_marks(self, batch: PreparedBatch) -> None:
         """Note that rows of a batch may have been written, and no padding was reset."""
@@ -93,4 +94,4 @@ class BatchLauncher:
 
     def under_way(self) -> CgplanError:
         """The error of a call inside a call, or from a second thread."""
-        return self._use.under_way(self._name)
+        return self.use.under_way(self.name)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from cgplan.errors import CaptureError, ModelError
+from cgplan.errors import BudgetError, CaptureError, ModelError
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.planning.plan import capture_order
@@ -23,8 +23,6 @@ from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture
 from cgplan.runtime.outputs import OutputRows
-
-_OVER_BUDGET = "BudgetError"
 
 
 class LiveGraphs:
@@ -73,18 +71,24 @@ class LiveGraphs:
         failed = self.failed.get(key)
         if failed is None:
             return MissReason.NOT_CAPTURED_YET
-        return MissReason.OVER_BUDGET if failed.error == _OVER_BUDGET else MissReason.CAPTURE_FAILED
+        return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
 
     def check(self, key: Key) -> None:
-        """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then."""
+        """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where
+        there are none, nothing has been captured that could be of no use.
+        """
         if self.keys or self.graphed.is_invalid:
             self.graphed.check_addresses(*key, again=True)
+        else:
+            self.graphed.find_generators()
 
     def check_all(self) -> None:
         """The same where no key is asked for."""
         self.graphed.check_valid("the runner was captured")
         if self.keys:
             self.check(self.keys[0])
+        else:
+            self.graphed.find_generators()
 
     def capture(self, keys: Collection[Key], *, evicted: Collection[Key] = (), anew: bool = False) -> tuple[Key, ...]:
         """Give up some keys, then capture others, the largest first. Failures are remembered, and do not raise.
@@ -141,9 +145,12 @@ class LiveGraphs:
     def _evict(self, keys: Collection[Key]) -> None:
         if not keys:
             return
-        self.graphed.evict(keys)
-        for key in keys:
-            self._records.pop(key, None)
+        try:
+            self.graphed.evict(keys)
+        finally:  # where it was interrupted, those that are gone are not dispatched to
+            for key in keys:
+                if not self.graphed.holds(key):
+                    self._records.pop(key, None)
         self._guard.release(keys, self.graphed.pools.nbytes)
 
     def _capture_one(self, key: Key) -> None:
@@ -195,7 +202,7 @@ class LiveGraphs:
     def _refuse(self, key: Key) -> None:
         stop = self._guard.stops[-1]
         self.failed[key] = FailedKey(
-            mode=key[0], descriptor=key[1], error=_OVER_BUDGET, detail=f"{stop.limit}: {stop.detail}"
+            mode=key[0], descriptor=key[1], error=BudgetError.__name__, detail=f"{stop.limit}: {stop.detail}"
         )
 
     def _update(self, seconds: float) -> None:

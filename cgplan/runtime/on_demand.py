@@ -18,7 +18,7 @@ from cgplan.planning.measured_costs import MeasuredCosts
 from cgplan.planning.plan import capture_config, config_hash
 from cgplan.planning.proposal import propose
 from cgplan.planning.traffic import Traffic
-from cgplan.reports.records import GraphRecord
+from cgplan.reports.records import GraphRecord, uncapturable
 from cgplan.reports.replan import ReplanReport, Way
 from cgplan.runtime.dispatching import Route
 from cgplan.runtime.live import LiveGraphs
@@ -110,7 +110,8 @@ class OnDemand:
         start, live, old = time.perf_counter(), self.live, self.live.graphed.plan
         before = live.graphed.pools.nbytes
         live.check_all()
-        wanted = self._proposal(traffic, times, costs)
+        wanted, lost = self._proposal(traffic, times, costs), uncapturable(live.failed.values())
+        planned = set(wanted.keys)
         way: Way = "proposed"
         new: tuple[Key, ...] = ()
         known = set(live.failed)
@@ -120,7 +121,7 @@ class OnDemand:
         live = self.live
         had, has = set(old.keys), set(live.keys) if apply else set(old.keys)
         evicted = tuple(key for key in old.keys if key not in has)
-        failed = tuple(live.failed[key] for key in wanted.keys if key in live.failed)
+        failed = tuple(why for key, why in live.failed.items() if key in planned or key in lost)
         if apply:
             self._stats.captures += len(new)
             self._stats.evictions += len(evicted)
@@ -156,7 +157,7 @@ class OnDemand:
         if costs is None and live.history:
             costs = self._costs()
         limited = _limited(self.config)
-        plan = propose(limited, traffic, times, costs).plan
+        plan = propose(limited, traffic, times, costs, uncapturable(live.failed.values())).plan
         return plan.model_copy(
             update={
                 "max_num_batched_tokens": self.config.scheduler.max_num_batched_tokens,

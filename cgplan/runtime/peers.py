@@ -28,6 +28,7 @@ from cgplan.runtime.context import forward_context
 from cgplan.runtime.runner import GraphRunner
 
 Call = Callable[[], Any]
+INDUCTORS = "code that inductor compiled draws others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,10 @@ class Way(ABC):
     def settled(self) -> None:  # noqa: B027
         """Look at what the first calls have done."""
 
+    def draws_otherwise(self, batch: BenchBatch) -> str | None:  # noqa: ARG002
+        """Why a model that draws random numbers gets others than by its own code, from the same seed; None if not."""
+        return None
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """A block around preparation and first calls."""
@@ -141,6 +146,13 @@ class Ours(Way):
             return runner(**call)
 
         return run if own else lambda: runner(**call)
+
+    def draws_otherwise(self, batch: BenchBatch) -> str | None:
+        """Where the batch is padded, or inductor has compiled the forward."""
+        route = self.runner.route(batch.tensors, **batch.options)
+        if route.mode is not CUDAGraphMode.NONE and route.descriptor.num_tokens != batch.size:
+            return "a padded batch draws others"
+        return INDUCTORS if self.runner.config.compilation.compiler == "inductor" else None
 
     def free(self) -> None:
         """Give the runner's memory back."""

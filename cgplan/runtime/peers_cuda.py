@@ -11,7 +11,7 @@ import torch
 
 from cgplan.errors import BackendError
 from cgplan.graphs.address_walk import Walk
-from cgplan.runtime.peers import Bare, BenchBatch, Call, Way
+from cgplan.runtime.peers import INDUCTORS, Bare, BenchBatch, Call, Way
 
 _STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
 
@@ -110,6 +110,10 @@ class ReduceOverhead(_NeedsCuda):
             return batch.run(compiled)
 
         return run
+
+    def draws_otherwise(self, batch: BenchBatch) -> str | None:  # noqa: ARG002
+        """Inductor has a generator of its own."""
+        return INDUCTORS
 
     def settled(self) -> None:
         """Note graphs that torch left out."""

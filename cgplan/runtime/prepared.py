@@ -52,6 +52,7 @@ class PreparedBatch:
         run: Runs it, of (how to copy, the tensors, the current stream); the batch's output.
         replay, output: For a FULL graph with nothing to be done around it: launch it, and give its output's rows.
             ``run`` does the same, a little later. Elsewhere ``replay`` is None.
+        output_stays: Whether ``output`` gives the same until the next call, so that it can be asked then.
         pad: How a batch is brought in that the caller has written into the static buffers.
         unchecked: Whether the model's addresses have to be checked before a call.
         ways: (whether tensors are like those of an earlier call, how such are copied in soonest).
@@ -63,6 +64,7 @@ class PreparedBatch:
     run: Run
     replay: Callable[[], None] | None = None
     output: Callable[[], Any] = lambda: None
+    output_stays: bool = False
     pad: CopyIn = leave_alone
     unchecked: bool = False
     ways: list[tuple[Callable[..., bool], CopyIn]] = field(default_factory=list)
@@ -139,7 +141,8 @@ class BatchPreparer:
 
         run = self._named(route, run_graph)
         direct = None if self._nvtx else replay
-        return PreparedBatch(route, count, copy, run, direct, output, pad=copy.pad, unchecked=True)
+        stays = direct is not None and not self._outputs.clone
+        return PreparedBatch(route, count, copy, run, direct, output, stays, pad=copy.pad, unchecked=True)
 
     def _eager(self, route: Route, count: BatchCount) -> Run:
         graphed, names, unpadded, clone = self._graphed, self._names, route.unpadded, self._outputs.clone

@@ -14,8 +14,8 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import InputError
 from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.dispatching import Route, as_count, as_flag
-from cgplan.runtime.prepared import PreparedBatch, Values, on_device
+from cgplan.runtime.dispatching import Route, as_count, as_flag, as_rows
+from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, Values, on_device
 from cgplan.runtime.runner_state import RunnerState
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
@@ -74,12 +74,19 @@ class GraphRunner(RunnerState):
             copy_in: CopyIn | None = None
             try:  # see Note [The hot path] in prepared.py
                 values: Values = self._pick(inputs)
-                i, dim, j, other = self._counted
-                batch = self._batches[values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras]
-                if len(inputs) == self._num_inputs:
+                uniform, loras, is_alike, batch, way = self._recent
+                if len(inputs) != self._num_inputs:
+                    pass
+                elif uniform is uniform_decode and loras == num_active_loras and is_alike(*values):
+                    copy_in = way
+                elif type(uniform_decode) is not int:  # 1 is no flag, and equal to one
+                    i, dim, j, other = self._counted
+                    asked = values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras
+                    batch = self._batches[asked]
                     for is_alike, way in batch.ways:
                         if is_alike(*values):
                             copy_in = way
+                            self._recent = uniform_decode, num_active_loras, is_alike, batch, way
                             break
             except _NOT_MET:
                 pass
@@ -143,7 +150,8 @@ class GraphRunner(RunnerState):
         ahead of the block, unless another block is open.
 
         Args:
-            num_tokens: Tokens of the batch, at most ``plan.max_capture_size``.
+            num_tokens: Tokens of the batch, at most what the static buffers hold: the largest size of the session. A
+                batch that no graph serves runs eagerly, as in a call.
             num_reqs: Requests; needed where an input counts them and it does not follow from the tokens.
             uniform_decode, num_active_loras: As for a call.
 
@@ -152,35 +160,57 @@ class GraphRunner(RunnerState):
             DispatchMissError, CgplanError: As for a call.
         """
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
-        try:
-            return self._staged[counts]
-        except _NOT_MET:
-            return self._new_stage(*counts)
+        if num_tokens is not True and num_reqs is not True and type(uniform_decode) is not int:  # nor equal to them
+            try:
+                return self._staged[counts]
+            except _NOT_MET:
+                pass
+        return self._new_stage(*counts)
 
     def _new_stage(
         self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
     ) -> StagedBuffers:
         self._check_open()
-        num_tokens, uniform_decode = as_count("num_tokens", num_tokens), as_flag(uniform_decode)
-        num_reqs = None if num_reqs is None else as_count("num_reqs", num_reqs)
+        num_tokens, uniform_decode = as_rows("num_tokens", num_tokens), as_flag(uniform_decode)
+        num_reqs = None if num_reqs is None else as_rows("num_reqs", num_reqs)
         num_active_loras = as_count("num_active_loras", num_active_loras)
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
+        if (known := self._staged.get(counts)) is not None:  # from numbers of other classes
+            return known
         route, demand = self._router.of_counts(*counts), self._demand
         if demand.may_capture(route) and self._acquire(False):  # not inside another block, whose rows are written
             try:
                 self._capture_for(route)
             finally:
                 self._release()
-            route = self._router.of_counts(*counts)
-        views = partial(self._graphed.buffers.views, num_tokens, route.batch.num_reqs or 0)
-        staged = StagedBuffers(self._launcher, self._preparer.prepare(route), views)
-        self._handed.append(weakref.ref(staged))
+        kept, preparer = self._staged, self._preparer  # which are exchanged together with the graphs
+        route = self._router.of_counts(*counts)
+        staged = self._build_stage(route, preparer)
         if not demand.is_open(route):
-            while len(self._staged) >= MOST_PREPARED:
-                self._staged.pop(next(iter(self._staged)))
-            self._staged[counts] = staged
+            while len(kept) >= MOST_PREPARED:
+                kept.pop(next(iter(kept)))
+            kept[counts] = staged
         if len(self._handed) > 2 * MOST_PREPARED:
             self._handed = [reference for reference in self._handed if reference() is not None]
+        return staged
+
+    def _build_stage(self, route: Route, preparer: BatchPreparer) -> StagedBuffers:
+        """Blocks may be made inside of another one, so without the lock: whether another thread has exchanged the
+        graphs meanwhile is looked at last, once it would find the block that it has to retire.
+        """
+        launcher, graphed, tokens = self._launcher, self._graphed, route.batch.num_tokens
+        self._check_open()
+        try:
+            views = partial(graphed.buffers.views, tokens, route.batch.num_reqs or 0)
+            staged = StagedBuffers(launcher, preparer.prepare(route), views)
+        except Exception:
+            if self._preparer is preparer:
+                raise
+            raise launcher.under_way() from None
+        self._handed.append(weakref.ref(staged))
+        if self._preparer is not preparer:
+            staged.retire()
+            raise launcher.under_way()
         return staged
 
     def run_eagerly(
@@ -234,9 +264,9 @@ class GraphRunner(RunnerState):
         without that, and is to be preferred. The runner owns the memory.
         """
         self._check_open()
-        num_tokens = as_count("num_tokens", num_tokens)
+        num_tokens = as_rows("num_tokens", num_tokens)
         self._router.check_size(num_tokens)
-        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else as_count("num_reqs", num_reqs)
+        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else as_rows("num_reqs", num_reqs)
         if not 0 < reqs <= min(num_tokens, self.plan.max_num_seqs):
             raise InputError(
                 f"{num_tokens} tokens are 1 to {min(num_tokens, self.plan.max_num_seqs)} requests, asked for {reqs}",

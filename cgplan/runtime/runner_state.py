@@ -11,6 +11,7 @@ from typing import Any
 from cgplan.config import Config
 from cgplan.errors import CgplanError
 from cgplan.graphs import GraphBackend
+from cgplan.graphs.copying import CopyIn
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.latency import StepTimes
@@ -24,9 +25,13 @@ from cgplan.runtime.launching import BatchLauncher
 from cgplan.runtime.live import LiveGraphs
 from cgplan.runtime.on_demand import OnDemand
 from cgplan.runtime.pools import PoolUse
-from cgplan.runtime.prepared import BatchPreparer, PreparedBatch
+from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, leave_alone
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
+
+# Of the last call: its flags, what is like its tensors, the batch, and how such are copied in.
+Recent = tuple[bool | None, int, Callable[..., bool], Any, CopyIn]
+_NONE_YET: Recent = (None, 0, lambda *_: False, None, leave_alone)
 
 
 class RunnerState:
@@ -66,8 +71,8 @@ class RunnerState:
     def _open(self) -> None:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
-        self._graphed, self._outputs, self._closed = live.graphed, live.outputs, False
-        self._suspended = False
+        self._graphed, self._outputs = live.graphed, live.outputs
+        self._closed = self._is_freed = self._suspended = False
         graphed, compilation = live.graphed, live.graphed.config.compilation
         self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
         self._launcher = BatchLauncher(graphed, self._use, self._name)
@@ -85,10 +90,11 @@ class RunnerState:
                 staged.retire()
         self._handed.clear()
         self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
+        self._recent = _NONE_YET
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
-        self._router = BatchRouter(self.plan, self._reader, wanted, live.reason_against)
+        self._router = BatchRouter(self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against)
         self.stats.plan = self.plan
         self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
         nvtx = self.config.report.nvtx
@@ -235,7 +241,7 @@ class RunnerState:
         if not self._acquire(False):
             raise self._launcher.under_way()
         try:
-            if not self._closed:
+            if not self._is_freed:  # a close that was interrupted is made good by the next one
                 self._free()
             self._suspended = False
         finally:
@@ -256,6 +262,7 @@ class RunnerState:
         self.graphs_changed()
         self._copier.close()
         self._graphed.free()
+        self._is_freed = True
 
     def _check_open(self) -> None:
         if self._suspended:

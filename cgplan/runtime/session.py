@@ -13,6 +13,7 @@ from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureMemoryError, ConfigError, PlanError, RankFailedError
 from cgplan.graphs import GraphBackend, MemoryReading
+from cgplan.graphs.buffers import check_dtypes
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, config_hash
 from cgplan.planning.costs import Key
@@ -86,6 +87,7 @@ class CaptureSession:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
                 everything of this session is freed and the model runs as before.
             ModelError: the model failed before its capture began.
+            BackendError: torch or the device lacks the dtype of an input; nothing was allocated.
             ConfigError: graphs on demand were asked for with several ranks.
             DistributedError: with other ranks, one of them failed; all raise it.
         """
@@ -117,6 +119,7 @@ class CaptureSession:
         captured: list[CapturedKey] = []
         graphed: GraphedModel | None = None
         try:
+            check_dtypes({**config.inputs, **config.metadata}, backend.device)
             graphed = self._open(plan, guard)
             wanted = graphed.plan
             first = [key for key in wanted.keys if keys is None or key in keys]

@@ -15,8 +15,24 @@ from cgplan.runtime.launching import BatchLauncher
 from cgplan.runtime.prepared import PreparedBatch
 from cgplan.runtime.views import HandedViews
 
-_NO_OUTPUT = object()
-_fill, _empty = dict.update, dict.clear  # callers do not change what a block holds, see StagedBuffers._refuse
+_NO_OUTPUT, _UNREAD = object(), object()
+_fill, _empty, _count = dict.update, dict.clear, dict.__len__  # callers change nothing, see StagedBuffers._refuse
+
+
+def _unread() -> object:
+    """In place of a function that reads an output which can be read later as well."""
+    return _UNREAD
+
+
+def _inside(method: Any) -> Any:
+    """A method of dict that looks into it without asking for an item: what a block holds is put in before."""
+
+    def look(self: StagedBuffers, *args: Any) -> Any:
+        if self._entered is not None:
+            self._open()
+        return method(self, *args)
+
+    return look
 
 
 class StagedBuffers(dict[str, torch.Tensor]):
@@ -26,6 +42,7 @@ class StagedBuffers(dict[str, torch.Tensor]):
     write in place. Leaving the block resets what padding needs it and runs the batch; an exception in the block runs
     nothing. After the block ``output`` is the batch's output, and the tensors are out of reach: to write into one that
     was kept is to write into the batches of others. The runner owns the memory. It can be entered again and again.
+    Tensors and outputs that nobody asks for cost nothing: what is handed out is looked at, see HandedViews.
 
     Args:
         launcher: Runs the batch.
@@ -39,8 +56,8 @@ class StagedBuffers(dict[str, torch.Tensor]):
     """
 
     __slots__ = (
-        "__weakref__", "_acquire", "_batch", "_entered", "_given", "_handed", "_launcher", "_names", "_output",
-        "_reference", "_release", "_tensors", "_views",
+        "__weakref__", "_acquire", "_batch", "_current_stream", "_entered", "_given", "_handed", "_is_asked",
+        "_is_eager", "_launcher", "_names", "_output", "_read", "_reference", "_release", "_tensors", "_views",
     )  # fmt: skip
 
     def __init__(
@@ -49,13 +66,18 @@ class StagedBuffers(dict[str, torch.Tensor]):
         super().__init__()
         self._launcher: BatchLauncher | None = launcher
         self._acquire, self._release = launcher.acquire, launcher.release
+        self._current_stream = launcher.current_stream
         self._entered: BatchLauncher | None = None  # what holds the lock, inside the block
-        self._batch = batch
+        self._batch, self._is_eager = batch, batch.copy is None
+        self._read = batch.output
+        if batch.output_stays:
+            batch.output = _unread
         own = make()
         self._names, self._tensors = tuple(own), tuple(own.values())
         self._handed = HandedViews(lambda: tuple(make().values()))
         self._given = self._handed.tensors()
         self._views = dict(zip(self._names, self._given, strict=True))
+        self._is_asked = False
         self._output: Any = _NO_OUTPUT
         self._reference = weakref.ref(self)
 
@@ -68,14 +90,14 @@ class StagedBuffers(dict[str, torch.Tensor]):
                 )
             if not acquired:
                 raise launcher.under_way()
-            launcher.take_stream()
-            if self._batch.copy is None:  # it runs eagerly, and resets no padding
+            stream, use = self._current_stream(), launcher.use
+            if stream != use.stream or use.user is not launcher.name:
+                launcher.take_stream()
+            if self._is_eager:  # it resets no padding
                 launcher.extend_marks(self._batch)
             self._output = _NO_OUTPUT
-            given = self._handed.tensors()
-            if given is not self._given:
-                self._given, self._views = given, dict(zip(self._names, given, strict=True))
-            _fill(self, self._views)
+            if self._is_asked:
+                self._put_in()
             self._entered = launcher
         except BaseException:
             if acquired:
@@ -90,20 +112,24 @@ class StagedBuffers(dict[str, torch.Tensor]):
         launcher = self._entered
         if launcher is None:
             raise self._ended()
-        batch, done = self._batch, False
+        batch = self._batch
         try:
             if kind is None:
                 self._output = launcher.launch(batch, batch.pad, self._tensors)
-                done = True
+            else:
+                launcher.extend_marks(batch)
+        except BaseException:
+            launcher.extend_marks(batch)
+            raise
         finally:
             self._entered = None
             _empty(self)
-            if not done:
-                launcher.extend_marks(batch)
-            launcher.release()
-        last, launcher.last_staged = launcher.last_staged, self._reference
-        if last is not self._reference and last is not None and (other := last()) is not None:
-            other._output = _NO_OUTPUT  # it would keep an output alive that nobody may come for
+            self._release()
+        last = launcher.last_staged
+        if last is not self._reference:
+            launcher.last_staged = self._reference
+            if last is not None and (other := last()) is not None:
+                other._output = _NO_OUTPUT  # it would keep an output alive that nobody may come for
 
     @property
     def output(self) -> Any:
@@ -112,12 +138,15 @@ class StagedBuffers(dict[str, torch.Tensor]):
         Raises:
             CgplanError: the block has not been left yet, or another batch was staged since.
         """
-        if self._output is _NO_OUTPUT:
+        output = self._output
+        if output is _UNREAD:
+            output = self._output = self._read()
+        if output is _NO_OUTPUT:
             raise CgplanError(
                 "there is no output of these staged buffers",
                 remedy="Read it after the `with` block and before the next batch is staged.",
             )
-        return self._output
+        return output
 
     def look_again(self) -> None:
         """Have the model's addresses checked before the batch runs the next time."""
@@ -126,12 +155,15 @@ class StagedBuffers(dict[str, torch.Tensor]):
 
     def retire(self) -> None:
         """Let go of all memory: the graphs are gone. The lock is held, and not by this block."""
+        if self._launcher is None:
+            return
         self._launcher, self._views, self._tensors, self._output = None, {}, (), _NO_OUTPUT
-        del self._batch, self._handed, self._given
+        del self._batch, self._handed, self._given, self._read
 
     def __missing__(self, name: str) -> torch.Tensor:
-        if self._entered is None:
-            raise self._ended()
+        view = self._open().get(name)
+        if view is not None:
+            return view
         near = difflib.get_close_matches(str(name), self._names, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise InputError(f"unknown input {name!r}", remedy=f"{hint}Declared are {', '.join(self._names)}.")
@@ -168,10 +200,25 @@ class StagedBuffers(dict[str, torch.Tensor]):
         """As of a dict, inside the block."""
         return self._open().items()
 
+    __contains__, __len__, __eq__, __ne__, __repr__, __or__, __reversed__, copy = map(
+        _inside,
+        (dict.__contains__, _count, dict.__eq__, dict.__ne__, dict.__repr__, dict.__or__, dict.__reversed__, dict.copy),
+    )
+
     def _open(self) -> dict[str, torch.Tensor]:
+        """The views, put in and as they were made unless somebody has changed one inside this block."""
         if self._entered is None:
             raise self._ended()
+        if not _count(self):
+            self._is_asked = True  # the next block will be, too, and be ready for it
+            self._put_in()
         return self._views
+
+    def _put_in(self) -> None:
+        given = self._handed.tensors()
+        if given is not self._given:
+            self._given, self._views = given, dict(zip(self._names, given, strict=True))
+        _fill(self, self._views)
 
     def _ended(self) -> CgplanError:
         return CgplanError(

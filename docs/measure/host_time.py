@@ -6,7 +6,9 @@ A decode step's five inputs: token ids, positions, slots, sequence lengths and r
 padding behind them; the model is one small kernel, so the graph's own replay is as cheap as can be. All ways run in
 the same process, in turns, in an order that changes from round to round. "Idle" is the median of calls that are each
 made on an idle device; "in a row" is that of calls made right after one another, as a server's host runs ahead.
-"Over bare" is what is left without the replay. ``--parts`` times the pieces that a call consists of.
+"Over bare" is what is left without the replay. "All handed out" asks for each tensor of the block and for the output,
+as a caller does who writes them one by one; the blocks above it ask for none. ``--parts`` times the pieces that a call
+consists of.
 """
 
 import argparse
@@ -99,9 +101,21 @@ def staged(runner, tokens):
     return step
 
 
+def staged_and_used(runner, tokens):
+    names = list(DTYPES)
+
+    def step():
+        with runner.stage(num_tokens=tokens) as buffers:
+            for name in names:
+                buffers[name]
+        return buffers.output
+
+    return step
+
+
 def ways(device, tokens):
     """(name, target over bare in microseconds or None, call, bare replay that it is compared with)."""
-    runner, plain = open_runner(device), open_runner(device, starts=0)
+    runner, plain, asked = open_runner(device), open_runner(device, starts=0), open_runner(device, starts=0)
     backend = runner.backend
     on_device, on_host, large = batch(tokens, backend.device), batch(tokens, "cpu"), batch(500, "cpu")
     padded = min(size for size in SIZES if size >= tokens)
@@ -117,6 +131,7 @@ def ways(device, tokens):
         ("bare replay", None, bare),
         (f"stage(), {padded} rows", 1.5, staged(runner, padded)),
         (f"stage(), {small}", 1.5, staged(plain, tokens)),
+        (f"stage(), {small}, all handed out", None, staged_and_used(asked, tokens)),
         (f"stage(), {small}, one pad: last", None, staged(runner, tokens)),
         (f"five host inputs, {small}", 8.0, lambda: runner(**on_host)),
         ("five host inputs, 500 rows", None, lambda: runner(**large)),
