@@ -54,6 +54,7 @@ class AllReduce(ABC):
         self.ranks, self.backend = ranks, backend
         self.number = next(_numbers)
         self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
+        self._is_closed = False
         _live[self.number] = self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,8 +90,19 @@ class AllReduce(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise AllReduceError if a kernel gave up since the last look. Waits for the device."""
 
-    def close(self) -> None:  # noqa: B027
-        """Give up what is shared; graphs that reduce must be gone."""
+    @property
+    def is_read(self) -> bool:
+        """Whether graphs of a runner that was not closed read the buffers of the last pass."""
+        return False
+
+    def close(self) -> None:
+        """Give up what is shared; graphs that reduce must be gone. Whoever reduces later gets a DistributedError."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+
+    def _close(self) -> None:  # noqa: B027
+        """The part of ``close`` that differs."""
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +144,7 @@ def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group
 
 def _at(group: int) -> AllReduce:
     found = _live.get(group)
-    if found is None:
+    if found is None or found._is_closed or found.ranks.is_closed:
         raise DistributedError(
             f"there is no all-reduce {group} any more", remedy="Keep the ranks open as long as the model is used."
         )

@@ -124,6 +124,15 @@ class CaptureSession:
                 graphed.buffers.restore()
                 backend.synchronize()
             self._together.end()
+            if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
+                graphed.free()
+                graphed = self._new(restricted(plan, (), config))
+            graphed.plan = restricted(plan, [c.key for c in captured], config)
+            graphed.seal()
+            report = self._report(graphed, captured, before, start)
+            skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
+            budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
+            report = self._together.completed(report.model_copy(update={"budget": budget}))
         except BaseException as error:
             drop_locals(error)
             captured.clear()  # the traceback holds this frame
@@ -133,26 +142,23 @@ class CaptureSession:
             if failure is error:
                 raise
             raise failure from error
-        if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
-            graphed.free()
-            graphed = self._new(restricted(plan, (), config))
-        graphed.plan = restricted(plan, [c.key for c in captured], config)
-        graphed.seal()
-        report = self._report(graphed, captured, before, start)
-        skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
-        budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
-        report = self._together.completed(report.model_copy(update={"budget": budget}))
         del captured
         return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
 
     def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
-        """The model with buffers for the plan; for no key, if there is a budget and no memory for them."""
+        """The model with buffers for the plan; for no key, if there is a budget and no memory for them on some rank."""
+        graphed: GraphedModel | None = None
         try:
             graphed = self._new(plan)
-        except CaptureMemoryError:
+        except CaptureMemoryError as error:
             if not guard.active or not plan.keys:
                 raise
+            drop_locals(error)
             guard.ran_out(plan.keys[0])
+        refused = self._together.any(graphed is None)
+        if graphed is not None and refused:
+            graphed.free()
+        if graphed is None or refused:
             graphed = self._new(restricted(plan, (), self._config))
         guard.static_bytes = graphed.buffers.nbytes
         return graphed
