@@ -32,6 +32,7 @@ from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
 logger = logging.getLogger(__name__)
 
 _THE_END = "the end"  # the last step
+_LOOK = timedelta(seconds=0.1)  # between two looks at who is still there
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,23 @@ class Ranks:
     def is_closed(self) -> bool:
         """Whether there are no more steps, because this rank has left."""
         return self._closed
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of gloo's as long as all ranks are there.
+
+        Raises:
+            RankFailedError: a rank is lost, or has raised in this step.
+            RuntimeError: of gloo's own.
+        """
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                self.watch.check()
+            else:
+                return
 
     def forgive(self) -> None:
         """Go on after a failure that was announced, and that all ranks have dealt with: a step of all ranks."""
