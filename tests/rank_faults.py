@@ -50,9 +50,10 @@ def once(rank: int, phase: str, times: int = 1) -> Callable[[str], None]:
     return trouble
 
 
-def raises_twice(rank: int, phase: str, budget: bool) -> list[Said]:
+def raises_twice(rank: int, phase: str, budget: bool, all_reduce: str = "custom") -> list[Said]:
     """Rank 1 raises in two captures in a row, then not any more."""
-    settings = {"budget": {"max_graphs": 2}} if budget else {}
+    settings: dict[str, Any] = {"budget": {"max_graphs": 2}} if budget else {}
+    settings["compilation"] = {"all_reduce": all_reduce}
     with session(rank, once(rank, phase, 2), **settings) as (ranks, _, capture):
         said = [tried(capture.run), tried(capture.run)]
         return [*said, captured_again(capture, rank, ranks.world_size)]
@@ -219,3 +220,13 @@ def keeper_is_frozen(rank: int) -> tuple[Said, Said]:
             os.kill(os.getpid(), signal.SIGSTOP)
         said = tried(lambda: runner(x=torch.ones(1, 8)))
         return said, tried(runner.close)
+
+
+def opened_again(rank: int) -> list[Said]:
+    """Ranks that meet, capture and part, twice in one process."""
+
+    def run() -> None:
+        with session(rank) as (ranks, _, capture):
+            assert captured_again(capture, rank, ranks.world_size) == ("ok", None)
+
+    return [tried(run), tried(run)]

@@ -26,6 +26,20 @@ def test_a_rank_that_raises_twice(world_size: int, budget: bool, phase: str) -> 
     assert {said[2] for said in found} == {("ok", None)}
 
 
+def test_a_rank_that_raises_while_gloo_waits_for_it() -> None:
+    """What was left half done of gloo's is not taken up by the next sum, and nobody waits for gloo's own timeout."""
+    found = run_ranks(2, faults.raises_twice, "eager", False, "nccl")
+    for turn in range(2):
+        said = [said[turn] for said in values(found)]
+        all_say(said, AGREED.format("the capture pass", "a defect of the model"))
+    assert {said[2] for said in values(found)} == {("ok", None)}
+    assert max(outcome.seconds for outcome in found) < 10
+
+
+def test_ranks_that_are_opened_again() -> None:
+    assert values(run_ranks(2, faults.opened_again)) == [[("ok", None)] * 2] * 2
+
+
 def test_no_memory_for_static_buffers_on_one_rank() -> None:
     assert values(run_ranks(2, faults.no_memory_for_buffers)) == [("ok", 0), ("ok", 0)]
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import DistributedError
+from cgplan.distributed.watch import first_line
+from cgplan.errors import AllReduceError, DistributedError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.host_sync import is_probing, record_whole
 
@@ -118,14 +119,47 @@ class CollectiveAllReduce(AllReduce):
 
     name = "nccl"
 
+    def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
+        super().__init__(ranks, backend)
+        self._group = ranks.group
+        self._is_half_done = False  # a sum of the group's was left; it would take the next one for its rest
+        self._stop_renewing = ranks.renew_after_failures(self._renew) if backend.device.type == "cpu" else None
+
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
-        """Copy, and reduce in place."""
+        """Copy, and reduce in place.
+
+        Raises:
+            RankFailedError: on the CPU: a rank is lost, or has failed.
+            AllReduceError: torch says that it failed, now or, on the CPU, earlier.
+        """
+        if self._is_half_done:
+            self.ranks.watch.check()
+            raise AllReduceError("an earlier all-reduce was left half done", remedy="Start all ranks again.")
         out.copy_(x)
         try:
-            dist.all_reduce(out, group=self.ranks.group)
-        except RuntimeError:
+            if x.device.type == "cpu":
+                self._is_half_done = True
+                self.ranks.wait(dist.all_reduce(out, group=self._group, async_op=True))
+                self._is_half_done = False
+            else:
+                dist.all_reduce(out, group=self._group)
+        except RuntimeError as error:
             self.ranks.watch.blame(patience=2.0)
-            raise
+            raise AllReduceError(
+                f"torch's all-reduce failed on rank {self.ranks.rank}: {first_line(error)}",
+                remedy="Every rank has to make the same calls in the same order; look at what the others printed.",
+            ) from error
+
+    def _renew(self) -> None:
+        """Another group, on all ranks, where one has left a sum half done."""
+        if any(self.ranks.agree("torch's groups", value=self._is_half_done)):
+            with self.ranks.step("a new group of torch's"):
+                self._group = self.ranks.new_group()
+                self._is_half_done = False
+
+    def _close(self) -> None:
+        if self._stop_renewing is not None:
+            self._stop_renewing()
 
 
 def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:

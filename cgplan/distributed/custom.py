@@ -142,6 +142,7 @@ class CustomAllReduce(AllReduce):
             self.registry.close()
         finally:
             self._transport.free()
+            self._fallback.close()
 
     def _unfit(self, x: torch.Tensor) -> str:
         """Why the kernels cannot take a tensor; empty if they can. The same on all ranks: shape and dtype decide."""

@@ -78,9 +78,7 @@ class Ranks:
         self._renewals: list[Callable[[], None]] = []
         self._is_renewing = False
         self.group = dist.group.WORLD
-        self.cpu_group = self.group if device.type == "cpu" else dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout)
-        )  # fmt: skip
+        self.cpu_group = self.new_group()  # another one than that of the data, which a failure may leave half done
 
     @property
     def rank(self) -> int:
@@ -101,6 +99,10 @@ class Ranks:
     def on_one_machine(self) -> bool:
         """Whether all ranks run on the same host."""
         return len({presence.host for presence in self.presences}) == 1
+
+    def new_group(self) -> Any:
+        """Another group of gloo's with all ranks; a step of all ranks."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def agree(self, step: str, *, error: BaseException | None = None, value: Any = None) -> list[Any]:
         """Come to the end of a step; returns every rank's value, once all have come without an error.
