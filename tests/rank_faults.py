@@ -14,7 +14,10 @@ from rank_programs import Doubling, batch, check_runner, config_of, doubled, pat
 import cgplan
 from cgplan.config import DistributedConfig
 from cgplan.distributed import GraphBufferRegistry, RankedCapture, open_ranks
+from cgplan.distributed.shared_memory import SharedMemoryTransport
+from cgplan.errors import RegistrationError
 from cgplan.graphs.buffers import StaticBuffers
+from cgplan.graphs.tape import TapeBackend
 from cgplan.planning import build_plan
 from cgplan.runtime.session import CaptureSession
 
@@ -230,3 +233,46 @@ def opened_again(rank: int) -> list[Said]:
             assert captured_again(capture, rank, ranks.world_size) == ("ok", None)
 
     return [tried(run), tried(run)]
+
+
+def no_memory_reading(rank: int) -> list[Said]:
+    """Rank 1 fails before it has met the others for its capture, once."""
+    real, left = TapeBackend.memory, [1 if rank == 1 else 0]
+
+    def memory(self: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("the device does not answer")
+        return real(self)
+
+    with session(rank) as (ranks, _, capture):
+        TapeBackend.memory = memory
+        return [tried(capture.run), captured_again(capture, rank, ranks.world_size)]
+
+
+def handles_stay_open(rank: int) -> list[Said]:
+    """Rank 1 cannot close a handle of its peer's memory, once."""
+    real, left = SharedMemoryTransport.close, [1 if rank == 1 else 0]
+
+    def close(self: Any, base: int) -> None:
+        real(self, base)
+        if left[0]:
+            left[0] -= 1
+            raise RegistrationError("the handle cannot be closed")
+
+    with session(rank) as (ranks, _, capture):
+        runner = capture.run()
+        SharedMemoryTransport.close = close
+        return [tried(runner.close), captured_again(capture, rank, ranks.world_size)]
+
+
+def killed_beside_one_that_ends(rank: int) -> Said:
+    """Rank 2 is killed, rank 1 catches the error that it gets and ends well; what rank 0 hears of it, later."""
+    with session(rank) as (ranks, reducer, _):
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            ranks.watch._lock.acquire()  # it does not look for a while
+            time.sleep(1.5)
+            ranks.watch._lock.release()
+        return tried(lambda: reducer(torch.ones(8)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import rank_faults as faults
@@ -114,3 +115,22 @@ def test_the_rank_that_keeps_the_store_stands_still() -> None:
     assert re.search("rank 0, which keeps the store, has shown no sign of life", said[1])
     assert closed == ("ok", None)
     assert found[1].seconds < 8
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (faults.no_memory_reading, AGREED.format("the capture pass", "the device does not answer")),
+        (faults.handles_stay_open, AGREED.format("closing the peers' handles", "the handle cannot be closed")),
+    ],
+)
+def test_a_rank_that_fails_before_its_capture_and_after_it(program: Callable[..., object], words: str) -> None:
+    found = values(run_ranks(3, program))
+    all_say([said[0] for said in found], words)
+    assert {said[1] for said in found} == {("ok", None)}
+
+
+def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_since() -> None:
+    found = run_ranks(3, faults.killed_beside_one_that_ends)
+    for said in values(found[:2]):
+        assert said == ("RankFailedError", "rank 2 has ended without a word (killed, or out of memory?)")

@@ -46,21 +46,23 @@ class RankedCapture(Together):
             RegistrationError: another runner's graphs are registered: their rows would be written anew.
             RankMismatchError: ranks have different plans.
         """
-        if self._reducer.is_read:
-            raise RegistrationError(
-                "graphs of another runner reduce by this all-reduce, whose rows they share with those to be captured",
-                remedy="close() that runner first, or open an all-reduce for each model that is captured: "
-                "open_all_reduce().",
-            )
-        self._next, self._failed = _PASS, False
-        self._reducer.begin_pass()
-        said = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))
-        for rank, (digest, _) in enumerate(said):
-            if digest != said[0][0]:
-                raise RankMismatchError(
-                    f"rank {rank} is about to capture plan {digest}, rank 0 plan {said[0][0]}",
-                    remedy="Capture the plan that agree_on_plan returns.",
+        self._failed = False
+        with self._step_of_all():
+            self._ranks.watch.check_lost()
+            if self._reducer.is_read:
+                raise RegistrationError(
+                    "graphs of another runner reduce by this all-reduce, and new ones would take their rows",
+                    remedy="close() that runner first, or open an all-reduce for each model that is captured: "
+                    "open_all_reduce().",
                 )
+            self._reducer.begin_pass()
+            said = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))
+            for rank, (digest, _) in enumerate(said):
+                if digest != said[0][0]:
+                    raise RankMismatchError(
+                        f"rank {rank} is about to capture plan {digest}, rank 0 plan {said[0][0]}",
+                        remedy="Capture the plan that agree_on_plan returns.",
+                    )
         return min((free for _, free in said if free is not None), default=None)
 
     def any(self, refused: bool, because: BaseException | None = None) -> bool:
@@ -90,15 +92,14 @@ class RankedCapture(Together):
         Whoever is interrupted does not wait for anybody: this rank leaves.
         """
         self._failed = True
+        step, self._next = self._next, _PASS
         if not isinstance(error, Exception):
             self._ranks.leave(error)
-        if not self._next or not isinstance(error, Exception):
             return error
-        step, self._next = self._next, ""
         try:
             if step == _PASS:
                 self._reducer.end_pass(error)
-            else:
+            elif step:
                 self._ranks.agree(step, error=error)
         except Exception as agreed:
             return agreed
@@ -106,19 +107,30 @@ class RankedCapture(Together):
 
     @contextmanager
     def _step_of_all(self) -> Iterator[None]:
-        """A block of steps; what it raises is raised on all ranks, so nobody waits for this one to say so."""
+        """A block of steps; what it raises is raised on all ranks, so nobody waits for this one to say so. For anything
+        else that is raised there is no step to come to any more.
+        """
         before, self._next = self._next, ""
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if not self._ranks.has_agreed_on(error):
+                self._ranks.leave(error)
+            raise
         self._next = before
 
     def release(self) -> None:
         """Close the peers' handles, between two barriers: then graphs may be freed."""
+        before = self._next
         try:
-            self._reducer.release()
+            with self._step_of_all():
+                self._reducer.release()
         except DistributedError as error:
             if not self._failed:
                 raise
             logger.warning("rank %d: %s", self._ranks.rank, error.message)
+        finally:
+            self._next = before
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with a record of each rank, on all ranks."""
@@ -139,7 +151,9 @@ class RankedCapture(Together):
             session_seconds=report.session_seconds,
         )
         with self._step_of_all():
-            return report.model_copy(update={"ranks": tuple(self._ranks.agree(_REPORT, value=own))})
+            found = tuple(self._ranks.agree(_REPORT, value=own))
+        self._next = _PASS  # of the next capture
+        return report.model_copy(update={"ranks": found})
 
 
 __all__ = ["RankedCapture"]

@@ -17,33 +17,22 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cgplan.distributed.answers import Answer, packed
 from cgplan.distributed.rendezvous import Place, Presence
 from cgplan.distributed.store import PatientStore
-from cgplan.distributed.watch import RankWatch, first_line, spoken
+from cgplan.distributed.watch import RankWatch, first_line
 from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
 
 logger = logging.getLogger(__name__)
 
 _THE_END = "the end"  # the last step
 _LOOK = timedelta(seconds=0.1)  # between two looks at who is still there
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a rank brings to the end of a step. ``induced``: it failed because another one had."""
-
-    step: str
-    value: Any
-    error: str = ""
-    remedy: str = ""
-    induced: bool = False
 
 
 class Ranks:
@@ -77,6 +66,7 @@ class Ranks:
         self._closed = False
         self._renewals: list[Callable[[], None]] = []
         self._is_renewing = False
+        self._agreed_on: BaseException | None = None
         self.group = dist.group.WORLD
         self.cpu_group = self.new_group()  # another one than that of the data, which a failure may leave half done
 
@@ -120,7 +110,7 @@ class Ranks:
         if self._closed and step != _THE_END:
             raise DistributedError(f"{step}: the ranks are closed", remedy="Keep them open as long as they are used.")
         self._steps += 1
-        answer, error = _packed(step, value, error)
+        answer, error = packed(step, value, error)
         logger.debug("rank %d: step %d, %s%s", self.rank, self._steps, step, f": {error}" if error else "")
         self.watch.check_lost()
         try:
@@ -208,6 +198,8 @@ class Ranks:
                 self.agree(_THE_END)
             except RankFailedError as raised:
                 failure = raised
+        if self.watch.lost is not None:  # else the others would take this rank's end for the cause
+            self.leave(self.watch.lost)
         self.watch.stop()
         self._say_goodbye(error or failure)
         self._store.close()
@@ -242,19 +234,24 @@ class Ranks:
         if self._steps > 2:
             self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
 
-    def _gather(self, answer: bytes) -> list[_Answer]:
+    def _gather(self, answer: bytes) -> list[Answer]:
         """Every rank's answer, over gloo."""
         answers: list[Any] = [None] * self.world_size
         dist.all_gather_object(answers, answer, group=self.cpu_group)
         return [pickle.loads(found) for found in answers]
 
-    def _judge(self, answers: list[_Answer], error: BaseException | None) -> None:
+    def has_agreed_on(self, error: BaseException) -> bool:
+        """Whether all ranks raise it, or something like it: it says so, or it is what the last step ended with."""
+        return isinstance(error, DistributedError) or error is self._agreed_on
+
+    def _judge(self, answers: list[Answer], error: BaseException | None) -> None:
         """Raise what the answers amount to; the same on all ranks."""
         failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
         if failed:
             self.watch.next_epoch()
             self._renew()
             if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
+                self._agreed_on = error
                 raise error
             first = min(failed)[1]
             found = answers[first]
@@ -287,7 +284,7 @@ class Ranks:
         except RankFailedError as named:
             return RankFailedError(f"{named.message}; noticed in {step}", remedy=named.remedy)
         error = RankFailedError(
-            f"ranks lost one another in {step}: {first_line(failure)}",
+            f"rank {self.rank} lost the others in {step}: {first_line(failure)}",
             remedy="Look at what the other ranks printed, and at the network between them.",
         )
         self.leave(error)
@@ -302,17 +299,6 @@ class Ranks:
                 keys, deadline = [f"bye/{rank}" for rank in others], time.monotonic() + (2.0 if error else 10.0)
                 while keys and not self._store.check(keys) and time.monotonic() < deadline:
                     time.sleep(0.01)
-
-
-def _packed(step: str, value: Any, error: BaseException | None) -> tuple[bytes, BaseException | None]:
-    """What a rank brings to a step, and the error that it brings: a value that cannot be sent is one, too."""
-    if error is None:
-        try:
-            return pickle.dumps(_Answer(step, value)), None
-        except Exception as raised:  # of the value's own class
-            error = raised
-    induced = isinstance(error, RankFailedError)
-    return pickle.dumps(_Answer(step, None, spoken(error), getattr(error, "remedy", ""), induced)), error
 
 
 def _destroy(*, aborted: bool) -> None:

@@ -249,11 +249,13 @@ class GraphedModel:
 
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
-        self.backend.synchronize()
         try:
-            self.before_free()
+            self.backend.synchronize()
         finally:
-            self._free()
+            try:
+                self.before_free()
+            finally:
+                self._free()
 
     def _free(self) -> None:
         for wrapper in self.scope.wrappers:

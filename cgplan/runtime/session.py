@@ -108,14 +108,14 @@ class CaptureSession:
         for no more.
         """
         backend, config = self._backend, self._config
-        backend.release_cached()
-        before, start = backend.memory(), time.perf_counter()
-        free = self._together.begin(asked, before.free)
-        plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
-        guard = BudgetGuard(config, plan, backend, before, start)
         captured: list[CapturedKey] = []
         graphed: GraphedModel | None = None
         try:
+            backend.release_cached()
+            before, start = backend.memory(), time.perf_counter()
+            free = self._together.begin(asked, before.free)
+            plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
+            guard = BudgetGuard(config, plan, backend, before, start)
             graphed = self._open(plan, guard)
             wanted = graphed.plan
             first = [key for key in wanted.keys if keys is None or key in keys]
