@@ -292,6 +292,8 @@ class Ranks:
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         """Whoever keeps the store stays until the others have read what they need."""
+        if self.watch.is_keeper_gone:
+            return
         with suppress(RuntimeError):
             self._store.set(f"bye/{self.rank}", "")
             if self.rank == 0 and not self.place.agent_store:

@@ -112,7 +112,7 @@ def connect(place: Place, timeout: float) -> tuple[Any, Any]:
         if hosts:
             _kept[_where(place)] = store
         beside = _connection(place, False, timeout, deadline)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         keeper = "torchrun's agent" if place.agent_store else "rank 0"
         what = "cannot listen" if hosts else f"found nobody: {keeper}, which keeps the store, did not come"
         raise RendezvousError(
@@ -124,12 +124,16 @@ def connect(place: Place, timeout: float) -> tuple[Any, Any]:
 
 
 def _connection(place: Place, hosts: bool, timeout: float, deadline: float) -> Any:
-    """One TCPStore. It is tried again and again for a short time, because its own retries go far beyond a timeout."""
+    """One TCPStore. It is tried again and again for a short time, because its own retries go far beyond a timeout; and
+    not before somebody listens, because it prints what it does in vain.
+    """
     while True:
-        patience = timedelta(seconds=timeout if hosts else min(0.5, timeout))
+        patience = timedelta(seconds=timeout if hosts else min(5.0, timeout))
         try:
+            if not hosts:
+                socket.create_connection((place.address, place.port), min(5.0, timeout)).close()
             store = TCPStore(place.address, place.port, None, hosts, patience, wait_for_workers=False)
-        except RuntimeError:
+        except (RuntimeError, OSError):
             if hosts or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

@@ -110,6 +110,12 @@ class RankWatch:
         return self._lost
 
     @property
+    def is_keeper_gone(self) -> bool:
+        """Whether another rank kept the store, and has ended."""
+        host = self._host_rank
+        return host is not None and host != self._rank and self._processes[host].is_gone
+
+    @property
     def has_left(self) -> bool:
         """Whether this rank has said that it comes to no step any more."""
         return self._has_left
@@ -148,8 +154,7 @@ class RankWatch:
             self._lost = before or RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
             # Whoever sees this rank gone is to learn of the one that it went because of.
             said = f"rank {self._rank} has ended: {spoken(error)}" if why is None else why.message
-            with suppress(RuntimeError):
-                self._store.set(f"left/{self._rank}", json.dumps({"said": said, "induced": why is not None}))
+            self._tell_all(f"left/{self._rank}", json.dumps({"said": said, "induced": why is not None}))
         if before is None:
             self._tell(self._lost)
 
@@ -182,13 +187,18 @@ class RankWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(min(0.5, self._timeout / 20)):
-            self._beat()
             self._look()
+            self._beat()
 
     def _beat(self) -> None:
         self._beats += 1
-        with suppress(RuntimeError):  # _look says what it means
-            self._store.set(f"beat/{self._rank}", str(self._beats))
+        self._tell_all(f"beat/{self._rank}", str(self._beats))
+
+    def _tell_all(self, key: str, said: str) -> None:
+        """Write to the store, if it is there; ``_look`` says what it means if it is not."""
+        if not self.is_keeper_gone:
+            with suppress(RuntimeError):
+                self._store.set(key, said)
 
     def _look(self) -> None:
         """Notice what has changed since the last look; no exception leaves it."""
@@ -196,6 +206,9 @@ class RankWatch:
             if self._lost is not None or self._stop.is_set():
                 return
             gone = [peer for peer in self._peers if self._processes[peer].is_gone]
+            if self._host_rank in gone:  # torch prints much where it is asked nevertheless
+                self._lose(_without_a_word(self._host_rank))
+                return
             try:
                 self._read_store(gone)
             except RuntimeError as error:
