@@ -14,6 +14,7 @@ from rank_programs import Doubling, batch, check_runner, config_of, doubled, pat
 import cgplan
 from cgplan.config import DistributedConfig
 from cgplan.distributed import GraphBufferRegistry, RankedCapture, open_ranks
+from cgplan.distributed.cpu_kernels import CpuKernels
 from cgplan.distributed.shared_memory import SharedMemoryTransport
 from cgplan.errors import RegistrationError
 from cgplan.graphs.buffers import StaticBuffers
@@ -276,3 +277,24 @@ def killed_beside_one_that_ends(rank: int) -> Said:
             time.sleep(1.5)
             ranks.watch._lock.release()
         return tried(lambda: reducer(torch.ones(8)))
+
+
+def replays_after_a_loss(rank: int) -> tuple[list[Said], int]:
+    """Rank 1 is killed; what rank 0's calls raise once it knows, and how many sums they begin."""
+    with session(rank) as (ranks, _, capture):
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while ranks.watch.lost is None:
+            time.sleep(0.02)
+        real, begun = CpuKernels.run, [0]
+
+        def run(*args: Any) -> None:
+            begun[0] += 1
+            real(*args)
+
+        CpuKernels.run = run
+        said = [tried(lambda rows=rows: runner(x=torch.ones(rows, 8))) for rows in (1, 2, 4)]
+        runner.close()
+    return said, begun[0]

@@ -134,3 +134,10 @@ def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_since() -> Non
     found = run_ranks(3, faults.killed_beside_one_that_ends)
     for said in values(found[:2]):
         assert said == ("RankFailedError", "rank 2 has ended without a word (killed, or out of memory?)")
+
+
+def test_no_graph_is_replayed_that_would_wait_for_a_lost_rank() -> None:
+    """On a GPU such a replay comes back with wrong sums, and without an error."""
+    said, begun = values(run_ranks(2, faults.replays_after_a_loss)[:1])[0]
+    assert begun == 0
+    assert said == [("RankFailedError", "rank 1 has ended without a word (killed, or out of memory?)")] * 3

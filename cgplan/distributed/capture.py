@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cgplan.config import Config
@@ -12,7 +13,7 @@ from cgplan.distributed.agreement import plan_digest
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import DistributedError, RankMismatchError, RegistrationError
+from cgplan.errors import CgplanError, DistributedError, RankFailedError, RankMismatchError, RegistrationError
 from cgplan.planning import Plan
 from cgplan.reports.rank_records import RankRecord
 from cgplan.reports.records import CaptureReport
@@ -131,6 +132,18 @@ class RankedCapture(Together):
             logger.warning("rank %d: %s", self._ranks.rank, error.message)
         finally:
             self._next = before
+
+    def tell_of_losses(self, tell: Callable[[CgplanError], None]) -> None:
+        """A kernel that waits for a lost rank ends with a wrong sum; so no graph that has one is replayed any more."""
+        method = weakref.WeakMethod(tell)
+
+        def told(failure: RankFailedError) -> None:
+            refuse = method()
+            is_waiting = self._registration is not None and self._registration.rows > 0
+            if refuse is not None and is_waiting and self._ranks.watch.lost is not None:
+                refuse(failure)
+
+        self._ranks.watch.tell(told)
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with a record of each rank, on all ranks."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import AddressError, CaptureMemoryError, InputError
+from cgplan.errors import AddressError, CaptureMemoryError, CgplanError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
@@ -93,6 +93,7 @@ class GraphedModel:
         self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
+        self._refusal: CgplanError | None = None
         self._inference = torch.is_inference_mode_enabled()
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
@@ -178,6 +179,10 @@ class GraphedModel:
             raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
         self._moved, self._state = name, None  # which may hold the old memory
 
+    def refuse(self, error: CgplanError) -> None:
+        """Raise an error like this one instead of each further replay."""
+        self._refusal = error
+
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
         now = AmbientState.now(self.backend.device.type)
@@ -211,7 +216,9 @@ class GraphedModel:
         self._checked.add(key)
 
     def check_valid(self, what: str) -> None:
-        """Raise AddressError after ``invalidate``; ``what`` begins its message."""
+        """Raise what ``refuse`` was given; after ``invalidate`` AddressError, whose message begins with ``what``."""
+        if self._refusal is not None:
+            raise type(self._refusal)(self._refusal.message, remedy=self._refusal.remedy)
         if self._moved is not None:
             raise AddressError(
                 f"{what} before {self._moved!r} moved: a replay would use the old memory",

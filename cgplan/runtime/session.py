@@ -101,7 +101,9 @@ class CaptureSession:
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
             )
         lazy = policy == "lazy"
-        return GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
+        runner = GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
+        self._together.tell_of_losses(runner.refuse)
+        return runner
 
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
         """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
