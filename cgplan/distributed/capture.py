@@ -135,15 +135,19 @@ class RankedCapture(Together):
 
     def tell_of_losses(self, tell: Callable[[CgplanError], None]) -> None:
         """A kernel that waits for a lost rank ends with a wrong sum; so no graph that has one is replayed any more."""
-        method = weakref.WeakMethod(tell)
+        watch, method, own = self._ranks.watch, weakref.WeakMethod(tell), weakref.ref(self)
 
         def told(failure: RankFailedError) -> None:
-            refuse = method()
-            is_waiting = self._registration is not None and self._registration.rows > 0
-            if refuse is not None and is_waiting and self._ranks.watch.lost is not None:
+            refuse, capture = method(), own()
+            if refuse is not None and capture is not None and capture.has_rows and watch.lost is not None:
                 refuse(failure)
 
-        self._ranks.watch.tell(told)
+        weakref.finalize(self, watch.tell(told)).atexit = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether graphs of the last pass read other ranks' memory."""
+        return self._registration is not None and self._registration.rows > 0
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with a record of each rank, on all ranks."""

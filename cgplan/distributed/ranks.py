@@ -221,8 +221,8 @@ class Ranks:
         deadline, pause = time.monotonic() + self.timeout, 0.0005
         while not self._store.check(keys):
             self.watch.check_lost()
-            if time.monotonic() > deadline:
-                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [] if time.monotonic() < deadline else self._missing(keys)
+            if missing:
                 late = RankFailedError(
                     f"rank {', '.join(missing)} did not come to {step} within {self.timeout:g} s",
                     remedy="Look at what that rank does; raise distributed.timeout if it only takes longer.",
@@ -233,6 +233,9 @@ class Ranks:
             pause = min(pause * 1.5, 0.02)
         if self._steps > 2:
             self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
+
+    def _missing(self, keys: list[str]) -> list[str]:
+        return [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def _gather(self, answer: bytes) -> list[Answer]:
         """Every rank's answer, over gloo."""
