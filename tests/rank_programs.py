@@ -581,18 +581,21 @@ class Splittable(torch.nn.Module):
         return self.inner(x * 2) + 1
 
 
-def data_parallel(rank: int, batches: list[list[tuple[int, int]]], sync: bool) -> Any:
+def data_parallel(
+    rank: int, batches: list[list[tuple[int, int]]], sync: bool, sizes: tuple[int, ...] = (1, 4, 8), **settings: Any
+) -> Any:
     """(tokens, requests) of each rank's batches; what each was run as."""
     config = Config(
         device="cpu",
         inputs={"x": {"shape": ["num_tokens", 2], "dtype": "float32", "pad": 0}},
         metadata={"starts": {"shape": ["num_reqs + 1"], "dtype": "int32", "pad": "last"}},
         compilation={
-            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "cudagraph_mode": settings.get("mode", "FULL_AND_PIECEWISE"),
             "splitting_modules": ["inner"],
-            "cudagraph_capture_sizes": [1, 4, 8],
+            "cudagraph_capture_sizes": list(sizes),
         },
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 16},
+        speculative={"num_speculative_tokens": settings.get("speculative", 0)},
         distributed={"timeout": patience(), "data_parallel_sync": sync},
     )
     ranks = open_ranks(config.distributed, "cpu")
@@ -604,7 +607,12 @@ def data_parallel(rank: int, batches: list[list[tuple[int, int]]], sync: bool) -
         for tokens, reqs in batches[rank]:
             x = torch.randn(tokens, 2)
             starts = torch.linspace(0, tokens, reqs + 1).int()
-            assert torch.equal(call(x=x, starts=starts), x * 2 + 1)
+            uniform = None if not settings.get("speculative") else tokens == 2 * reqs
+            try:
+                assert torch.equal(call(x=x, starts=starts, uniform_decode=uniform), x * 2 + 1)
+            except CgplanError as error:
+                ran.append((type(error).__name__, error.message))
+                continue
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
     return ran

@@ -96,6 +96,34 @@ def test_data_parallel_ranks_run_the_largest_size_and_the_weakest_mode() -> None
     assert values(run_ranks(2, programs.data_parallel, batches, True)) == [wanted, wanted]
 
 
+def test_data_parallel_ranks_where_the_largest_batch_is_no_decode_batch() -> None:
+    """There are not as many requests as it has tokens: behind a decode batch stand tokens that belong to nobody."""
+    settings = {"mode": "FULL", "sizes": (4, 16)}
+    found = values(run_ranks(2, programs.data_parallel, [[(10, 3)], [(2, 2)]], True, kwargs=settings))
+    assert found == [[("FULL", 16)]] * 2
+
+
+def test_data_parallel_ranks_that_are_idle() -> None:
+    batches = [[(3, 3), (0, 0), (0, 0), (0, 0)], [(0, 0), (5, 2), (0, 0), (9, 3)]]
+    wanted = [("FULL", 4), ("PIECEWISE", 8), ("FULL", 1), ("NONE", 9)]
+    assert values(run_ranks(2, programs.data_parallel, batches, True)) == [wanted, wanted]
+
+
+def test_data_parallel_ranks_with_speculative_tokens() -> None:
+    batches = [[(2, 1), (4, 2), (6, 3), (0, 0)], [(4, 2), (3, 2), (0, 0), (0, 0)]]
+    wanted = [("FULL", 4), ("PIECEWISE", 4), ("FULL", 8), ("FULL", 2)]
+    settings = {"speculative": 1, "sizes": (2, 4, 8)}
+    assert values(run_ranks(2, programs.data_parallel, batches, True, kwargs=settings)) == [wanted, wanted]
+
+
+def test_a_data_parallel_rank_that_refuses_its_batch() -> None:
+    """The others do not wait for it, and the next batch is run by all."""
+    found = values(run_ranks(2, programs.data_parallel, [[(3, 3), (2, 2)], [(9, 9), (3, 3)]], True))
+    assert found[0] == [("RankFailedError", "rank 1 refused its batch"), ("FULL", 4)]
+    assert found[1][0][0] == "InputError"
+    assert found[1][1] == ("FULL", 4)
+
+
 def test_data_parallel_ranks_are_not_held_in_step_unless_asked() -> None:
     assert values(run_ranks(2, programs.data_parallel, [[(1, 1)], []], False)) == [["GraphRunner"], []]
 
@@ -183,7 +211,7 @@ class _Doubling(AllReduce):
 
 def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> None:
     backend = select_backend("cpu")
-    reduce, x, made = _Doubling(SimpleNamespace(world_size=2), backend), torch.ones(3), {}  # type: ignore[arg-type]
+    reduce, x, made = _Doubling(SimpleNamespace(world_size=2, is_closed=False), backend), torch.ones(3), {}  # type: ignore[arg-type]
 
     @eager_break_during_capture
     def piece() -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import rank_gpu as late
 import rank_programs as programs
 import torch
 from ranks import run_ranks, values
@@ -24,6 +25,45 @@ def test_sums_are_right_through_many_replays(dtype: torch.dtype, one_shot_bytes:
     for _, registration in found:
         assert registration.rows == 2 * len(sizes)
         assert registration.opened == registration.bases
+
+
+@pytest.mark.parametrize("one_shot_bytes", [0, 1 << 23])
+def test_sums_of_sizes_that_fill_no_block_and_no_slice(one_shot_bytes: int) -> None:
+    """One pack, so that rank 1's slice is empty; and one pack more than blocks take."""
+    sizes = [8, 24, 2056, 4104, 131_080]
+    found = values(run_ranks(2, programs.gpu_replays, torch.bfloat16, sizes, one_shot_bytes, 20, **LIMITS))
+    assert len({str(sums) for sums, _ in found}) == 1
+
+
+def test_a_rank_that_raises_behind_queued_sums() -> None:
+    """Both ranks' kernels wait for others that never come; all end them, raise the same, and sum rightly again."""
+    found = values(run_ranks(2, late.raises_behind_queued_sums, "cuda", **LIMITS))
+    assert len({said for said, _, _ in found}) == 1
+    assert "rank 1 failed in the capture pass" in found[0][0][1]
+    assert [wrong for _, *wrong in found] == [[0, 0], [0, 0]]
+
+
+def test_ranks_that_are_late_at_random() -> None:
+    assert values(run_ranks(2, late.late_at_random, "cuda", **LIMITS)) == [0, 0]
+
+
+def test_calls_after_a_rank_was_lost_raise() -> None:
+    """Nobody has to look at the error word for that."""
+    said = values(run_ranks(2, late.lost_while_replaying, "cuda", **LIMITS)[:1])[0]
+    assert said == ("RankFailedError", "rank 1 has ended without a word (killed, or out of memory?)")
+
+
+def test_a_handle_that_is_opened_twice() -> None:
+    assert values(run_ranks(2, late.one_allocation, "cuda", **LIMITS)) == [0, 0]
+
+
+def test_after_the_end() -> None:
+    for second, after, wrong in values(run_ranks(2, late.after_the_end, "cuda", **LIMITS)):
+        assert (second[0], after[0], wrong) == ("RegistrationError", "DistributedError", ("wrong", 0))
+
+
+def test_counts_that_wrap_around() -> None:
+    assert values(run_ranks(2, late.counts_wrap_around, **LIMITS)) == [0, 0]
 
 
 @pytest.mark.parametrize("all_reduce", ["custom", "nccl", "symm_mem"])

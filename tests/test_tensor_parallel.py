@@ -97,3 +97,38 @@ def test_ranks_with_other_settings_end_with_the_same_message() -> None:
         assert 'rank 1 differs from rank 0: compilation.outputs: "clone", rank 0 has "borrow"' in said
         assert "remedy: Start all ranks from one file" in said
         assert "Traceback" not in said
+
+
+def test_a_saved_plan_on_ranks_is_noted_once(tmp_path: Path) -> None:
+    """What a saved plan decides is said by rank 0 alone, and it alone needs a place to write to."""
+    plan = tmp_path / "plan.json"
+    cgplan = [sys.executable, "-m", "cgplan"]
+    inspected = subprocess.run(
+        [*cgplan, "inspect", "--config", str(CONFIG), *SMALL, "--json"], capture_output=True, text=True, cwd=ROOT
+    )
+    plan.write_text(inspected.stdout)
+    port, processes = free_port(), []
+    for rank in range(2):
+        command = [*cgplan, "capture", "--config", str(CONFIG), *SMALL, "--plan", str(plan), "--force"]
+        command += ["--set", "compilation.cudagraph_capture_sizes=[1,4]"]
+        command += ["--output", str(tmp_path / ("nowhere/r.json" if rank else "r.json"))]
+        given = {**os.environ, **environment(rank, 2, port, 20)}
+        processes.append(subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [text.count("decides compilation.cudagraph_capture_sizes") for text in said] == [1, 0]
+    assert json.loads((tmp_path / "r.json").read_text())["plan"]["capture_sizes"] == [1, 2]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_missing_rank_ends_the_command_in_two_lines(absent: int) -> None:
+    rank = 1 - absent
+    command = [sys.executable, "-m", "cgplan", "capture", "--config", str(CONFIG), *SMALL]
+    command += ["--set", "distributed.timeout=2"]
+    given = {**os.environ, **environment(rank, 2, free_port(), 20)}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 41
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "remedy"], done.stderr
+    assert f"rank {absent}" in lines[0]
+    assert done.stdout == ""

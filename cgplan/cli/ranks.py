@@ -98,6 +98,7 @@ def _end_soon(ranks: Ranks, failure: RankFailedError) -> None:
         sys.stderr.flush()
         os._exit(failure.exit_code)
 
-    timer = threading.Timer(max(1.0, ranks.timeout / 4), end)
+    least = 5.0 if ranks.watch.has_left else 1.0  # it ends by itself, with a word and a code of its own
+    timer = threading.Timer(max(least, ranks.timeout / 4), end)
     timer.daemon = True
     timer.start()

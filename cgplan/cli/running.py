@@ -87,7 +87,7 @@ def _runners(
     plan = build_plan(config) if saved is None else read_plan(saved.path)
     if plan.keys:
         _check_rows(config, path)
-    if output is not None:
+    if output is not None and is_first_rank():
         check_writable(output)
     if saved is None and is_first_rank():
         announce(plan)
@@ -121,7 +121,7 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan)
     """A saved plan for this configuration and machine. Raises PlanMismatchError, unless it is forced."""
     from cgplan.runtime.environment import describe_environment
 
-    for setting in unused_settings(plan, config):
+    for setting in unused_settings(plan, config) if is_first_rank() else ():
         note(f"note: {saved.path} decides {setting.name}; what the configuration says of it is not used")
     try:
         machine = describe_environment(backend, plan.config_hash).as_machine

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import DistributedError
+from cgplan.distributed.watch import first_line
+from cgplan.errors import AllReduceError, DistributedError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.host_sync import is_probing, record_whole
 
@@ -54,6 +55,7 @@ class AllReduce(ABC):
         self.ranks, self.backend = ranks, backend
         self.number = next(_numbers)
         self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
+        self._is_closed = False
         _live[self.number] = self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,8 +91,19 @@ class AllReduce(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise AllReduceError if a kernel gave up since the last look. Waits for the device."""
 
-    def close(self) -> None:  # noqa: B027
-        """Give up what is shared; graphs that reduce must be gone."""
+    @property
+    def is_read(self) -> bool:
+        """Whether graphs of a runner that was not closed read the buffers of the last pass."""
+        return False
+
+    def close(self) -> None:
+        """Give up what is shared; graphs that reduce must be gone. Whoever reduces later gets a DistributedError."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+
+    def _close(self) -> None:  # noqa: B027
+        """The part of ``close`` that differs."""
 
     def __enter__(self) -> Self:
         return self
@@ -106,14 +119,47 @@ class CollectiveAllReduce(AllReduce):
 
     name = "nccl"
 
+    def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
+        super().__init__(ranks, backend)
+        self._group = ranks.group
+        self._is_half_done = False  # a sum of the group's was left; it would take the next one for its rest
+        self._stop_renewing = ranks.renew_after_failures(self._renew) if backend.device.type == "cpu" else None
+
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
-        """Copy, and reduce in place."""
+        """Copy, and reduce in place.
+
+        Raises:
+            RankFailedError: on the CPU: a rank is lost, or has failed.
+            AllReduceError: torch says that it failed, now or, on the CPU, earlier.
+        """
+        if self._is_half_done:
+            self.ranks.watch.check()
+            raise AllReduceError("an earlier all-reduce was left half done", remedy="Start all ranks again.")
         out.copy_(x)
         try:
-            dist.all_reduce(out, group=self.ranks.group)
-        except RuntimeError:
+            if x.device.type == "cpu":
+                self._is_half_done = True
+                self.ranks.wait(dist.all_reduce(out, group=self._group, async_op=True))
+                self._is_half_done = False
+            else:
+                dist.all_reduce(out, group=self._group)
+        except RuntimeError as error:
             self.ranks.watch.blame(patience=2.0)
-            raise
+            raise AllReduceError(
+                f"torch's all-reduce failed on rank {self.ranks.rank}: {first_line(error)}",
+                remedy="Every rank has to make the same calls in the same order; look at what the others printed.",
+            ) from error
+
+    def _renew(self) -> None:
+        """Another group, on all ranks, where one has left a sum half done."""
+        if any(self.ranks.agree("torch's groups", value=self._is_half_done)):
+            with self.ranks.step("a new group of torch's"):
+                self._group = self.ranks.new_group()
+                self._is_half_done = False
+
+    def _close(self) -> None:
+        if self._stop_renewing is not None:
+            self._stop_renewing()
 
 
 def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -135,7 +181,7 @@ def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group
 
 def _at(group: int) -> AllReduce:
     found = _live.get(group)
-    if found is None:
+    if found is None or found._is_closed or found.ranks.is_closed:
         raise DistributedError(
             f"there is no all-reduce {group} any more", remedy="Keep the ranks open as long as the model is used."
         )

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import socket
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from cgplan.config import Config
 from cgplan.distributed.agreement import plan_digest
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import DistributedError, RankMismatchError
+from cgplan.errors import CgplanError, DistributedError, RankFailedError, RankMismatchError, RegistrationError
 from cgplan.planning import Plan
 from cgplan.reports.rank_records import RankRecord
 from cgplan.reports.records import CaptureReport
 from cgplan.runtime.together import Together
 
 logger = logging.getLogger(__name__)
+
+_PASS, _REPORT = "the capture pass", "the report"
 
 
 class RankedCapture(Together):
@@ -32,20 +37,33 @@ class RankedCapture(Together):
         self._ranks, self._reducer = ranks, reducer
         self._has_budget = any(limit is not None for limit in vars(config.budget).values())
         self._registration: Registration | None = None
-        self._is_agreed = False
+        self._next = _PASS  # the step at which the others wait for this rank; none once a failure is known to all
         self._failed = False
 
     def begin(self, plan: Plan, free: int | None) -> int | None:
-        """Unregister what an earlier pass left, and compare the plans. Raises RankMismatchError."""
-        self._is_agreed = self._failed = False
-        self._reducer.begin_pass()
-        said = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))
-        for rank, (digest, _) in enumerate(said):
-            if digest != said[0][0]:
-                raise RankMismatchError(
-                    f"rank {rank} is about to capture plan {digest}, rank 0 plan {said[0][0]}",
-                    remedy="Capture the plan that agree_on_plan returns.",
+        """Unregister what an earlier pass left, and compare the plans.
+
+        Raises:
+            RegistrationError: another runner's graphs are registered: their rows would be written anew.
+            RankMismatchError: ranks have different plans.
+        """
+        self._failed = False
+        with self._step_of_all():
+            self._ranks.watch.check_lost()
+            if self._reducer.is_read:
+                raise RegistrationError(
+                    "graphs of another runner reduce by this all-reduce, and new ones would take their rows",
+                    remedy="close() that runner first, or open an all-reduce for each model that is captured: "
+                    "open_all_reduce().",
                 )
+            self._reducer.begin_pass()
+            said = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))
+            for rank, (digest, _) in enumerate(said):
+                if digest != said[0][0]:
+                    raise RankMismatchError(
+                        f"rank {rank} is about to capture plan {digest}, rank 0 plan {said[0][0]}",
+                        remedy="Capture the plan that agree_on_plan returns.",
+                    )
         return min((free for _, free in said if free is not None), default=None)
 
     def any(self, refused: bool, because: BaseException | None = None) -> bool:
@@ -54,38 +72,82 @@ class RankedCapture(Together):
             return refused
         if because is not None:
             self._ranks.announce("the capture", because)
-        return any(self._ranks.agree("the budget", value=refused))
+        with self._step_of_all():
+            return any(self._ranks.agree("the budget", value=refused))
 
     def dropped(self) -> None:
         """Forget the rows of graphs that were freed, and what was announced."""
-        self._ranks.forgive()
-        self._reducer.begin_pass()
+        with self._step_of_all():
+            self._ranks.forgive()
+            self._reducer.begin_pass()
 
     def end(self) -> None:
         """Register the graphs' buffers; from now on they may be replayed. Raises as AllReduce.end_pass."""
-        self._is_agreed = True
-        self._registration = self._reducer.end_pass()
+        with self._step_of_all():
+            self._registration = self._reducer.end_pass()
+        self._next = _REPORT
 
     def failed(self, error: BaseException) -> BaseException:
-        """Come to the end of the pass with the error, and return what all ranks raise."""
+        """Come with the error to where the others wait, and return what all ranks raise.
+
+        Whoever is interrupted does not wait for anybody: this rank leaves.
+        """
         self._failed = True
-        if self._is_agreed or not isinstance(error, Exception):
+        step, self._next = self._next, _PASS
+        if not isinstance(error, Exception):
+            self._ranks.leave(error)
             return error
-        self._is_agreed = True
         try:
-            self._reducer.end_pass(error)
+            if step == _PASS:
+                self._reducer.end_pass(error)
+            elif step:
+                self._ranks.agree(step, error=error)
         except Exception as agreed:
             return agreed
         return error
 
+    @contextmanager
+    def _step_of_all(self) -> Iterator[None]:
+        """A block of steps; what it raises is raised on all ranks, so nobody waits for this one to say so. For anything
+        else that is raised there is no step to come to any more.
+        """
+        before, self._next = self._next, ""
+        try:
+            yield
+        except BaseException as error:
+            if not self._ranks.has_agreed_on(error):
+                self._ranks.leave(error)
+            raise
+        self._next = before
+
     def release(self) -> None:
         """Close the peers' handles, between two barriers: then graphs may be freed."""
+        before = self._next
         try:
-            self._reducer.release()
+            with self._step_of_all():
+                self._reducer.release()
         except DistributedError as error:
             if not self._failed:
                 raise
             logger.warning("rank %d: %s", self._ranks.rank, error.message)
+        finally:
+            self._next = before
+
+    def tell_of_losses(self, tell: Callable[[CgplanError], None]) -> None:
+        """A kernel that waits for a lost rank ends with a wrong sum; so no graph that has one is replayed any more."""
+        watch, method, own = self._ranks.watch, weakref.WeakMethod(tell), weakref.ref(self)
+
+        def told(failure: RankFailedError) -> None:
+            refuse, capture = method(), own()
+            if refuse is not None and capture is not None and capture.has_rows and watch.lost is not None:
+                refuse(failure)
+
+        weakref.finalize(self, watch.tell(told)).atexit = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether graphs of the last pass read other ranks' memory."""
+        return self._registration is not None and self._registration.rows > 0
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with a record of each rank, on all ranks."""
@@ -105,7 +167,10 @@ class RankedCapture(Together):
             total_bytes=report.total_bytes,
             session_seconds=report.session_seconds,
         )
-        return report.model_copy(update={"ranks": tuple(self._ranks.agree("the report", value=own))})
+        with self._step_of_all():
+            found = tuple(self._ranks.agree(_REPORT, value=own))
+        self._next = _PASS  # of the next capture
+        return report.model_copy(update={"ranks": found})
 
 
 __all__ = ["RankedCapture"]

@@ -11,7 +11,7 @@ import torch
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import GraphBufferRegistry
 from cgplan.distributed.transport import MemoryTransport
-from cgplan.errors import AllReduceError, RegistrationError
+from cgplan.errors import AllReduceError, CgplanError, RegistrationError
 
 _SPINS = 200  # looks at the signals before the thread yields for longer
 
@@ -36,6 +36,7 @@ class CpuKernels:
         addresses = registry.open_block("signals", self._own)
         self._signals = [(ctypes.c_uint64 * ranks.world_size).from_address(address) for address in addresses]
         self._count = 0
+        self._left: CgplanError | None = None  # why a barrier was left without the others
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
@@ -44,24 +45,31 @@ class CpuKernels:
         Raises:
             RegistrationError: the row is not written: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
-            AllReduceError: a rank did not come within the timeout.
+            AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
+                let a rank read what another one has not written yet.
         """
+        if self._left is not None:
+            self._ranks.watch.check()
+            raise AllReduceError(
+                f"rank {self._ranks.rank} has left an earlier all-reduce: {self._left.message}",
+                remedy="Capture again on all ranks, or start them again.",
+            )
         addresses = row.tolist()
         if not all(addresses):
             raise RegistrationError(
                 "a graph was replayed before its buffers were registered",
                 remedy="End the capture pass on all ranks first: CaptureSession does, or AllReduce.end_pass().",
             )
-        self._barrier()
+        self._meet()
         total = self._view(addresses[0], x).to(torch.float32, copy=True)
         for address in addresses[1:]:
             total += self._view(address, x)
         out.view(-1).copy_(total)
-        self._barrier()
+        self._meet()
 
     def reset(self) -> None:
         """All counts from 0."""
-        self._count = 0
+        self._count, self._left = 0, None
         self._own.zero_()
 
     def abort(self) -> None:
@@ -81,6 +89,13 @@ class CpuKernels:
             memory = (ctypes.c_char * like.nbytes).from_address(address)
             self._views[key] = torch.frombuffer(memory, dtype=like.dtype)
         return self._views[key]
+
+    def _meet(self) -> None:
+        try:
+            self._barrier()
+        except CgplanError as error:
+            self._left = error
+            raise
 
     def _barrier(self) -> None:
         rank, own = self._ranks.rank, self._signals[self._ranks.rank]

@@ -61,7 +61,8 @@ class CudaKernels:
         self._lock = threading.Lock()
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        """Queue the kernel on the current stream."""
+        """Queue the kernel on the current stream. Raises RankFailedError where a rank is lost: it would not wait."""
+        self._ranks.watch.check_lost()
         world, pack = self._ranks.world_size, PACK_BYTES // x.itemsize
         packs, block = x.nbytes // PACK_BYTES, BLOCK_BYTES // x.itemsize
         common = {

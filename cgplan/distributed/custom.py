@@ -79,7 +79,7 @@ class CustomAllReduce(AllReduce):
         self._staging_row = torch.tensor(addresses, dtype=torch.int64, device=backend.device)
         self._said: set[str] = set()
         self._failed = False
-        self._stop_listening = ranks.watch.tell(self._abort)
+        self._listening = (ranks.watch.tell(self._abort), ranks.renew_after_failures(self._renew))
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Over the registered buffer in a FULL graph, else over the staging buffer."""
@@ -116,6 +116,11 @@ class CustomAllReduce(AllReduce):
         self._kernels.reset()
         self.ranks.agree("new signals")
 
+    @property
+    def is_read(self) -> bool:
+        """Whether rows are written for graphs that were not given up."""
+        return self.registry.is_sealed and self.registry.rows > 0
+
     def end_pass(self, error: BaseException | None = None) -> Registration:
         """Register, see GraphBufferRegistry.register."""
         return self.registry.register(error)
@@ -129,13 +134,15 @@ class CustomAllReduce(AllReduce):
         """Raise AllReduceError if a kernel gave up."""
         self._kernels.check()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close and free staging, signals and table."""
-        self._stop_listening()
+        for stop in self._listening:
+            stop()
         try:
             self.registry.close()
         finally:
             self._transport.free()
+            self._fallback.close()
 
     def _unfit(self, x: torch.Tensor) -> str:
         """Why the kernels cannot take a tensor; empty if they can. The same on all ranks: shape and dtype decide."""
@@ -153,6 +160,13 @@ class CustomAllReduce(AllReduce):
             self._said.add(kind)
             if self.ranks.rank == 0:
                 logger.warning("custom all-reduce: %s; %s does it", reason, self._fallback.name)
+
+    def _renew(self) -> None:
+        """Make the signals new, on all ranks. Each ends its own waits before: what they wait for may never come."""
+        self.ranks.agree("the start of new signals")
+        with self.ranks.step("new signals"):
+            self._kernels.abort()
+            self._kernels.reset()
 
     def _abort(self, _: CgplanError) -> None:
         self._kernels.abort()

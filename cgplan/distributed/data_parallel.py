@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
-from cgplan.errors import RankFailedError
+from cgplan.errors import CgplanError, RankFailedError
 from cgplan.modes import CUDAGraphMode
+from cgplan.runtime.dispatching import Route
 from cgplan.runtime.runner import GraphRunner
 
 
@@ -29,14 +30,16 @@ class AgreedBatch:
     Attributes:
         mode: The weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL.
         num_tokens: The largest of their padded sizes.
+        num_active_loras: The most adapters that one of them has.
     """
 
     mode: CUDAGraphMode
     num_tokens: int
+    num_active_loras: int = 0
 
 
 class DataParallelSync:
-    """One small all-reduce over the CPU group: the largest size, and the weakest mode.
+    """One small all-reduce over the CPU group: the largest size, the weakest mode, the most adapters.
 
     Args:
         ranks: All ranks; each calls it for every step, also for one in which it has nothing to do.
@@ -44,25 +47,41 @@ class DataParallelSync:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._values = torch.zeros(2, dtype=torch.int64)
+        self._values = torch.zeros(4, dtype=torch.int64)
 
-    def agree(self, mode: CUDAGraphMode, num_tokens: int) -> AgreedBatch:
-        """What all ranks run, given what this one would. Raises RankFailedError where a rank is lost."""
-        values = self._values
-        values[0], values[1] = num_tokens, -mode.value
+    def agree(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> AgreedBatch:
+        """What all ranks run, given what this one would. Raises RankFailedError where a rank is lost, or refuses."""
+        size, weakest, adapters, refused = self._largest(num_tokens, -mode.value, num_active_loras, 0)
+        if refused:
+            raise RankFailedError(
+                f"rank {refused - 1} refused its batch",
+                remedy="Look at what that rank raised; the next batch can be run.",
+            )
+        return AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
+
+    def refuse(self) -> None:
+        """Come to the step without a batch that could be run: the others raise."""
+        self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
+
+    def _largest(self, *own: int) -> list[int]:
+        self._values.copy_(torch.tensor(own))
         try:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks.cpu_group)
+            work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._ranks.cpu_group, async_op=True)
+            self._ranks.wait(work)
         except RuntimeError as error:
             self._ranks.watch.blame(patience=2.0)
             raise RankFailedError(
                 f"ranks lost one another before a batch: {str(error).splitlines()[0]}",
                 remedy="Every rank has to come to every step; look at what the others printed.",
             ) from error
-        return AgreedBatch(CUDAGraphMode(-int(values[1])), int(values[0]))
+        return [int(value) for value in self._values]
 
 
 class DataParallelRunner:
     """A runner whose batches are padded to what all ranks have agreed on. Not for use from several threads.
+
+    A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding, and gets outputs of 0
+    rows.
 
     Args:
         runner: This rank's; the caller owns it.
@@ -79,27 +98,49 @@ class DataParallelRunner:
         self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
 
-    def __call__(self, **inputs: torch.Tensor) -> Any:
+    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor) -> Any:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost.
+            RankFailedError: a rank is lost, or has refused its batch.
         """
-        route = self._runner.route(inputs)
+        one = self._runner.plan.query_len
+        is_idle = self._is_idle(inputs)
+        if is_idle:
+            inputs = _padded(inputs, self._specs, (0, 0), (one, 1))
+            uniform_decode, num_active_loras = True, 0
+        try:
+            route = self._runner.route(inputs, uniform_decode, num_active_loras)
+        except CgplanError:
+            self._sync.refuse()
+            raise
+        size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
+        agreed = self.last = self._sync.agree(route.mode, size, num_active_loras)
+        output = self._run(agreed, route, inputs)
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
-        size = tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
-        agreed = self.last = self._sync.agree(route.mode, size)
-        # Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to nobody.
-        is_decode = reqs == tokens and agreed.mode is CUDAGraphMode.FULL
-        more_reqs = agreed.num_tokens if is_decode else reqs
-        padded = _padded(inputs, self._specs, (tokens, reqs or tokens), (agreed.num_tokens, more_reqs or tokens))
-        if agreed.mode is CUDAGraphMode.NONE:
-            output = self._runner.run_eagerly(padded=False, **padded)
-        else:
-            uniform = None if agreed.mode is CUDAGraphMode.FULL else False
-            output = self._runner(uniform_decode=uniform, **padded)
-        rows = (reqs or tokens) if self._by_requests else tokens
+        rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
         return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, output)
+
+    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to nobody."""
+        plan, size = self._runner.plan, agreed.num_tokens
+        tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
+        more, rest = divmod(size, plan.query_len)
+        uniform = route.uniform and agreed.mode is CUDAGraphMode.FULL and not rest and more <= plan.max_num_seqs
+        padded = _padded(inputs, self._specs, (tokens, reqs), (size, more if uniform else reqs))
+        if agreed.mode is CUDAGraphMode.NONE:
+            uniform = route.uniform and size == tokens
+            loras = route.num_active_loras
+            return self._runner.run_eagerly(padded=False, uniform_decode=uniform, num_active_loras=loras, **padded)
+        return self._runner(uniform_decode=uniform, num_active_loras=agreed.num_active_loras, **padded)
+
+    def _is_idle(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a batch has no row."""
+        for name, spec in self._specs.items():
+            given, dim = inputs.get(name), spec.row_dim
+            if dim is not None and isinstance(given, torch.Tensor) and dim < given.dim():
+                return spec.dims[dim].count(given.shape[dim]) == 0
+        return False
 
 
 def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParallelRunner:
@@ -122,10 +163,11 @@ def _padded(
             found[name] = tensor
             continue
         shape = [more if dim == row_dim else size for dim, size in enumerate(tensor.shape)]
-        if spec.pad == "last":
+        if spec.pad == "last" and tensor.shape[row_dim]:
             padding = tensor.narrow(row_dim, tensor.shape[row_dim] - 1, 1).expand(shape)
         else:
-            padding = torch.full(shape, spec.pad, dtype=tensor.dtype, device=tensor.device)
+            value = 0 if spec.pad == "last" else spec.pad
+            padding = torch.full(shape, value, dtype=tensor.dtype, device=tensor.device)
         found[name] = torch.cat([tensor, padding], row_dim)
     return found
 

@@ -15,33 +15,24 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from cgplan.config import DistributedConfig
-from cgplan.distributed.rendezvous import Place, Presence, connect, meet
-from cgplan.distributed.watch import RankWatch, first_line, spoken
-from cgplan.errors import RankFailedError, RankMismatchError
+from cgplan.distributed.answers import Answer, packed
+from cgplan.distributed.rendezvous import Place, Presence
+from cgplan.distributed.store import PatientStore
+from cgplan.distributed.watch import RankWatch, first_line
+from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a rank brings to the end of a step. ``induced``: it failed because another one had."""
-
-    step: str
-    value: Any
-    error: str = ""
-    remedy: str = ""
-    induced: bool = False
+_THE_END = "the end"  # the last step
+_LOOK = timedelta(seconds=0.1)  # between two looks at who is still there
 
 
 class Ranks:
@@ -62,7 +53,7 @@ class Ranks:
         place: Place,
         device: torch.device,
         presences: list[Presence],
-        store: Any,
+        store: PatientStore,
         watch: RankWatch,
         timeout: float,
         *,
@@ -73,10 +64,11 @@ class Ranks:
         self._owns_group = owns_group
         self._steps = 0
         self._closed = False
+        self._renewals: list[Callable[[], None]] = []
+        self._is_renewing = False
+        self._agreed_on: BaseException | None = None
         self.group = dist.group.WORLD
-        self.cpu_group = self.group if device.type == "cpu" else dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout)
-        )  # fmt: skip
+        self.cpu_group = self.new_group()  # another one than that of the data, which a failure may leave half done
 
     @property
     def rank(self) -> int:
@@ -98,6 +90,10 @@ class Ranks:
         """Whether all ranks run on the same host."""
         return len({presence.host for presence in self.presences}) == 1
 
+    def new_group(self) -> Any:
+        """Another group of gloo's with all ranks; a step of all ranks."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+
     def agree(self, step: str, *, error: BaseException | None = None, value: Any = None) -> list[Any]:
         """Come to the end of a step; returns every rank's value, once all have come without an error.
 
@@ -106,15 +102,16 @@ class Ranks:
 
         Raises:
             RankFailedError: a rank failed, is lost, or did not come within the timeout. The same words on all ranks.
+                After the last, which nobody can make up for, there are no more steps.
             RankMismatchError: ranks came to different steps.
             CgplanError: the given error, where all ranks failed with the same one.
+            DistributedError: the ranks are closed.
         """
+        if self._closed and step != _THE_END:
+            raise DistributedError(f"{step}: the ranks are closed", remedy="Keep them open as long as they are used.")
         self._steps += 1
-        induced = isinstance(error, RankFailedError)
-        answer = _Answer(step, value)
-        if error is not None:
-            answer = _Answer(step, None, spoken(error), getattr(error, "remedy", ""), induced)
-        logger.debug("rank %d: step %d, %s%s", self.rank, self._steps, step, ": " + answer.error if error else "")
+        answer, error = packed(step, value, error)
+        logger.debug("rank %d: step %d, %s%s", self.rank, self._steps, step, f": {error}" if error else "")
         self.watch.check_lost()
         try:
             if error is not None:
@@ -131,6 +128,35 @@ class Ranks:
         """Say that this rank has raised, and will be at the next step: others need not wait for its data until then."""
         if not isinstance(error, RankFailedError):
             self.watch.announce(step, error)
+
+    def renew_after_failures(self, renew: Callable[[], None]) -> Callable[[], None]:
+        """Have a function called on all ranks, at the end of each step in which one has failed, where none waits for
+        another; it may take steps of its own. Returns what ends that.
+        """
+        self._renewals.append(renew)
+        return lambda: self._renewals.remove(renew) if renew in self._renewals else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are no more steps, because this rank has left."""
+        return self._closed
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of gloo's as long as all ranks are there.
+
+        Raises:
+            RankFailedError: a rank is lost, or has raised in this step.
+            RuntimeError: of gloo's own.
+        """
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                self.watch.check()
+            else:
+                return
 
     def forgive(self) -> None:
         """Go on after a failure that was announced, and that all ranks have dealt with: a step of all ranks."""
@@ -169,11 +195,14 @@ class Ranks:
             self.leave(error)
         elif self.watch.lost is None:
             try:
-                self.agree("the end")
+                self.agree(_THE_END)
             except RankFailedError as raised:
                 failure = raised
+        if self.watch.lost is not None:  # else the others would take this rank's end for the cause
+            self.leave(self.watch.lost)
         self.watch.stop()
         self._say_goodbye(error or failure)
+        self._store.close()
         del self.group, self.cpu_group  # else their threads would outlive them, into the interpreter's end
         if self._owns_group and dist.is_initialized():
             _destroy(aborted=error is not None or failure is not None)
@@ -192,29 +221,40 @@ class Ranks:
         deadline, pause = time.monotonic() + self.timeout, 0.0005
         while not self._store.check(keys):
             self.watch.check_lost()
-            if time.monotonic() > deadline:
-                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise RankFailedError(
+            missing = [] if time.monotonic() < deadline else self._missing(keys)
+            if missing:
+                late = RankFailedError(
                     f"rank {', '.join(missing)} did not come to {step} within {self.timeout:g} s",
                     remedy="Look at what that rank does; raise distributed.timeout if it only takes longer.",
                 )
+                self.leave(late)  # a step that this rank has given up can be met by nobody any more
+                raise late
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         if self._steps > 2:
             self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
 
-    def _gather(self, answer: _Answer) -> list[_Answer]:
+    def _missing(self, keys: list[str]) -> list[str]:
+        return [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def _gather(self, answer: bytes) -> list[Answer]:
         """Every rank's answer, over gloo."""
         answers: list[Any] = [None] * self.world_size
-        dist.all_gather_object(answers, pickle.dumps(answer), group=self.cpu_group)
+        dist.all_gather_object(answers, answer, group=self.cpu_group)
         return [pickle.loads(found) for found in answers]
 
-    def _judge(self, answers: list[_Answer], error: BaseException | None) -> None:
+    def has_agreed_on(self, error: BaseException) -> bool:
+        """Whether all ranks raise it, or something like it: it says so, or it is what the last step ended with."""
+        return isinstance(error, DistributedError) or error is self._agreed_on
+
+    def _judge(self, answers: list[Answer], error: BaseException | None) -> None:
         """Raise what the answers amount to; the same on all ranks."""
         failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
         if failed:
             self.watch.next_epoch()
+            self._renew()
             if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
+                self._agreed_on = error
                 raise error
             first = min(failed)[1]
             found = answers[first]
@@ -228,19 +268,35 @@ class Ranks:
                     remedy="Ranks have to make the same calls in the same order.",
                 )
 
+    def _renew(self) -> None:
+        """Begin anew what ranks count together: one that failed, or was told of it, may have left it half done."""
+        if self._is_renewing:
+            return
+        self._is_renewing = True
+        try:
+            with suppress(DistributedError):  # there is a failure to be raised already
+                for renew in list(self._renewals):
+                    renew()
+        finally:
+            self._is_renewing = False
+
     def _explained(self, step: str, failure: RuntimeError) -> RankFailedError:
-        """Who is to blame for what gloo or the store raised."""
+        """Who is to blame for what gloo or the store raised; whatever it was, there are no more steps."""
         try:
             self.watch.blame(patience=min(3.0, self.timeout / 4))
         except RankFailedError as named:
             return RankFailedError(f"{named.message}; noticed in {step}", remedy=named.remedy)
-        return RankFailedError(
-            f"ranks lost one another in {step}: {first_line(failure)}",
+        error = RankFailedError(
+            f"rank {self.rank} lost the others in {step}: {first_line(failure)}",
             remedy="Look at what the other ranks printed, and at the network between them.",
         )
+        self.leave(error)
+        return error
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         """Whoever keeps the store stays until the others have read what they need."""
+        if self.watch.is_keeper_gone:
+            return
         with suppress(RuntimeError):
             self._store.set(f"bye/{self.rank}", "")
             if self.rank == 0 and not self.place.agent_store:
@@ -262,52 +318,4 @@ def _destroy(*, aborted: bool) -> None:
         dist.destroy_process_group()
 
 
-def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Place | None = None) -> Ranks | None:
-    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo for all that the host says.
-
-    A process group that is there already is used, and left as it is at the end.
-
-    Args:
-        settings: The ``distributed`` section.
-        device: As ``config.device``; ``cuda`` is the GPU of the local rank.
-        place: This rank's; absent: from torchrun's environment.
-
-    Returns:
-        The ranks, or None outside of torchrun and for a single process.
-
-    Raises:
-        RendezvousError, RankMismatchError, BackendError, ConfigError: see ``connect`` and ``meet``.
-    """
-    place = Place.from_environment() if place is None else place
-    if place is None or place.world_size == 1:
-        return None
-    presence, own = Presence.of(place, device)
-    store, beside = connect(place, settings.timeout)
-    presences = meet(store, place, presence, settings.timeout)
-    host_rank = None if place.agent_store else 0
-    watch = RankWatch(beside, place.rank, [p.process for p in presences], settings.timeout, host_rank)
-    owns_group = not dist.is_initialized()
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
-    try:
-        if owns_group:
-            dist.init_process_group(
-                backend="gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl",
-                store=PrefixStore("group", store),
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timedelta(seconds=settings.timeout),
-            )
-        return Ranks(place, own, presences, store, watch, settings.timeout, owns_group=owns_group)
-    except RuntimeError as failure:
-        try:
-            watch.blame(patience=min(3.0, settings.timeout / 4))
-        finally:
-            watch.stop()
-        raise RankFailedError(
-            f"rank {place.rank} could not set torch.distributed up: {first_line(failure)}",
-            remedy="Look at what the other ranks printed, and at the network between them.",
-        ) from failure
-
-
-__all__ = ["Ranks", "open_ranks"]
+__all__ = ["Ranks"]

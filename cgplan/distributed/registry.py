@@ -171,13 +171,8 @@ class GraphBufferRegistry:
     def close(self) -> None:
         """Close what ``open_block`` opened, between two barriers; then the blocks may be freed."""
         self.unregister()
-        together = self._ranks.watch.lost is None
-        if together:
-            self._ranks.agree("the end of all reductions")
-        while self._blocks:
-            self._transport.close(self._blocks.pop())
-        if together:
-            self._ranks.agree("closing the peers' blocks")
+        bases, self._blocks = self._blocks, []
+        self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
     def _agree_on_counts(self, error: BaseException | None) -> None:
         logger.info("rank %d: pass over, %d rows%s", self._ranks.rank, self.rows, f", {error}" if error else "")
@@ -231,16 +226,27 @@ class GraphBufferRegistry:
         logger.info("rank %d: sealed", self._ranks.rank)
 
     def _leave_peers(self) -> None:
-        together = self._ranks.watch.lost is None
         logger.info("rank %d: closing %d bases of peers", self._ranks.rank, len(self._opened))
+        bases = [base for base, _ in self._opened.values()]
+        self._opened.clear()
+        self._close_peers(bases, "the end of all replays", "closing the peers' handles")
+
+    def _close_peers(self, bases: Sequence[int], before: str, after: str) -> None:
+        """Close what was opened, all of it, between two steps; without them where a rank is lost."""
+        together, error = self._ranks.watch.lost is None, None
         try:
             if together:
-                self._ranks.agree("the end of all replays")
+                self._ranks.agree(before)
         finally:
-            while self._opened:
-                self._transport.close(self._opened.popitem()[1][0])
+            for base in reversed(bases):
+                try:
+                    self._transport.close(base)
+                except Exception as raised:
+                    error = error or raised
         if together:
-            self._ranks.agree("closing the peers' handles")
+            self._ranks.agree(after, error=error)
+        elif error is not None:
+            raise error
 
 
 __all__ = ["GraphBufferRegistry", "Registration"]

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,6 +17,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from cgplan.distributed.watch import Process, first_line
 from cgplan.errors import BackendError, ConfigError, RankMismatchError, RendezvousError
+
+# By where ranks meet. A process may open its ranks several times, one after another: each time with other keys, in the
+# store that it keeps, if it does, until it ends.
+_meetings: Counter[tuple[str, int, int]] = Counter()
+_kept: dict[tuple[str, int, int], Any] = {}
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -100,11 +106,13 @@ class Presence:
 def connect(place: Place, timeout: float) -> tuple[Any, Any]:
     """Two connections to the common store: for the steps, and for the watch. Raises RendezvousError."""
     hosts = place.rank == 0 and not place.agent_store
-    prefix, deadline = f"cgplan/{place.attempt}", time.monotonic() + timeout
+    prefix, deadline = f"cgplan/{place.attempt}/{_meetings[_where(place)]}", time.monotonic() + timeout
     try:
-        store = _connection(place, hosts, timeout, deadline)
+        store = _kept.get(_where(place)) or _connection(place, hosts, timeout, deadline)
+        if hosts:
+            _kept[_where(place)] = store
         beside = _connection(place, False, timeout, deadline)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         keeper = "torchrun's agent" if place.agent_store else "rank 0"
         what = "cannot listen" if hosts else f"found nobody: {keeper}, which keeps the store, did not come"
         raise RendezvousError(
@@ -116,12 +124,16 @@ def connect(place: Place, timeout: float) -> tuple[Any, Any]:
 
 
 def _connection(place: Place, hosts: bool, timeout: float, deadline: float) -> Any:
-    """One TCPStore. It is tried again and again for a short time, because its own retries go far beyond a timeout."""
+    """One TCPStore. It is tried again and again for a short time, because its own retries go far beyond a timeout; and
+    not before somebody listens, because it prints what it does in vain.
+    """
     while True:
-        patience = timedelta(seconds=timeout if hosts else min(0.5, timeout))
+        patience = timedelta(seconds=timeout if hosts else min(5.0, timeout))
         try:
+            if not hosts:
+                socket.create_connection((place.address, place.port), min(5.0, timeout)).close()
             store = TCPStore(place.address, place.port, None, hosts, patience, wait_for_workers=False)
-        except RuntimeError:
+        except (RuntimeError, OSError):
             if hosts or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
@@ -145,8 +157,13 @@ def meet(store: Any, place: Place, presence: Presence, timeout: float) -> list[P
             f"{first_line(error)}",
             remedy="Look at what the other ranks printed.",
         ) from error
+    _meetings[_where(place)] += 1
     check_devices(found)
     return found
+
+
+def _where(place: Place) -> tuple[str, int, int]:
+    return place.address, place.port, place.attempt
 
 
 def _gather(store: Any, place: Place, presence: Presence, timeout: float) -> list[Presence]:

@@ -6,6 +6,7 @@ Note [How a failure is noticed]
     machine), when it said that it leaves with an error, or when its heartbeat has stood still for most of the timeout.
     That is final. A rank that has raised inside a common step announces it instead: it is going to come to the end of
     the step, where all raise together, and the others only have to stop waiting for its data until then.
+    Whoever keeps the store may stand still, too: then it is the store's silence that tells (PatientStore).
     Whoever waits in code of its own (a barrier over shared memory, say) calls `check` in the loop; a kernel that waits
     is told through `tell`. NCCL's and gloo's waits are ended by their own timeouts, which are set to the same value.
 """
@@ -17,12 +18,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cgplan.distributed.store import PatientStore
 from cgplan.errors import RankFailedError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class RankWatch:
     """
 
     def __init__(
-        self, store: Any, rank: int, processes: list[Process], timeout: float, host_rank: int | None = None
+        self, store: PatientStore, rank: int, processes: list[Process], timeout: float, host_rank: int | None = None
     ) -> None:
         self._store, self._rank, self._processes, self._timeout = store, rank, processes, timeout
         self._host_rank = host_rank
@@ -107,6 +109,17 @@ class RankWatch:
         """Why ranks cannot go on; None while all are there."""
         return self._lost
 
+    @property
+    def is_keeper_gone(self) -> bool:
+        """Whether another rank kept the store, and has ended."""
+        host = self._host_rank
+        return host is not None and host != self._rank and self._processes[host].is_gone
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has said that it comes to no step any more."""
+        return self._has_left
+
     def check(self) -> None:
         """Raise RankFailedError if a rank is lost, or has announced that it failed in this step."""
         failure = self._lost or self._announced
@@ -124,22 +137,26 @@ class RankWatch:
         return lambda: self._listeners.remove(listener) if listener in self._listeners else None
 
     def announce(self, step: str, error: BaseException) -> None:
-        """Say that this rank has raised in a step, at whose end it will be."""
+        """Say that this rank has raised in a step, at whose end it will be. Its own waits end, too: the others end
+        theirs without a word to it.
+        """
         said = {"rank": self._rank, "step": step, "cause": spoken(error)}
         self._store.compare_set(f"announced/{self._epoch}", "", json.dumps(said))
+        self._tell(_announcement(said))
 
     def leave(self, error: BaseException) -> None:
         """Say that this rank ends with an error, and comes to no step any more. For it, the others are lost, too."""
-        with self._lock, suppress(RuntimeError):
+        with self._lock:
             if self._has_left:
                 return
             self._has_left = True
-            why = self._lost or (error if isinstance(error, RankFailedError) else None)
-            if self._lost is None:
-                self._lost = RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
+            before, why = self._lost, self._lost or (error if isinstance(error, RankFailedError) else None)
+            self._lost = before or RankFailedError(f"rank {self._rank} has left: {spoken(error)}", remedy=_REMEDY)
             # Whoever sees this rank gone is to learn of the one that it went because of.
             said = f"rank {self._rank} has ended: {spoken(error)}" if why is None else why.message
-            self._store.set(f"left/{self._rank}", json.dumps({"said": said, "induced": why is not None}))
+            self._tell_all(f"left/{self._rank}", json.dumps({"said": said, "induced": why is not None}))
+        if before is None:
+            self._tell(self._lost)
 
     def next_epoch(self) -> None:
         """Forget what was announced: all ranks have raised it."""
@@ -162,6 +179,7 @@ class RankWatch:
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+        self._store.close()
 
     @property
     def _peers(self) -> list[int]:
@@ -169,13 +187,18 @@ class RankWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(min(0.5, self._timeout / 20)):
-            self._beat()
             self._look()
+            self._beat()
 
     def _beat(self) -> None:
         self._beats += 1
-        with suppress(RuntimeError):  # _look says what it means
-            self._store.set(f"beat/{self._rank}", str(self._beats))
+        self._tell_all(f"beat/{self._rank}", str(self._beats))
+
+    def _tell_all(self, key: str, said: str) -> None:
+        """Write to the store, if it is there; ``_look`` says what it means if it is not."""
+        if not self.is_keeper_gone:
+            with suppress(RuntimeError):
+                self._store.set(key, said)
 
     def _look(self) -> None:
         """Notice what has changed since the last look; no exception leaves it."""
@@ -183,17 +206,22 @@ class RankWatch:
             if self._lost is not None or self._stop.is_set():
                 return
             gone = [peer for peer in self._peers if self._processes[peer].is_gone]
+            if self._host_rank in gone:  # torch prints much where it is asked nevertheless
+                self._lose(_without_a_word(self._host_rank))
+                return
             try:
                 self._read_store(gone)
             except RuntimeError as error:
                 if self._stop.is_set():
                     return
-                if not gone and self._host_rank not in (None, self._rank):
-                    gone = [self._host_rank]
-                if gone:
-                    self._lose_without_a_word(gone[0])
+                host = self._host_rank
+                if gone or host in (None, self._rank):
+                    what = f"the store of the ranks does not answer: {first_line(error)}"
+                    self._lose(_without_a_word(gone[0]) if gone else what)
+                elif self._store.is_silent:
+                    self._lose(f"rank {host}, which keeps the store, has shown no sign of life: {first_line(error)}")
                 else:
-                    self._lose(f"the store of the ranks does not answer: {first_line(error)}")
+                    self._lose(_without_a_word(host))
 
     def _read_store(self, gone: list[int]) -> None:
         keys = [key for key in (f"left/{peer}" for peer in self._peers) if self._store.check([key])]
@@ -202,16 +230,14 @@ class RankWatch:
             self._lose(max(left, key=lambda said: said["induced"])["said"])
             return
         if gone:
-            self._lose_without_a_word(gone[0])
+            self._lose(_without_a_word(gone[0]))
             return
         for peer in self._peers:
             self._look_at_beat(peer)
         if self._announced is None and self._store.check([f"announced/{self._epoch}"]):
             said = json.loads(self._store.get(f"announced/{self._epoch}"))
             if said["rank"] != self._rank:
-                self._announced = RankFailedError(
-                    f"rank {said['rank']} failed in {said['step']}: {said['cause']}", remedy=_REMEDY
-                )
+                self._announced = _announcement(said)
                 self._tell(self._announced)
 
     def _look_at_beat(self, peer: int) -> None:
@@ -221,9 +247,6 @@ class RankWatch:
             self._seen[peer] = (beat, now)
         elif now - self._seen[peer][1] > SILENCE * self._timeout:
             self._lose(f"rank {peer} has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
-
-    def _lose_without_a_word(self, peer: int) -> None:
-        self._lose(f"rank {peer} has ended without a word (killed, or out of memory?)")
 
     def _lose(self, message: str) -> None:
         if self._lost is None:
@@ -237,6 +260,14 @@ class RankWatch:
                 listener(failure)
             except Exception:  # the others are to hear of it, too
                 logger.exception("a listener failed")
+
+
+def _without_a_word(rank: int | None) -> str:
+    return f"rank {rank} has ended without a word (killed, or out of memory?)"
+
+
+def _announcement(said: Mapping[str, Any]) -> RankFailedError:
+    return RankFailedError(f"rank {said['rank']} failed in {said['step']}: {said['cause']}", remedy=_REMEDY)
 
 
 def spoken(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -88,6 +89,16 @@ class _Looking(threading.local):
 _looking = _Looking()
 
 
+@contextmanager
+def looking_alone() -> Iterator[None]:
+    """A block that runs a forward in this process alone, for what can be learnt from it: ``is_probing`` holds in it."""
+    _looking.depth += 1
+    try:
+        yield
+    finally:
+        _looking.depth -= 1
+
+
 class Onlooker(TorchDispatchMode):
     """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
 
@@ -139,7 +150,9 @@ def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostS
 
 
 def is_probing() -> bool:
-    """Whether an ``Onlooker`` looks at what this thread runs; in the kernels that it hands an operator on to, too."""
+    """Whether an ``Onlooker`` looks at what this thread runs, in the kernels that it hands an operator on to, too; or a
+    block of ``looking_alone``.
+    """
     return _looking.depth > 0
 
 

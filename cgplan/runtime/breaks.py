@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CgplanError
-from cgplan.graphs.host_sync import sees_operators
+from cgplan.graphs.host_sync import looking_alone, sees_operators
 from cgplan.runtime.breakable import name_of, recording_capture
 
 P = ParamSpec("P")
@@ -82,7 +82,8 @@ def calls_breaks(forward: Callable[[], object]) -> bool:
         return False
     _watch.seen = False
     try:
-        forward()
+        with looking_alone():  # other ranks may have no such function, and do not run their forward then
+            forward()
     except Exception:
         return False
     else:

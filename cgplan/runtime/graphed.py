@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from math import isqrt
 from types import FunctionType
 from typing import Any
 from weakref import finalize
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import AddressError, CaptureMemoryError, InputError
+from cgplan.errors import AddressError, CaptureMemoryError, CgplanError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.buffers import StaticBuffers
@@ -27,7 +26,7 @@ from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.pools import GraphPool, RunnerPools
 from cgplan.runtime.rebound import StateSnapshot
 from cgplan.runtime.routes import choose_route
-from cgplan.runtime.traced import PiecewiseModel
+from cgplan.runtime.traced import PiecewiseModel, sizes_of_trace
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 
@@ -59,6 +58,7 @@ class GraphedModel:
         notes: What the report should warn of.
         holder: The object whose attributes are the model's state; None for a function.
         before_free: Called before graphs are freed: other ranks may read their memory.
+        is_alone: Whether no other rank runs the same forwards beside this one.
     """
 
     def __init__(
@@ -87,10 +87,12 @@ class GraphedModel:
         self.notes: list[str] = []
         self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self.before_free: Callable[[], None] = lambda: None
+        self.is_alone = True
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
+        self._refusal: CgplanError | None = None
         self._inference = torch.is_inference_mode_enabled()
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
@@ -194,6 +196,10 @@ class GraphedModel:
             raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
         self._moved, self._state = name, None  # which may hold the old memory
 
+    def refuse(self, error: CgplanError) -> None:
+        """Raise an error like this one instead of each further replay."""
+        self._refusal = error
+
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
         now = AmbientState.now(self.backend.device.type)
@@ -227,7 +233,9 @@ class GraphedModel:
         self._checked.add(key)
 
     def check_valid(self, what: str) -> None:
-        """Raise AddressError after ``invalidate``; ``what`` begins its message."""
+        """Raise what ``refuse`` was given; after ``invalidate`` AddressError, whose message begins with ``what``."""
+        if self._refusal is not None:
+            raise type(self._refusal)(self._refusal.message, remedy=self._refusal.remedy)
         if self._moved is not None:
             raise AddressError(
                 f"{what} before {self._moved!r} moved: a replay would use the old memory",
@@ -265,12 +273,14 @@ class GraphedModel:
 
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
-        self.backend.synchronize()
         try:
-            before, self.before_free = self.before_free, lambda: None  # other ranks wait for it once
-            before()
+            self.backend.synchronize()
         finally:
-            self._free()
+            before, self.before_free = self.before_free, lambda: None  # other ranks wait for it once
+            try:
+                before()
+            finally:
+                self._free()
 
     def _free(self) -> None:
         for wrapper in self.scope.wrappers:
@@ -305,22 +315,11 @@ class GraphedModel:
             self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))
 
     def _trace(self, descriptor: BatchDescriptor) -> None:
-        """Let the route's compiler see the model, on padding.
-
-        Rows and requests are different primes: a number that is equal to another dimension (the rows of a cache, say)
-        could be taken for it, and the code would hold for that size alone. They are three at least, because one row is
-        taken for a constant; so the batch has memory of its own.
-        """
-        rows = _prime_below(self.most_tokens)
+        """Let the route's compiler see the model, on padding that lies in memory of its own."""
         mixed = self.plan.mode.has_mode(CUDAGraphMode.PIECEWISE)
-        reqs = min(_prime_below(rows) if mixed and rows > 3 else rows, self.plan.max_num_seqs)
+        rows, reqs = sizes_of_trace(self.most_tokens, self.plan.max_num_seqs, mixed=mixed)
         specs = {**self.config.inputs, **self.config.metadata}
         views = StaticBuffers(specs, rows, reqs, self.backend.device).views(rows, reqs)
         batch = descriptor._replace(num_tokens=rows, num_reqs=reqs, uniform=False)
         with random_state_kept(self.backend.device, self.generators):
             self._run(self.route.forward, CUDAGraphMode.NONE, batch, views)
-
-
-def _prime_below(most: int) -> int:
-    """The largest prime below ``most``, three at least."""
-    return next((n for n in range(most - 1, 3, -1) if all(n % d for d in range(2, isqrt(n) + 1))), 3)

@@ -141,6 +141,16 @@ class RunnerState:
         """
         self._check_open()
         self._graphed.invalidate(name)
+        self._look_again()
+
+    def refuse(self, error: CgplanError) -> None:
+        """Have calls that a graph would serve raise an error like this one until ``recapture``: another rank is lost,
+        and what a graph sums with it would be wrong without a word. From any thread.
+        """
+        self._graphed.refuse(error)
+        self._look_again()
+
+    def _look_again(self) -> None:
         for batch in list(self._batches.values()):
             batch.look_again()
         for reference in list(self._handed):

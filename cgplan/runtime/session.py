@@ -104,22 +104,24 @@ class CaptureSession:
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
             )
         lazy = policy == "lazy"
-        return GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
+        runner = GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
+        self._together.tell_of_losses(runner.refuse)
+        return runner
 
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
         """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
         for no more.
         """
         backend, config = self._backend, self._config
-        backend.release_cached()
-        before, start = backend.memory(), time.perf_counter()
-        free = self._together.begin(asked, before.free)
-        plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
-        guard = BudgetGuard(config, plan, backend, before, start)
         captured: list[CapturedKey] = []
         graphed: GraphedModel | None = None
         try:
             check_dtypes({**config.inputs, **config.metadata}, backend.device)
+            backend.release_cached()
+            before, start = backend.memory(), time.perf_counter()
+            free = self._together.begin(asked, before.free)
+            plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
+            guard = BudgetGuard(config, plan, backend, before, start)
             graphed = self._open(plan, guard)
             wanted = graphed.plan
             first = [key for key in wanted.keys if keys is None or key in keys]
@@ -129,6 +131,15 @@ class CaptureSession:
                 graphed.buffers.restore()
                 backend.synchronize()
             self._together.end()
+            if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
+                graphed.free()
+                graphed = self._new(restricted(plan, (), config))
+            graphed.plan = restricted(plan, [c.key for c in captured], config)
+            graphed.seal()
+            report = self._report(graphed, captured, before, start)
+            skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
+            budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
+            report = self._together.completed(report.model_copy(update={"budget": budget}))
         except BaseException as error:
             drop_locals(error)
             captured.clear()  # the traceback holds this frame
@@ -138,33 +149,30 @@ class CaptureSession:
             if failure is error:
                 raise
             raise failure from error
-        if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
-            graphed.free()
-            graphed = self._new(restricted(plan, (), config))
-        graphed.plan = restricted(plan, [c.key for c in captured], config)
-        graphed.seal()
-        report = self._report(graphed, captured, before, start)
-        skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
-        budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
-        report = self._together.completed(report.model_copy(update={"budget": budget}))
         del captured
         return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
 
     def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
-        """The model with buffers for the plan; for no key, if there is a budget and no memory for them."""
+        """The model with buffers for the plan; for no key, if there is a budget and no memory for them on some rank."""
+        graphed: GraphedModel | None = None
         try:
             graphed = self._new(plan)
-        except CaptureMemoryError:
+        except CaptureMemoryError as error:
             if not guard.active or not plan.keys:
                 raise
+            drop_locals(error)
             guard.ran_out(plan.keys[0])
+        refused = self._together.any(graphed is None)
+        if graphed is not None and refused:
+            graphed.free()
+        if graphed is None or refused:
             graphed = self._new(restricted(plan, (), self._config))
         guard.static_bytes = graphed.buffers.nbytes
         return graphed
 
     def _new(self, plan: Plan) -> GraphedModel:
         graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool)
-        graphed.before_free = self._together.release
+        graphed.before_free, graphed.is_alone = self._together.release, self._together is ALONE
         return graphed
 
     def _capture_all(

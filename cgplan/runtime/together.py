@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from cgplan.errors import CgplanError
 from cgplan.planning import Plan
 from cgplan.reports.records import CaptureReport
 
@@ -36,6 +39,9 @@ class Together:
 
     def release(self) -> None:
         """Before graphs and their pool are freed, however the session or the runner ends."""
+
+    def tell_of_losses(self, tell: Callable[[CgplanError], None]) -> None:
+        """Have a method called, from any thread, when the graphs would wait for a rank that is lost."""
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with what the other ranks say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isqrt
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -239,3 +240,18 @@ def _user_line(error: BaseException) -> str:
     return users_line(
         (frame.filename, frame.lineno or 0) for frame in reversed(getattr(error, "real_stack", None) or [])
     )
+
+
+def sizes_of_trace(most_tokens: int, max_num_seqs: int, *, mixed: bool) -> tuple[int, int]:
+    """Rows and requests of the batch that a trace for up to ``most_tokens`` is made with; ``mixed``: requests differ.
+
+    They are different primes: a number that is equal to another dimension (the rows of a cache, say) could be taken for
+    it, and the code would hold for that size alone. They are three at least, because one row is taken for a constant.
+    """
+    rows = _prime_below(most_tokens)
+    return rows, min(_prime_below(rows) if mixed and rows > 3 else rows, max_num_seqs)
+
+
+def _prime_below(most: int) -> int:
+    """The largest prime below ``most``, three at least."""
+    return next((n for n in range(most - 1, 3, -1) if all(n % d for d in range(2, isqrt(n) + 1))), 3)

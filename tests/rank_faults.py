@@ -1,0 +1,300 @@
+"""What ranks run in tests of what happens after something went wrong; see rank_programs.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rank_programs import Doubling, batch, check_runner, config_of, doubled, patience, session
+
+import cgplan
+from cgplan.config import DistributedConfig
+from cgplan.distributed import GraphBufferRegistry, RankedCapture, open_ranks
+from cgplan.distributed.cpu_kernels import CpuKernels
+from cgplan.distributed.shared_memory import SharedMemoryTransport
+from cgplan.errors import RegistrationError
+from cgplan.graphs.buffers import StaticBuffers
+from cgplan.graphs.tape import TapeBackend
+from cgplan.planning import build_plan
+from cgplan.runtime.session import CaptureSession
+
+Said = tuple[str, Any]  # ``ok`` and what was returned, or an error's class and message
+
+
+def tried(call: Callable[[], Any]) -> Said:
+    try:
+        return "ok", call()
+    except BaseException as error:
+        return type(error).__name__, getattr(error, "message", str(error))
+
+
+def captured_again(capture: CaptureSession, rank: int, world_size: int) -> Said:
+    def run() -> None:
+        runner = capture.run()
+        check_runner(runner, rank, world_size)
+        runner.close()
+
+    return tried(run)
+
+
+def once(rank: int, phase: str, times: int = 1) -> Callable[[str], None]:
+    """Trouble on rank 1, so many times."""
+    left = [times if rank == 1 else 0]
+
+    def trouble(where: str) -> None:
+        if where == phase and left[0]:
+            left[0] -= 1
+            time.sleep(0.2)  # the others wait in an all-reduce meanwhile
+            raise ValueError("a defect of the model")
+
+    return trouble
+
+
+def raises_twice(rank: int, phase: str, budget: bool, all_reduce: str = "custom") -> list[Said]:
+    """Rank 1 raises in two captures in a row, then not any more."""
+    settings: dict[str, Any] = {"budget": {"max_graphs": 2}} if budget else {}
+    settings["compilation"] = {"all_reduce": all_reduce}
+    with session(rank, once(rank, phase, 2), **settings) as (ranks, _, capture):
+        said = [tried(capture.run), tried(capture.run)]
+        return [*said, captured_again(capture, rank, ranks.world_size)]
+
+
+def no_memory_for_buffers(rank: int) -> Said:
+    """Rank 1 has no memory for static buffers; there is a budget, so all go on without a graph."""
+    real = StaticBuffers.__init__
+
+    def init(self: Any, specs: Any, tokens: int, *args: Any) -> None:
+        if rank == 1 and tokens:
+            raise torch.OutOfMemoryError("no memory")
+        real(self, specs, tokens, *args)
+
+    StaticBuffers.__init__ = init
+    with session(rank, budget={"max_graphs": 2}) as (ranks, _, capture):
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        keys = len(runner.plan.keys)
+        runner.close()
+    return "ok", keys
+
+
+def no_report(rank: int) -> list[Said]:
+    """Rank 1 cannot make its report, once."""
+    real, left = CaptureSession._report, [1 if rank == 1 else 0]
+
+    def report(self: Any, *args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("the nodes cannot be counted")
+        return real(self, *args)
+
+    CaptureSession._report = report
+    with session(rank) as (ranks, _, capture):
+        return [tried(capture.run), captured_again(capture, rank, ranks.world_size)]
+
+
+def eagerly_instead(rank: int) -> tuple[Said, int]:
+    """After a failed capture all run the model itself; the number of wrong sums."""
+    with session(rank, once(rank, "eager")) as (ranks, reducer, capture):
+        said, model, wrong = tried(capture.run), Doubling(reducer), 0
+        for turn in range(40):
+            inputs = [batch(other, turn, (3, 8), torch.float32) for other in range(ranks.world_size)]
+            wrong += not torch.allclose(model(inputs[rank]), doubled(inputs, ranks.world_size), rtol=1e-5)
+            time.sleep(0.002 * rank)
+    return said, wrong
+
+
+def comes_late(rank: int) -> tuple[list[Said], list[float]]:
+    """Rank 1 comes to an all-reduce when rank 0 has given up, and both go on; what they say, and wrong sums."""
+    said, wrong = [], []
+    try:
+        with session(rank) as (_, reducer, _):
+            reducer(torch.ones(8))
+            if rank == 1:
+                time.sleep(patience() + 0.5)
+            for turn in range(4):
+                x = torch.full((8,), 10.0 * turn + rank)
+                said.append(tried(lambda x=x: reducer(x)[0].item()))
+                if said[-1][0] == "ok" and said[-1][1] != 20.0 * turn + 1:
+                    wrong.append(said[-1][1])
+    except cgplan.CgplanError as error:
+        said.append((type(error).__name__, error.message))
+    return said, wrong
+
+
+def two_runners(rank: int) -> tuple[Said, Said]:
+    """A second model on the all-reduce of a runner that is open; and once that one is closed."""
+    with session(rank) as (ranks, reducer, capture):
+        runner, config = capture.run(), config_of()
+        second = CaptureSession(
+            build_plan(config),
+            Doubling(reducer),
+            reducer.backend,
+            config,
+            together=RankedCapture(ranks, reducer, config),
+        )
+        said = tried(second.run)
+        check_runner(runner, rank, ranks.world_size)
+        runner.close()
+        return said, captured_again(second, rank, ranks.world_size)
+
+
+def used_after_close(rank: int, all_reduce: str) -> list[Said]:
+    with session(rank, compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
+        runner = capture.run()
+        reducer.close()
+        x = torch.ones(2, 8)
+        said = [tried(lambda: reducer(x)), tried(lambda: runner(x=x))]
+        runner.close()
+    return [*said, tried(lambda: reducer(x)), tried(lambda: ranks.agree("tea"))]
+
+
+class Plain(torch.nn.Module):
+    """Sums over ranks twice, and can be traced."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.weight = torch.nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.cgplan.all_reduce(x * self.weight, self.number)
+        return torch.ops.cgplan.all_reduce(y + 1, self.number)
+
+
+def breaks_on_one_rank(rank: int) -> Said:
+    """Rank 1 alone has a function that breaks captures, so it alone looks whether the model calls it."""
+    if rank == 1:
+        cgplan.eager_break_during_capture(torch.relu)
+    with session(rank, compilation={"cudagraph_mode": "PIECEWISE"}) as (ranks, reducer, capture):
+        capture._model = Plain(reducer.number)
+        return captured_again(capture, rank, ranks.world_size)
+
+
+def interrupted(rank: int, method: str) -> Said:
+    """Rank 1 is interrupted in a step of the registration."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        with session(rank) as (_, _, capture):
+            if rank == 1:
+                setattr(GraphBufferRegistry, method, interrupt)
+            capture.run()
+
+    return tried(run)
+
+
+def cannot_be_sent(rank: int) -> list[Said]:
+    """Rank 1 brings a value to a step that cannot be pickled; then one that can."""
+    ranks = open_ranks(DistributedConfig(timeout=patience()), "cpu")
+    assert ranks is not None
+    with ranks:
+        bad = tried(lambda: ranks.agree("lunch", value=(lambda: None) if rank else 0))
+        return [bad, tried(lambda: ranks.agree("dinner", value=rank))]
+
+
+def differs(rank: int) -> list[Said]:
+    """In debug mode rank 1's graph gives other numbers than its model; both go on."""
+
+    class Wrong(Doubling):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + float(rank == 1 and self.reducer.backend.is_capturing())
+
+    with session(rank, compilation={"debug": True}) as (ranks, reducer, capture):
+        capture._model = Wrong(reducer)
+        runner, said = capture.run(), []
+        for turn in range(3):
+            inputs = [batch(other, turn, (3, 8), torch.float32) for other in range(ranks.world_size)]
+            wanted = doubled(inputs, ranks.world_size) + float(rank == 1)
+            said.append(tried(lambda given=inputs[rank], sums=wanted: torch.allclose(runner(x=given), sums, rtol=1e-5)))
+        runner.close()
+    return said
+
+
+def keeper_is_frozen(rank: int) -> tuple[Said, Said]:
+    """Rank 0, which keeps the store, is stopped: nothing that is asked of the store is answered any more."""
+    with session(rank) as (_, _, capture):
+        runner = capture.run()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        said = tried(lambda: runner(x=torch.ones(1, 8)))
+        return said, tried(runner.close)
+
+
+def opened_again(rank: int) -> list[Said]:
+    """Ranks that meet, capture and part, twice in one process."""
+
+    def run() -> None:
+        with session(rank) as (ranks, _, capture):
+            assert captured_again(capture, rank, ranks.world_size) == ("ok", None)
+
+    return [tried(run), tried(run)]
+
+
+def no_memory_reading(rank: int) -> list[Said]:
+    """Rank 1 fails before it has met the others for its capture, once."""
+    real, left = TapeBackend.memory, [1 if rank == 1 else 0]
+
+    def memory(self: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("the device does not answer")
+        return real(self)
+
+    with session(rank) as (ranks, _, capture):
+        TapeBackend.memory = memory
+        return [tried(capture.run), captured_again(capture, rank, ranks.world_size)]
+
+
+def handles_stay_open(rank: int) -> list[Said]:
+    """Rank 1 cannot close a handle of its peer's memory, once."""
+    real, left = SharedMemoryTransport.close, [1 if rank == 1 else 0]
+
+    def close(self: Any, base: int) -> None:
+        real(self, base)
+        if left[0]:
+            left[0] -= 1
+            raise RegistrationError("the handle cannot be closed")
+
+    with session(rank) as (ranks, _, capture):
+        runner = capture.run()
+        SharedMemoryTransport.close = close
+        return [tried(runner.close), captured_again(capture, rank, ranks.world_size)]
+
+
+def killed_beside_one_that_ends(rank: int) -> Said:
+    """Rank 2 is killed, rank 1 catches the error that it gets and ends well; what rank 0 hears of it, later."""
+    with session(rank) as (ranks, reducer, _):
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            ranks.watch._lock.acquire()  # it does not look for a while
+            time.sleep(1.5)
+            ranks.watch._lock.release()
+        return tried(lambda: reducer(torch.ones(8)))
+
+
+def replays_after_a_loss(rank: int) -> tuple[list[Said], int]:
+    """Rank 1 is killed; what rank 0's calls raise once it knows, and how many sums they begin."""
+    with session(rank) as (ranks, _, capture):
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while ranks.watch.lost is None:
+            time.sleep(0.02)
+        real, begun = CpuKernels.run, [0]
+
+        def run(*args: Any) -> None:
+            begun[0] += 1
+            real(*args)
+
+        CpuKernels.run = run
+        said = [tried(lambda rows=rows: runner(x=torch.ones(rows, 8))) for rows in (1, 2, 4)]
+        runner.close()
+    return said, begun[0]
