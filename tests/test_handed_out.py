@@ -230,6 +230,22 @@ def test_only_what_is_handed_out_is_looked_at(backend: GraphBackend, monkeypatch
     assert staged.output is first
 
 
+def test_a_model_that_changes_its_input_object_in_place_gets_it_as_it_was_made(backend: GraphBackend) -> None:
+    """Batches without a graph run the model's own code on the staged tensors themselves."""
+    runner = open_runner(
+        backend,
+        lambda x: (x.unsqueeze_(0) * 2)[0],
+        compilation={"cudagraph_mode": "FULL_DECODE_ONLY"},
+        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 8},
+    )
+    staged = runner.stage(4, uniform_decode=False)
+    for value in (1.0, 2.0, 3.0):
+        with staged as buffers:
+            buffers["x"].fill_(value)
+        same(staged.output, torch.full((4, 3), 2 * value, device=backend.device))
+    assert sum(runner.stats.eager.values()) == 3
+
+
 def test_an_output_changed_in_place_before_it_is_read(backend: GraphBackend) -> None:
     """The same object was handed out before; whoever reads later gets one as it was made."""
     runner, x = open_runner(backend), square(backend)

@@ -433,6 +433,10 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
         (torch.ones(2), torch.ones(2).double(), None),
         ([torch.ones(2)], (torch.ones(2),), None),
         ("text", "text", None),
+        ((torch.ones(2), None), (torch.ones(2), torch.ones(2)), None),
+        ((torch.ones(2), torch.ones(2)), (torch.ones(2), None), None),
+        ((torch.ones(2), 1), (torch.ones(2), 2), None),
+        ((torch.ones(2), math.nan, "a"), (torch.ones(2), math.nan, "a"), 0.0),
         (torch.ones(0), torch.ones(0), 0.0),
     ],
 )

@@ -151,7 +151,15 @@ class BatchRouter:
         """Raise InputError if the static buffers do not hold so many tokens."""
         most = self._most_tokens
         if not 0 < num_tokens <= most:
-            raise InputError(f"static buffers hold 1 to {most} tokens, asked for {num_tokens}", remedy="Ask for fewer.")
+            hold = (
+                f"static buffers hold 1 to {most} tokens"
+                if most
+                else "nothing is captured, so no static buffer holds any"
+            )
+            raise InputError(
+                f"{hold}, asked for {num_tokens}",
+                remedy="Ask for fewer, or call the runner with tensors: it runs larger batches eagerly.",
+            )
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""

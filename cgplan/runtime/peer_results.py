@@ -25,7 +25,10 @@ from cgplan.runtime.peers import BenchBatch, Call
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.written import WrittenState
 
-_UNLIKE = "its output has another structure, shape or dtype than that of the model's own code, or holds no tensor"
+_UNLIKE = (
+    "its output has another structure, shape, dtype or value beside tensors than that of the model's own code, or "
+    "holds no tensor"
+)
 _UNSTEADY = "the model's own code, run twice from the same inputs, state and seed, gives different results"
 _OTHER_NUMBERS = "the model draws random numbers, and {why}"
 Result = tuple[float | None, str | None]  # the largest difference, or why there is none
@@ -98,14 +101,22 @@ class OwnResults:
 
 def deviation(found: Any, wanted: Any) -> float | None:
     """Largest absolute difference of two outputs; infinite where one has a NaN that the other has not. None where
-    their structures, shapes or dtypes differ, or there is no tensor.
+    their structures, shapes, dtypes or values beside tensors differ, or there is no tensor.
     """
     (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
-    pairs = [(a, b) for a, b in zip(leaves, others, strict=False) if isinstance(a, torch.Tensor)]
-    alike = all(isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
-    if spec != other_spec or not pairs or not alike:
+    if spec != other_spec or not all(map(_is_alike, leaves, others)):
         return None
-    return max(_largest(a, b) for a, b in pairs)
+    pairs = [(a, b) for a, b in zip(leaves, others, strict=True) if isinstance(a, torch.Tensor)]
+    return max((_largest(a, b) for a, b in pairs), default=None)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two leaves of outputs can be compared: tensors of one shape and dtype, or equal values of one class."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+            return False
+        return (one.shape, one.dtype) == (other.shape, other.dtype)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:

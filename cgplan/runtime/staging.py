@@ -57,7 +57,7 @@ class StagedBuffers(dict[str, torch.Tensor]):
 
     __slots__ = (
         "__weakref__", "_acquire", "_batch", "_current_stream", "_entered", "_given", "_handed", "_is_asked",
-        "_is_eager", "_launcher", "_names", "_output", "_read", "_reference", "_release", "_tensors", "_views",
+        "_is_eager", "_launcher", "_names", "_output", "_own", "_read", "_reference", "_release", "_tensors", "_views",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +74,8 @@ class StagedBuffers(dict[str, torch.Tensor]):
             batch.output = _unread
         own = make()
         self._names, self._tensors = tuple(own), tuple(own.values())
+        # An eager run gives the model these very objects, which it may change in place.
+        self._own = HandedViews(lambda: tuple(make().values())) if self._is_eager else None
         self._handed = HandedViews(lambda: tuple(make().values()))
         self._given = self._handed.tensors()
         self._views = dict(zip(self._names, self._given, strict=True))
@@ -115,7 +117,8 @@ class StagedBuffers(dict[str, torch.Tensor]):
         batch = self._batch
         try:
             if kind is None:
-                self._output = launcher.launch(batch, batch.pad, self._tensors)
+                tensors = self._tensors if self._own is None else self._own.tensors()
+                self._output = launcher.launch(batch, batch.pad, tensors)
             else:
                 launcher.extend_marks(batch)
         except BaseException:
@@ -158,7 +161,7 @@ class StagedBuffers(dict[str, torch.Tensor]):
         if self._launcher is None:
             return
         self._launcher, self._views, self._tensors, self._output = None, {}, (), _NO_OUTPUT
-        del self._batch, self._handed, self._given, self._read
+        del self._batch, self._handed, self._given, self._read, self._own
 
     def __missing__(self, name: str) -> torch.Tensor:
         view = self._open().get(name)
