@@ -28,7 +28,7 @@ class WithDriver(TapeBackend):
         super().__init__()
         self.rate, self.chunk, self.total, self.keeps = rate, chunk, total, keeps
         self.workspace, self.warm = workspace, False
-        self.operators = 0
+        self.nodes = 0
         self.taken = 0
         self.captures = 0
 
@@ -53,8 +53,8 @@ class WithDriver(TapeBackend):
         return MemoryReading(self.total - reserved - self.taken, self.total, reserved)
 
     def _count(self, operators: int) -> None:
-        self.operators += operators
-        needed = -(-self.operators * self.rate // self.chunk) * self.chunk
+        self.nodes += operators
+        needed = -(-self.nodes * self.rate // self.chunk) * self.chunk
         self.taken = max(self.taken, needed) if self.keeps else needed
 
 

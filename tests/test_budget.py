@@ -227,7 +227,7 @@ def test_memory_stays_within_any_budget(limit: int, predicts: bool, chunks: int,
     same(runner(x=x), expected(x))
     check_report(runner)
     runner.close()
-    assert (reserved(device), device.operators) == (before, 0)
+    assert (reserved(device), device.nodes) == (before, 0)
 
 
 def test_a_graph_that_overshoots_is_freed_and_those_before_it_are_captured_again() -> None:
@@ -266,7 +266,7 @@ def test_without_predictions_sizes_are_left_out_from_the_top() -> None:
 def test_without_predictions_a_key_is_expected_to_cost_what_others_did() -> None:
     """So that nothing is captured in vain. In chunks the first graph does not show what the driver will take."""
     device = WithDriver(rate=1000, chunk=3 * DRIVER - 1, total=1 << 20)
-    device.operators = 1  # room in a chunk from before
+    device.nodes = 1  # room in a chunk from before
     device._count(0)
     limit = 16 * ROW + 16 * POOL_ROW + 3 * DRIVER
     runner = open_runner({"memory": limit}, backend=device)
@@ -462,6 +462,37 @@ def test_a_key_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPa
     assert captured_sizes(runner) == [16, 8, 4, 2]
     assert runner.report.budget is not None
     assert "4.00 s expected for it" in runner.report.budget.stops[0].detail
+
+
+def test_seconds_are_those_of_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan predicts is what counts: a plan inside the budget is captured whole, however long buffers take."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("cgplan.runtime.budget.time", clock)
+    monkeypatch.setattr("cgplan.runtime.session.time", clock)
+
+    class Slow(TapeBackend):
+        def release_cached(self) -> None:
+            now[0] += 100.0
+            super().release_cached()
+
+        def begin(self, graph: Any) -> None:
+            now[0] += 2.0
+            super().begin(graph)
+
+    runner = open_runner({"capture_time": "11s"}, backend=Slow(), predicted=predict(2.0))
+    assert captured_sizes(runner) == [16, 8, 4, 2, 1]
+    budget = runner.report.budget
+    assert budget is not None
+    assert budget.used_seconds == 10.0
+    assert "because the last capture took longer" not in str(runner.report)
+
+
+def test_seconds_that_nobody_foresaw_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticking(monkeypatch, 20.0)
+    report = open_runner({"capture_time": "35s"}).report
+    assert len(report.records) == 1
+    assert "of 35.0 s used, because the last capture took longer than was known before" in " ".join(str(report).split())
 
 
 # --- reserve --------------------------------------------------------------------------------------------------

@@ -403,7 +403,7 @@ def test_calibration_gives_everything_back(mode: str, compilation: dict[str, Any
     costs = calibrate(config, model, device, plan)
     gc.collect()
     assert reserved(device) == before
-    assert (device.operators, device.taken) == (0, 0)
+    assert (device.nodes, device.taken) == (0, 0)
     assert set(costs.bytes_per_node) == {m for m, _ in plan.keys}
     assert costs.of(plan.keys).total_bytes > 0
     runner = CaptureSession(plan, model, device, config).run()  # and the model can still be captured
@@ -462,7 +462,7 @@ def test_a_calibration_that_fails_gives_everything_back() -> None:
         calibrate(config, model, device, build_plan(config))
     gc.collect()
     assert back_at(device, before)
-    assert device.operators == 0
+    assert device.nodes == 0
 
 
 def test_a_report_predicts_what_a_calibration_does() -> None:

@@ -116,6 +116,9 @@ def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], pla
     from cgplan.runtime.estimate import estimate
     from cgplan.runtime.host_memory import BoundedMemory, is_out_of_memory
 
+    note("recording forwards of the model on the CPU, which takes minutes for a large one")
+    if loaded.config.device == "cpu":
+        note("note: the estimate is of graphs on a GPU; --costs measure tells what they take here")
     with BoundedMemory() as memory:
         try:
             with UntouchedMemory(memory.allow):

@@ -69,7 +69,7 @@ def propose(
     curve = Curve.of(problem, bounds, costs, config.budget.max_graphs)
     limits = _limits(config, costs)
     if limits is not None:
-        _check_one_graph(limits, curve)
+        _check_one_graph(limits, curve, costs)
     best = _best(limits, curve, config.budget.max_graphs)
     keys = curve.keys_of(best.chosen)
     served = serve(keys, traffic, times)
@@ -128,7 +128,7 @@ def _best(limits: Limits | None, curve: Curve, most: int | None) -> Best:
     return best_plan(curve.problem, Limits(graphs), tolerance=WORTH)
 
 
-def _check_one_graph(limits: Limits, curve: Curve) -> None:
+def _check_one_graph(limits: Limits, curve: Curve, costs: GraphCosts | None) -> None:
     """Raises BudgetError if no graph at all can be paid for."""
     problem, lanes = curve.problem, range(len(curve.problem.lanes))
     singles = [
@@ -136,10 +136,10 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         for at in lanes
         for index in range(1, problem.lanes[at].sizes.size)
     ]
-    costs = {single: problem.costs_of(single) for single in singles}
-    if not costs or any(limits.pays_for(*cost) for cost in costs.values()):
+    paid = {single: problem.costs_of(single) for single in singles}
+    if not paid or any(limits.pays_for(*cost) for cost in paid.values()):
         return
-    single, (_, memory, seconds) = min(costs.items(), key=lambda item: item[1][1:])
+    single, (_, memory, seconds) = min(paid.items(), key=lambda item: item[1][1:])
     ((mode, descriptor),) = curve.keys_of(single)
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
@@ -149,10 +149,12 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
+    source = f"; by costs {costs.source}, between and beyond whose sizes they are interpolated" if costs else ""
     raise BudgetError(
         f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {_in_bytes(memory)} (pool, "
-        f"static buffers, workspaces and driver) and {seconds:.3g} s",
-        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE.",
+        f"static buffers, workspaces and driver) and {seconds:.3g} s{source}",
+        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
+        "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )
 
 

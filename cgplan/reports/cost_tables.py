@@ -113,13 +113,21 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
     return Group(title, filled(rows, left=("active adapters",)), Text(words if known else advice))
 
 
+def _passed(budget: BudgetRecord) -> str:
+    """Why more seconds were used than the budget has, if so: they cannot be given back."""
+    over = budget.capture_time is not None and budget.used_seconds > budget.capture_time
+    return ", because the last capture took longer than was known before" if over else ""
+
+
 def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     """Limits and what was used of them, and the keys that have no graph."""
     limits = []
     if budget.memory is not None:
         limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used")
     if budget.capture_time is not None:
-        limits.append(f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used")
+        limits.append(
+            f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used{_passed(budget)}"
+        )
     if budget.max_graphs is not None:
         limits.append(f"at most {budget.max_graphs} graphs")
     if budget.reserve is not None:

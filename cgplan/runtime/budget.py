@@ -3,7 +3,8 @@
 Note [What a budget counts]
     Memory is static buffers, the graph pool, what the driver takes while graphs are captured, and what the first
     warm-up leaves outside of the pool (library workspaces). Kernels that warm-ups load are not counted: eager calls
-    need them, too. A key counts as one graph, in however many segments it is captured.
+    need them, too. A key counts as one graph, in however many segments it is captured. Seconds are those of captures
+    with their warm-ups, as plans predict them: not what comes before the first (static buffers, a garbage collection).
 """
 
 from __future__ import annotations
@@ -126,6 +127,10 @@ class BudgetGuard:
         self._spent: float | None = None
         self._predicted = dict(zip(plan.keys, plan.predicted.keys, strict=True)) if plan.predicted else {}
         self.forget()
+
+    def begin(self) -> None:
+        """Count seconds from now on: the first capture comes."""
+        self._start = time.perf_counter()
 
     def forget(self, *, in_service: bool = False) -> None:
         """All graphs were freed; time goes on. ``in_service``: what lies outside of the pool stays as it was measured,

@@ -126,7 +126,9 @@ class CaptureSession:
             wanted = graphed.plan
             first = [key for key in wanted.keys if keys is None or key in keys]
             with backend.session(), torch.no_grad():
+                guard.begin()
                 captured += self._capture_all(KeyCapture.of(graphed), guard, first)
+                guard.rest()
                 refuse_lost_sizes(graphed)
                 graphed.buffers.restore()
                 backend.synchronize()
