@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import types
 import weakref
@@ -18,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgplan.errors import AddressError, CgplanError
-from cgplan.graphs.addresses import AddressDifference, AddressManifest
+from cgplan.graphs.address_difference import AddressDifference
+from cgplan.graphs.addresses import AddressManifest
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -672,12 +674,14 @@ def reviewed(tensor: torch.Tensor, way: str) -> torch.Tensor:
             return tensor[:2]
         case "strides":
             return tensor.t()
+        case "negated":
+            return torch._neg_view(tensor)
     raise AssertionError(way)
 
 
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("way", ["type", "shape", "rows", "strides"])
+@pytest.mark.parametrize("way", ["type", "shape", "rows", "strides", "negated"])
 def test_memory_in_another_form_is_refused(way: str, many: bool, repeats: bool) -> None:
     """Also where the check has been compiled, and where tensors are compared as a group."""
     tensors = [torch.zeros(4, 4) for _ in range(20 if many else 3)]
@@ -825,3 +829,126 @@ def test_another_parameter_on_the_same_memory_is_accepted_and_one_of_another_for
     model.blocks[0].linear.weight = torch.nn.Parameter(weight.detach().t())
     with pytest.raises(AddressError, match="1 reshaped"):
         made.check({"model": model}, what="FULL 4", may_grow=True)
+
+
+def test_a_tensor_that_is_conjugated_is_refused() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("w", torch.zeros(3, dtype=torch.complex64))
+    made = repeated(model)
+    model.w = model.w.conj()
+    with pytest.raises(
+        AddressError, match=r"model\.w: complex64 \[3\] .*, complex64 \[3\] with strides \[1\], conjugated"
+    ):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+
+
+SECOND_NAMES = {
+    "a module": lambda m: setattr(m.blocks[0], "before", m.blocks[2]),
+    "in a list": lambda m: setattr(m.blocks[0], "before", [m.blocks[2]]),
+    "in a new module": lambda m: setattr(m.blocks[0], "before", torch.nn.ModuleList([m.blocks[2]])),
+    "of a part": lambda m: setattr(m.blocks[0], "before", m.blocks[2].linear),
+    "of the model": lambda m: setattr(m.blocks[0].state, "above", m),
+    "a list": lambda m: setattr(m.blocks[0], "before", m.blocks[2].state.kv),
+    "a tensor": lambda m: setattr(m.blocks[0], "before", m.blocks[2].linear.weight),
+}
+OF_THE_LAST_BLOCK = {
+    "a weight": (
+        lambda m: setattr(m.blocks[2].linear, "weight", torch.nn.Parameter(torch.ones(2, 2))),
+        "linear.weight",
+    ),
+    "a list's item": (lambda m: m.blocks[2].state.kv.__setitem__(1, t()), "state.kv[1]"),
+}
+
+
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("moved", OF_THE_LAST_BLOCK)
+@pytest.mark.parametrize("name", SECOND_NAMES)
+def test_a_second_name_takes_nothing_out_of_the_check(name: str, moved: str, repeats: bool, during: bool) -> None:
+    """Whether it comes after the capture or during it, and though the walk meets it before the first name."""
+    model = Deep()
+    kept = model.blocks[2].linear.weight, [*model.blocks[2].state.kv]
+    before = AddressManifest.of({"model": model}, CPU)
+    if during:
+        SECOND_NAMES[name](model)
+    made = AddressManifest.of({"model": model}, CPU, before=before, repeats=repeats)
+    count, paths = len(before), before.paths
+    SECOND_NAMES[name](model)
+    for _ in range(3):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert made.still_holds({"model": model}) == repeats
+    assert (len(made), made.paths) == (count, paths)
+    move, path = OF_THE_LAST_BLOCK[moved]
+    move(model)
+    for _ in range(2):
+        with pytest.raises(
+            AddressError, match=rf"1 changed, 0 missing, 0 added\n  changed  model\.blocks\[2\]\.{re.escape(path)}"
+        ):
+            made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert kept
+
+
+def test_a_second_name_may_go_again() -> None:
+    model = Deep()
+    made = repeated(model)
+    for _ in range(2):
+        model.blocks[0].before = model.blocks[2]
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+        model.blocks[0].before = torch.nn.Linear(2, 2)
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+        del model.blocks[0].before
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+        assert made.still_holds({"model": model})
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_what_is_ignored_by_one_name_is_seen_by_another(repeats: bool) -> None:
+    """A longer list takes the place of a shorter one that holds the same: its last tensor is new there, not here."""
+    shared = t()
+    model = Plain(short=[shared], long=[shared, t()])
+    made = AddressManifest.of({"model": model}, CPU, repeats=repeats)
+    model.short = model.long
+    for _ in range(2):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    kept = model.long[1]
+    model.long[1] = t()
+    for _ in range(2):
+        with pytest.raises(AddressError, match=r"1 changed, 0 missing, 0 added\n  changed  model\.long\[1\]"):
+            made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert kept.numel()
+
+
+def test_results_that_a_forward_keeps_by_two_names_are_left_alone() -> None:
+    last = [t()]
+    last.append(last)
+    model = Plain(w=t(), a=last, b=last)
+    before = AddressManifest.of({"model": model}, CPU)
+    last[0] = kept = t()
+    made = AddressManifest.of({"model": model}, CPU, before=before, repeats=True)
+    assert len(made) == 1
+    last[0] = t()
+    for _ in range(2):
+        made.check({"model": model}, what="FULL 4", may_grow=True)
+    assert kept.numel()
+
+
+@pytest.mark.parametrize("change", ["t_", "data"])
+def test_the_same_object_in_another_form_is_found_by_a_walk(change: str) -> None:
+    model = Deep()
+    made = repeated(model)
+    weight = model.blocks[1].linear.weight
+
+    def transpose() -> None:
+        if change == "data":
+            weight.data = weight.data.t()
+        else:
+            with torch.no_grad():
+                weight.t_()
+
+    transpose()
+    for _ in range(2):
+        with pytest.raises(AddressError, match=r"1 reshaped, .*\n  reshaped  model\.blocks\[1\]\.linear\.weight"):
+            made.check({"model": model}, what="FULL 4", may_grow=True, walk_again=True)
+    transpose()
+    made.check({"model": model}, what="FULL 4", may_grow=True, walk_again=True)
+    assert made.still_holds({"model": model})

@@ -1326,3 +1326,52 @@ def test_tensors_of_a_plain_object_are_checked_too(backend: GraphBackend, bound:
     model.scale = model.scale * 2
     with pytest.raises(AddressError, match=r"model\.scale"):
         runner(x=batch(backend, 1))
+
+
+class Squares(nn.Module):
+    """Two layers with square weights, which may be transposed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_gets_a_second_name_is_checked_as_before(
+    backend: GraphBackend, policy: str, mode: str, inside: bool
+) -> None:
+    model = Squares().to(backend.device).requires_grad_(False)
+    compilation = {"address_check": policy, "cudagraph_mode": mode}
+    if mode == "PIECEWISE":
+        compilation["splitting_modules"] = ["first"]
+    runner = open_runner(backend, model, compilation=compilation)
+    model.first.other = [model.second] if inside else model.second
+    x = batch(backend, 2)
+    torch.testing.assert_close(runner(x=x), model(x))
+    kept, model.second.weight = model.second.weight, nn.Parameter(torch.ones(2, 2, device=backend.device))
+    with pytest.raises(AddressError, match=r"changed  model\.second\.weight"):
+        runner(x=batch(backend, 4))
+    assert kept.numel()
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+@pytest.mark.parametrize("change", ["t_", "data"])
+def test_a_weight_that_is_transposed_in_place_is_found_on_a_first_replay(
+    backend: GraphBackend, policy: str, change: str
+) -> None:
+    """Though it is the same object at the same address, which no check on every replay looks into."""
+    model = Squares().to(backend.device).requires_grad_(False)
+    runner = open_runner(backend, model, compilation={"address_check": policy})
+    for _ in range(2):
+        runner(x=batch(backend, 2))
+    if change == "t_":
+        model.first.weight.t_()
+    else:
+        model.first.weight.data = model.first.weight.data.t()
+    with pytest.raises(AddressError, match=r"reshaped  model\.first\.weight"):
+        runner(x=batch(backend, 4))

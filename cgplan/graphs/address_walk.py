@@ -10,12 +10,13 @@ import torch
 
 from cgplan.graphs.address_layout import SCALARS, Layout, PartKind, Reading, parts_of, wrapped_tensors
 
-Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool]
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Type, shape and strides: what besides its address a graph has frozen of a tensor."""
-    return tensor.dtype, tensor.shape, tensor.stride()
+    """Type, shape, strides, and whether it is read conjugated or negated: what besides its address a graph has frozen
+    of a tensor."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 @dataclass(frozen=True, slots=True)

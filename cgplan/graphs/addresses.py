@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cgplan.errors import AddressError
-from cgplan.graphs.address_check import Check, compile_check
+from cgplan.graphs.address_check import Check, compile_check, nodes_of
+from cgplan.graphs.address_difference import AddressDifference, Path, difference_of, keep_known, text_of
 from cgplan.graphs.address_walk import Entry, Form, Leaf, Node, Walk
 
 _SHOWN = 10
@@ -18,45 +19,10 @@ _REMEDY = (
     "Write new values into the captured tensors in place (copy_), declare the tensor as an input so that it is copied "
     "into a static buffer, or capture again."
 )
-Path = tuple["Path", str] | None  # the path of the container, and the last step
-
-
-@dataclass(frozen=True, slots=True)
-class AddressDifference:
-    """How a structure differs from what a graph was captured with; falsy if it does not.
-
-    Attributes:
-        missing: Paths at which there was a tensor and is none.
-        added: Paths at which there is a tensor and was none.
-        changed: Path, address at capture and address now (bytes), of tensors that lie elsewhere.
-        reshaped: Path, and type, shape and strides at capture and now, of tensors that lie where they lay.
-    """
-
-    missing: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
-    changed: tuple[tuple[str, int, int], ...] = ()
-    reshaped: tuple[tuple[str, Form, Form], ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.added or self.changed or self.reshaped)
-
-    @property
-    def paths(self) -> frozenset[str]:
-        """All paths at which something differs."""
-        return frozenset((*self.missing, *self.added, *(found[0] for found in (*self.changed, *self.reshaped))))
-
-    def without(self, ignored: frozenset[str]) -> AddressDifference:
-        """What differs at other paths."""
-        return AddressDifference(
-            tuple(path for path in self.missing if path not in ignored),
-            tuple(path for path in self.added if path not in ignored),
-            tuple(found for found in self.changed if found[0] not in ignored),
-            tuple(found for found in self.reshaped if found[0] not in ignored),
-        )
 
 
 class AddressManifest:
-    """Address, type, shape, strides and path of every tensor of a device that can be reached from some roots.
+    """Address, form (see `form_of`) and path of every tensor of a device that can be reached from some roots.
 
     It holds numbers, names and classes; tensors and modules it holds only once `check` has compiled itself. It looks
     into dicts and other Mappings, lists, tuples, named tuples, deques, dataclasses, ``__slots__``, plain objects and
@@ -108,11 +74,12 @@ class AddressManifest:
                 modules that the first check met, until the manifest is dropped.
         """
         walk = Walk(torch.empty(0, device=device).device)
-        top, count, ignored = walk.run(roots), len(walk.tensors), frozenset[str]()
+        top, ignored = walk.run(roots), frozenset[str]()
         if before is not None:
-            ignored = _difference(before._top, top).paths
-            count -= _drop(top, ignored)
-        return cls(top, count, walk.device, ignored, repeats=repeats)
+            ignored = difference_of(before._top, top).paths
+            if ignored:
+                keep_known(before._top, top)
+        return cls(top, _count(top), walk.device, ignored, repeats=repeats)
 
     def __len__(self) -> int:
         """The number of tensors, each counted once."""
@@ -125,7 +92,7 @@ class AddressManifest:
         for path, child in _visit(self._top):
             if isinstance(child, Leaf) and child.number not in seen:
                 seen.add(child.number)
-                named[_text(path)] = child.address
+                named[text_of(path)] = child.address
         return named
 
     @property
@@ -136,7 +103,7 @@ class AddressManifest:
         for path, child in _visit(self._top):
             key = child.number if isinstance(child, Leaf) else child
             if first.setdefault(key, path) is not path:
-                named[_text(path)] = _text(first[key])
+                named[text_of(path)] = text_of(first[key])
         return named
 
     def matches(self, roots: Mapping[str, Any]) -> bool:
@@ -161,21 +128,24 @@ class AddressManifest:
         """How the structure differs now, by a fresh walk; it sees what the fast check does not."""
         return self._difference(Walk(self._device).run(roots))
 
-    def check(self, roots: Mapping[str, Any], *, what: str, may_grow: bool = False) -> None:
+    def check(self, roots: Mapping[str, Any], *, what: str, may_grow: bool = False, walk_again: bool = False) -> None:
         """Refuse a structure that the graph cannot be replayed with.
 
-        The first check is a walk. Where checks repeat, further ones are as fast as `matches`; what differs in its
-        containers and in no tensor is accepted, and compiled anew, at most 8 times.
+        The first check is a walk. Where checks repeat, further ones are as fast as `matches`, and do not see a tensor
+        that is the same object at the same address in another form. What differs in its containers and in no tensor is
+        accepted, and compiled anew, at most 8 times.
 
         Args:
             roots: As for `of`, with the values of this replay.
             what: The graph, for the message.
             may_grow: Accept tensors that were not there at capture: no graph can depend on them.
+            walk_again: Walk even where the fast check passes, see Note [Cost of a check].
 
         Raises:
             AddressError: tensors are missing, added, changed or reshaped; names them.
         """
-        if self.still_holds(roots):
+        holds = self.still_holds(roots)
+        if holds and not walk_again:
             return
         walk = Walk(self._device)
         top = walk.run(roots)
@@ -185,17 +155,17 @@ class AddressManifest:
             difference = replace(difference, added=())
         if difference:
             raise AddressError(_message(what, difference, self._count), remedy=_REMEDY)
-        if self._rebinds <= _MAX_REBINDS:
+        if not holds and self._rebinds <= _MAX_REBINDS:
             self._rebinds += 1
-            self._count = len(walk.tensors) - _drop(top, self._ignored)
-            self._top, self._addresses = top, None
+            if self._ignored:
+                keep_known(self._top, top)
+            self._top, self._count, self._addresses = top, _count(top), None
             if self._repeats:
                 tensors = [tensor for tensor, _ in walk.tensors.values()]
                 self._check = compile_check(top, self._device, tensors, walk.modules(), may_grow=may_grow)
 
     def _difference(self, top: Node) -> AddressDifference:
-        found = _difference(self._top, top)
-        return found.without(self._ignored) if self._ignored else found
+        return difference_of(self._top, top, self._ignored)
 
 
 def _passes(check: Check, roots: Mapping[str, Any]) -> bool:
@@ -217,73 +187,15 @@ def _visit(top: Node) -> Iterator[tuple[Path, Leaf | Node]]:
             stack += [(path, inner) for inner in reversed(list(child.entries))]
 
 
-def _drop(top: Node, ignored: frozenset[str]) -> int:
-    """Take the tensors at these paths out of a tree; the number of those that it held."""
-    if not ignored:
-        return 0
-    dropped = 0
-    stack: list[tuple[Path, Node]] = [(None, top)]
-    while stack:
-        path, node = stack.pop()
-        for part in node.parts:
-            kept = []
-            for entry in part.entries:
-                here = (path, entry.step)
-                if isinstance(entry.child, Node) and not entry.is_link:
-                    stack.append((here, entry.child))
-                if isinstance(entry.child, Node) or _text(here) not in ignored:
-                    kept.append(entry)
-                elif isinstance(entry.child, Leaf):
-                    dropped += 1
-            part.entries = kept
-    return dropped
-
-
-def _difference(old: Node, new: Node) -> AddressDifference:
-    """Walk two trees side by side, each pair of containers once, so that cycles end and links are compared too."""
-    missing: list[str] = []
-    added: list[str] = []
-    changed: list[tuple[str, int, int]] = []
-    reshaped: list[tuple[str, Form, Form]] = []
-    seen: set[tuple[Node | None, Node | None]] = set()
-    stack: list[tuple[Path, Any, Any]] = [(None, old, new)]
-    while stack:
-        path, before, after = stack.pop()
-        if isinstance(before, Leaf) and isinstance(after, Leaf):
-            if before.address != after.address:
-                changed.append((_text(path), before.address, after.address))
-            elif before.form != after.form:
-                reshaped.append((_text(path), before.form, after.form))
-            continue
-        if isinstance(before, Leaf):
-            missing.append(_text(path))
-        if isinstance(after, Leaf):
-            added.append(_text(path))
-        pair = (before if isinstance(before, Node) else None, after if isinstance(after, Node) else None)
-        if pair not in seen and pair != (None, None):
-            seen.add(pair)
-            stack += [((path, step), *sides) for step, sides in reversed(_children(*pair).items())]
-    return AddressDifference(tuple(missing), tuple(added), tuple(changed), tuple(reshaped))
-
-
-def _children(before: Node | None, after: Node | None) -> dict[str, tuple[Any, Any]]:
-    """The children of two containers by their steps."""
-    old = {entry.step: entry.child for entry in before.entries} if before else {}
-    new = {entry.step: entry.child for entry in after.entries} if after else {}
-    return {step: (old.get(step), new.get(step)) for step in (*old, *(step for step in new if step not in old))}
+def _count(top: Node) -> int:
+    """The number of tensors, each counted once."""
+    return len({e.child.number for node in nodes_of(top) for e in node.entries if isinstance(e.child, Leaf)})
 
 
 def _form(form: Form) -> str:
-    dtype, shape, stride = form
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(stride)}"
-
-
-def _text(path: Path) -> str:
-    steps = []
-    while path is not None:
-        path, step = path
-        steps.append(step)
-    return "".join(reversed(steps))
+    dtype, shape, stride, is_conj, is_neg = form
+    bits = f"{', conjugated' if is_conj else ''}{', negated' if is_neg else ''}"
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(stride)}{bits}"
 
 
 def _message(what: str, difference: AddressDifference, count: int) -> str:

@@ -229,7 +229,8 @@ class GraphedModel:
             self._check_generators(mode, descriptor)
         if self._state is None:
             return
-        self._state.check({"model": self.holder}, what=f"{mode} {descriptor}", may_grow=True)
+        walk_again = again or key not in self._checked  # `always` sees no less than `first`
+        self._state.check({"model": self.holder}, what=f"{mode} {descriptor}", may_grow=True, walk_again=walk_again)
         self._checked.add(key)
 
     def check_valid(self, what: str) -> None:
