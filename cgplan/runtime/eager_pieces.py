@@ -9,11 +9,6 @@ Note [Output slots]
     are there afterwards. Segments may write to those in place. State that it reaches in another way (a global, a
     closure, an object that is no module) is copied like any other result, and what a segment writes to it is lost.
 
-Note [What a piece keeps]
-    A piece keeps its arguments, so that it can run again. Tensors of the pool are borrowed: later segments reuse their
-    blocks, and each replay writes them anew before the piece reads them. All else is held as it is: static buffers,
-    parameters, a KV cache, and objects whose inside is not looked into. Tuples, lists and dicts are looked into.
-
 Note [What a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries news between pieces and segments. A piece
     that adds values to a list, dict or set that it was given is refused, because the segments would go on with the
@@ -31,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend
@@ -39,6 +34,7 @@ from cgplan.graphs.host_sync import tensors_in
 from cgplan.runtime.batch import exact_check
 from cgplan.runtime.frozen import Containers, contents, modules_of, state_of
 from cgplan.runtime.outputs import _hides_tensors
+from cgplan.runtime.piece_arguments import PieceArguments
 from cgplan.runtime.piece_results import Frozen, Given, Slot, described
 
 _LEAF = tree_flatten(None)[1]
@@ -66,11 +62,12 @@ class EagerPiece:
         return f"EagerPiece({self.name!r}, called at {self.line})"
 
     def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run on the arguments of the capture and keep them, see Note [What a piece keeps]."""
+        """Run on the arguments of the capture and keep them, see PieceArguments."""
         modules = modules_of(self._function, args, kwargs)
         before, containers = state_of(modules), Containers((args, kwargs))  # the tensors are held: addresses last
-        self._keep_arguments(args, kwargs)
+        self._arguments = PieceArguments(args, kwargs, self._backend, self._pool)
         self._flat, spec = tree_flatten(self._function(*args, **kwargs))
+        self._arguments.settle()
         if containers.have_new_values():
             raise self._edits_arguments()
         given = set(map(_address, tensors_in((args, kwargs)))) - {0}
@@ -130,16 +127,17 @@ class EagerPiece:
         Results are compared with the last one that fitted by one compiled function, and only others one by one.
         """
         only = self._results[0] if self._spec is _LEAF else None
-        if self._nested is not None or isinstance(only, Given) or only is None:
+        if self._arguments.is_nested or isinstance(only, Given) or only is None:
             return self._run
-        args, kwargs = self._arguments
-        call, deliver = partial(self._function, *args, **kwargs), self._deliver
         if isinstance(only, Frozen):
-            return self._run if only.value is not None else partial(_expect_none, call, deliver)
-        accept, copy, is_alike = only.accept, only.tensor.copy_, _no
+            return self._run if only.value is not None else self._expecting_none()
+        bind, deliver = partial(self._arguments.bind, self._function), self._deliver
+        (call, is_bound), accept, copy, is_alike = bind(), only.accept, only.tensor.copy_, _no
 
         def run() -> None:
-            nonlocal is_alike
+            nonlocal call, is_bound, is_alike
+            if not is_bound():
+                call, is_bound = bind()
             result = call()
             if is_alike(result):
                 copy(result)
@@ -147,6 +145,20 @@ class EagerPiece:
                 deliver(result)  # which says what is wrong
             else:
                 is_alike = _no if result.requires_grad else exact_check((result,)) or _no
+
+        return run
+
+    def _expecting_none(self) -> Callable[[], None]:
+        bind, deliver = partial(self._arguments.bind, self._function), self._deliver
+        call, is_bound = bind()
+
+        def run() -> None:
+            nonlocal call, is_bound
+            if not is_bound():
+                call, is_bound = bind()
+            result = call()
+            if result is not None:
+                deliver(result)
 
         return run
 
@@ -161,27 +173,8 @@ class EagerPiece:
             with self._state.restored():
                 self._run()
 
-    def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        backend, pool = self._backend, self._pool
-        inside = {id(t) for t in tensors_in((args, kwargs)) if backend.in_pool(t, pool)}
-
-        def is_leaf(node: Any) -> bool:  # a list without captured tensors stays the same list, whoever edits it
-            looked_into = type(node) in (tuple, list, dict) or is_namedtuple_instance(node)
-            return not looked_into or not any(id(leaf) in inside for leaf in tree_leaves(node))
-
-        def kept(leaf: Any) -> Any:
-            plain = id(leaf) in inside and not leaf.is_conj() and not leaf.is_neg()  # borrowing would lose those bits
-            return backend.borrow(leaf) if plain else leaf
-
-        self._arguments, self._nested = (tuple(map(kept, args)), {k: kept(v) for k, v in kwargs.items()}), None
-        if not all(map(is_leaf, (*args, *kwargs.values()))):
-            flat, self._nested = tree_flatten((args, kwargs), is_leaf=is_leaf)
-            self._arguments = tuple(map(kept, flat)), {}
-
     def _run(self) -> None:
-        args, kwargs = self._arguments
-        if self._nested is not None:  # new lists and dicts each time, in case the function edits them
-            args, kwargs = tree_unflatten(args, self._nested)
+        args, kwargs = self._arguments.now()
         result = self._function(*args, **kwargs)
         if self._only is None or not self._only.accept(result):  # the common case, without a walk over a tree
             self._deliver(result)
@@ -254,12 +247,6 @@ class TorchState(NamedTuple):
         autocast = torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
             yield
-
-
-def _expect_none(call: Callable[[], Any], deliver: Callable[[Any], None]) -> None:
-    result = call()
-    if result is not None:
-        deliver(result)
 
 
 def _no(_: object) -> bool:

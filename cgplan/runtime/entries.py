@@ -14,6 +14,7 @@ from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope
+from cgplan.runtime.handed_outputs import HandedOutput
 
 
 def _is_count(value: object) -> bool:
@@ -60,6 +61,7 @@ class CUDAGraphEntry:
         descriptor: The batch that it serves.
         graph: What the wrapper replays: the backend's graph, or a breakable capture.
         output: What the callable returned at capture, on graph memory; each replay overwrites it.
+        handed: Gives the output to code of the user, which may change the tensor objects, see HandedOutput.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
@@ -74,6 +76,7 @@ class CUDAGraphEntry:
     descriptor: BatchDescriptor
     graph: Any
     output: Any
+    handed: HandedOutput
     slots: Mapping[int, torch.Tensor]
     manifest: AddressManifest | None
     capture_seconds: float

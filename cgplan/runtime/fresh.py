@@ -4,6 +4,10 @@ Note [Fresh results]
     A segment reads a fresh result of an eager piece from a slot of its own, and the result itself goes on to whoever
     else reads it. A segment that wrote into its slot would leave the others the old values; so that is refused. What
     a piece returns of its arguments' memory is not fresh: it lies where it lay at capture, and may be written to.
+
+    A tensor object that was made in one piece must keep its shape in the others (``unsqueeze_``): on replay a segment
+    runs no code that would change it, and an eager piece would change it once more on each call. Eager pieces may do
+    so to fresh results, which are other objects each time.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import torch
 from torch import fx
 
 from cgplan.errors import CaptureError
-from cgplan.runtime.splitting import Piece, operator_name, storages_of
+from cgplan.runtime.splitting import Piece, operator_name, storages_of, value_of
 
 _IN_PLACE = frozenset(
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
@@ -26,7 +30,7 @@ def fresh_arguments(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str,
     """For each segment, the positions of the arguments that an eager piece made, see Note [Fresh results].
 
     Raises:
-        CaptureError: a segment writes into one of them.
+        CaptureError: a segment writes into one of them, or a piece changes the shape of another piece's tensor.
     """
     eager = {piece.name: _fresh_results(getattr(split, piece.name)) for piece in pieces if piece.eager}
     fresh: set[fx.Node] = set()
@@ -35,6 +39,8 @@ def fresh_arguments(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str,
         if node.op == "call_module":
             name = str(node.target)
             found[name] = tuple(i for i, arg in enumerate(node.args) if arg in fresh)
+            kept = [i for i in range(len(node.args)) if name not in eager or i not in found[name]]
+            _refuse_changed_shapes(getattr(split, name), kept)
             if name not in eager:
                 _refuse_writes(getattr(split, name), found[name])
             elif eager[name] and not isinstance(eager[name], dict):
@@ -72,6 +78,31 @@ def _refuse_writes(segment: fx.GraphModule, fresh: Sequence[int]) -> None:
                     remedy="Make a new tensor instead (x = x * 2 for x.mul_(2)), or use "
                     "compilation.splitting_modules, which allows it.",
                 )
+
+
+def _refuse_changed_shapes(piece: fx.GraphModule, kept: Sequence[int]) -> None:
+    arguments = [node for node in piece.graph.nodes if node.op == "placeholder"]
+    values = {id(value) for i in kept if isinstance(value := value_of(arguments[i]), torch.Tensor)}
+    for node in piece.graph.nodes:
+        target = node.args[0] if node.args and _changes_shape(node) else None
+        # An operator may return its argument itself (`contiguous`): then the tracer's value is the same object, too.
+        if isinstance(target, fx.Node) and id(value_of(target)) in values:
+            raise CaptureError(
+                f"the model changes the shape of a tensor in place, in another piece than the one that made it: "
+                f"{operator_name(node)}, at {_line(node)}",
+                remedy="Make a view instead: x = x.unsqueeze(0) for x.unsqueeze_(0).",
+            )
+
+
+def _changes_shape(node: fx.Node) -> bool:
+    """Whether a node changes shape, strides or memory of a tensor object, as torch tags such operators."""
+    packet: Any = node.target
+    if not isinstance(packet, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        home, _, bare = (operator_name(node) or "").partition("::")
+        packet = getattr(torch.ops.aten, bare, None) if home == "aten" and bare.endswith("_") else None
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        return any(torch.Tag.inplace_view in getattr(packet, name).tags for name in packet.overloads())
+    return isinstance(packet, torch._ops.OpOverload) and torch.Tag.inplace_view in packet.tags
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:

@@ -29,7 +29,7 @@ class Program:
         read: Positions of the arguments that segments are given.
         arguments: Names of the split graph's arguments.
         lines: Of the function, but for its last one.
-        results: The names of what it returns; None where that is no flat tuple of nodes.
+        results: The sources of what it returns; None where that is no flat tuple of nodes.
     """
 
     code: CodeType
@@ -51,19 +51,20 @@ class Program:
         writer = _Writer(segments)
         if not all(map(writer.write, split.graph.nodes)):
             return None
+        output = fx.node.map_arg(writer.output, writer.result)
         arguments = [node for node in split.graph.nodes if node.op == "placeholder"]
         names = tuple(node.name for node in arguments)
         read = tuple(i for i, node in enumerate(arguments) if node in writer.read)
-        results = writer.output if isinstance(writer.output, tuple | list) else ()
-        flat = all(isinstance(node, fx.Node) for node in results)
+        results = output if isinstance(output, tuple | list) else ()
+        flat = all(isinstance(result, _Source) for result in results)
         return cls(
-            code=_compiled("replay", names, [*writer.lines, f"return {writer.output!r}"]),  # nodes show their names
+            code=_compiled("replay", names, [*writer.lines, f"return {output!r}"]),
             values=writer.values,
             slots=writer.slots,
             read=read,
             arguments=names,
             lines=tuple(writer.lines),
-            results=tuple(node.name for node in results) if results and flat else None,
+            results=tuple(map(repr, results)) if results and flat else None,
         )
 
     def with_prologue(self, prologue: Prologue) -> CodeType | None:
@@ -88,6 +89,7 @@ class Program:
         for segment, slots in self.slots.items():
             entry = entries[segment]
             names[f"replay_{segment}"] = entry.backend.launcher(entry.graph)
+            names[f"give_{segment}"] = entry.handed
             names.update((name, entry.slots[position]) for name, position in slots)
         return FunctionType(code.replace(), names)  # a copy: specialised instructions are not shared
 
@@ -106,6 +108,15 @@ def _value_of(node: fx.Node, split: fx.GraphModule, entries: Mapping[str, CUDAGr
     if node.op == "call_function":
         return _value_of(node.args[0], split, entries)[node.args[1]]  # type: ignore[arg-type]
     return entries[target].output if target in entries else split.__dict__[target]
+
+
+class _Source(str):
+    """An expression, which shows itself without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class _Writer:
@@ -148,6 +159,17 @@ class _Writer:
             case _:
                 return False
         return True
+
+    def result(self, node: fx.Node) -> _Source:
+        """The source of a result. Those who get a segment's output may change its tensor objects."""
+        if node.name not in self.values or node.op == "get_attr":
+            return _Source(node.name)
+        if node.op == "call_function" and isinstance(node.args[0], fx.Node):
+            return _Source(f"{self.result(node.args[0])}[{node.args[1]!r}]")
+        line = f"given_{node.target} = give_{node.target}()"
+        if line not in self.lines:
+            self.lines.append(line)
+        return _Source(f"given_{node.target}")
 
     def _launch(self, node: fx.Node) -> None:
         segment = str(node.target)

@@ -12,6 +12,9 @@ Note [Recorded replays]
     Where a runner traced the model, the code that Dynamo made around the graph is done by that function, too, see Note
     [Code around a graph] in prologue.py: then only what eager pieces are given is read anew.
 
+    Eager pieces are handed the segments' outputs themselves. Where one changes a tensor object (``transpose_`` in the
+    kernel of a custom operator) in the call before, nothing is recorded: the wrappers hand out what is as it was.
+
     The function goes with the graphs that it launches: any capture and any reset of a segment drops all of them. Where
     something is not as it was (gradients are on, an address differs under ``always``), the wrappers do the call.
 """
@@ -72,12 +75,14 @@ class SegmentWrapper(CUDAGraphWrapper):
         return super().take_out(scope, descriptors)
 
     def ready(self, context: ForwardContext) -> CUDAGraphEntry | None:
-        """The entry that serves a context without anything left to be captured or checked; None if there is none."""
+        """The entry that serves a context without anything left to be captured or checked; None if there is none, or
+        if an eager piece that was handed its output has changed the tensor objects.
+        """
         entry = self.entries.get(context.descriptor)
         if entry is None or entry.scope is not context.scope:
             return None
         unchecked = entry.manifest is not None and context.descriptor not in self._checked
-        return None if unchecked else entry
+        return entry if not unchecked and entry.handed.is_kept else None  # else only the wrappers make it anew
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         if not self.guarded:

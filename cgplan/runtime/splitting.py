@@ -106,7 +106,7 @@ def _runs(nodes: Iterable[fx.Node], splits: Callable[[fx.Node], bool]) -> list[_
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         producer = node.args[0] if node.target is operator.getitem else None
-        if isinstance(producer, fx.Node) and producer in run_of and isinstance(_value(producer), tuple | list):
+        if isinstance(producer, fx.Node) and producer in run_of and isinstance(value_of(producer), tuple | list):
             run = run_of[producer]  # a tuple's items stay with it: tuples do not cross pieces
         else:
             eager = splits(node)
@@ -132,7 +132,7 @@ def _merge_idle(runs: list[_Run]) -> list[_Run]:
 
 def _works(node: fx.Node) -> bool:
     """Whether a node launches something: not a view, a size or an allocation."""
-    value, name = _value(node), operator_name(node) or ""
+    value, name = value_of(node), operator_name(node) or ""
     bare = name.partition("::")[2]
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         return True
@@ -151,10 +151,10 @@ def _works(node: fx.Node) -> bool:
 
 def storages_of(node: fx.Node) -> list[int]:
     """The memory that a node's value lies in, by the fake tensors of the trace."""
-    return [t.untyped_storage()._cdata for t in _tensors(_value(node))]
+    return [t.untyped_storage()._cdata for t in _tensors(value_of(node))]
 
 
-def _value(node: fx.Node) -> Any:
+def value_of(node: fx.Node) -> Any:
     """The example value that the tracer left: fake tensors, which share storages where the real ones will."""
     return node.meta.get("example_value", node.meta.get("val"))
 

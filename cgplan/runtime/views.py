@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +40,23 @@ class HandedViews:
         """The first view."""
         return self._view if self._is_alike(self._view) else self._looked_at()[0]
 
+    def bound_check(self) -> Callable[[], bool]:
+        """Whether the views of now are as they were made, for who holds them. It may say no where they are: then
+        `tensors` is asked, and this again.
+        """
+        return partial(self._is_alike, *self._views)
+
+    def are_changed(self) -> bool:
+        """Whether somebody has changed one of them since they were made."""
+        return [facts_of(view) for view in self._views] != self._made
+
     def _looked_at(self) -> tuple[torch.Tensor, ...]:
         """The views, compared one by one: the compiled function also says no in a mode that is new to it."""
         for check in self._checks:
             if check(*self._views):
                 self._is_alike = check
                 return self._views
-        if [_facts(view) for view in self._views] != self._made:
+        if self.are_changed():
             self._renew()
         else:
             self._learn()
@@ -55,7 +66,7 @@ class HandedViews:
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
             self._views = self._make()
         self._view = next(iter(self._views), None)
-        self._made = [_facts(view) for view in self._views]
+        self._made = [facts_of(view) for view in self._views]
         self._checks.clear()
         self._learn()
 
@@ -71,9 +82,10 @@ def _unknown(*_: torch.Tensor) -> bool:
     return False
 
 
-def _facts(view: torch.Tensor) -> tuple[Any, ...]:
+def facts_of(view: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor object can be changed in place without a write to its memory."""
     address = view.data_ptr() if type(view) is torch.Tensor else 0  # of other classes not all have one
     return address, view.shape, view.stride(), view.dtype, view.requires_grad, view.is_conj(), view.is_neg()
 
 
-__all__ = ["HandedViews"]
+__all__ = ["HandedViews", "facts_of"]

@@ -20,6 +20,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
 from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgplan.runtime.handed_outputs import HandedOutput
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
 _DEFAULTS = CUDAGraphOptions()
@@ -107,7 +108,7 @@ class CUDAGraphWrapper:
             self._checked.add(key)
         self._fill(entry, args)
         self._replay(entry)
-        return entry.output
+        return entry.handed()
 
     @property
     def backend(self) -> GraphBackend:
@@ -146,7 +147,10 @@ class CUDAGraphWrapper:
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
         # Whoever frees it later must not hold the output, whose end is waited for.
-        return [(e.output, partial(self._free, replace(e, output=None, slots={}, manifest=None))) for e in entries]
+        return [
+            (e.output, partial(self._free, replace(e, output=None, handed=_NO_OUTPUT, slots={}, manifest=None)))
+            for e in entries
+        ]
 
     def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
         return descriptor
@@ -247,15 +251,15 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
-        kept = output
+        ours: set[int] = set()
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            if self.options.borrow_outputs:
-                kept = tree_map_only(torch.Tensor, lambda t: self._borrowed(t, pool), output)
+            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours), output)
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
+        handed, device = HandedOutput(kept, ours), self.backend
         entry = CUDAGraphEntry(
-            context.descriptor, graph, kept, slots, None, seconds, self.backend, scope, read, *parts, ambient=ambient
+            context.descriptor, graph, kept, handed, slots, None, seconds, device, scope, read, *parts, ambient=ambient
         )
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
@@ -275,8 +279,16 @@ class CUDAGraphWrapper:
         )
 
     def _borrowed(self, tensor: torch.Tensor, pool: Any) -> torch.Tensor:
-        """An output without its hold on the pool; one that lies elsewhere (a parameter, say) stays as it is."""
+        """A slot without its hold on the pool."""
         return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
+
+    def _kept(self, tensor: torch.Tensor, pool: Any, ours: set[int]) -> torch.Tensor:
+        """A tensor of the output, as it is kept; one that lies elsewhere stays as it is."""
+        if not self.backend.in_pool(tensor, pool):
+            return tensor
+        kept = (self.backend.borrow(tensor) if self.options.borrow_outputs else tensor).detach()  # an object of our own
+        ours.add(id(kept))
+        return kept
 
     def _choose_pool(self, scope: CaptureScope | None) -> Any:
         if self._pool is not None:
@@ -287,5 +299,7 @@ class CUDAGraphWrapper:
             self._own_pool = self.backend.new_pool()
         return self._own_pool
 
+
+_NO_OUTPUT = HandedOutput(None, ())
 
 __all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]
