@@ -162,10 +162,15 @@ class CustomAllReduce(AllReduce):
                 logger.warning("custom all-reduce: %s; %s does it", reason, self._fallback.name)
 
     def _renew(self) -> None:
-        """Make the signals new, on all ranks. Each ends its own waits before: what they wait for may never come."""
+        """Make the signals new, on all ranks. Each ends its own waits before: what they wait for may never come.
+
+        A sum that was broken off may still write a signal to a peer: so all are over before signals count again.
+        """
         self.ranks.agree("the start of new signals")
-        with self.ranks.step("new signals"):
+        with self.ranks.step("the end of sums under way"):
             self._kernels.abort()
+            self._kernels.reset()
+        with self.ranks.step("new signals"):
             self._kernels.reset()
 
     def _abort(self, _: CgplanError) -> None:
