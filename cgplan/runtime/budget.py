@@ -105,7 +105,6 @@ class BudgetGuard:
         plan: What is captured; its predictions are used where it has some.
         backend: The device.
         before: Its memory before anything of the session was allocated.
-        start: When the session began, by time.perf_counter.
 
     Attributes:
         active: Whether there is any limit.
@@ -114,7 +113,7 @@ class BudgetGuard:
         stops: What it refused, in order.
     """
 
-    def __init__(self, config: Config, plan: Plan, backend: GraphBackend, before: MemoryReading, start: float) -> None:
+    def __init__(self, config: Config, plan: Plan, backend: GraphBackend, before: MemoryReading) -> None:
         self.budget = config.budget
         self.active = any(limit is not None for limit in vars(config.budget).values())
         self.static_bytes = 0
@@ -122,11 +121,11 @@ class BudgetGuard:
         self._is_first = True
         self.stops: list[StopRecord] = []
         self._backend = backend
-        self._start = start
         self._before = before
         self._spent: float | None = None
         self._predicted = dict(zip(plan.keys, plan.predicted.keys, strict=True)) if plan.predicted else {}
         self.forget()
+        self.begin()
 
     def begin(self) -> None:
         """Count seconds from now on: the first capture comes."""
@@ -167,7 +166,7 @@ class BudgetGuard:
 
     @property
     def used_seconds(self) -> float:
-        """Since the session began."""
+        """Since ``begin``, without the times between ``rest`` and ``go_on``."""
         return time.perf_counter() - self._start if self._spent is None else self._spent
 
     def stop_before(self, key: Key) -> bool:

@@ -33,7 +33,7 @@ from cgplan.graphs import GraphBackend
 from cgplan.graphs.host_sync import tensors_in
 from cgplan.runtime.batch import exact_check
 from cgplan.runtime.frozen import Containers, contents, modules_of, state_of
-from cgplan.runtime.outputs import _hides_tensors
+from cgplan.runtime.outputs import hides_tensors
 from cgplan.runtime.piece_arguments import PieceArguments
 from cgplan.runtime.piece_results import Frozen, Given, Slot, described
 
@@ -198,7 +198,7 @@ class EagerPiece:
                     f"eager piece {self.name} returned {described(leaf)}, at {self.line}",
                     remedy=f"Return dense tensors on {self._backend.device}; a graph would not see others change.",
                 )
-        elif _hides_tensors(leaf):
+        elif hides_tensors(leaf):
             raise CaptureError(
                 f"eager piece {self.name} returned a {type(leaf).__name__}, whose tensors cannot be reached, at "
                 f"{self.line}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cgplan.runtime.outputs import _builder
+from cgplan.runtime.outputs import rebuilder
 from cgplan.runtime.views import HandedViews
 
 
@@ -24,7 +24,7 @@ class HandedOutput:
 
     def __init__(self, output: Any, ours: Collection[int]) -> None:
         found: list[torch.Tensor] = []
-        build = _builder(output, found)
+        build = rebuilder(output, found)
         kept = [id(tensor) in ours for tensor in found]
         views = HandedViews(lambda: tuple([t.detach() for t, keep in zip(found, kept, strict=True) if keep]))
         self.was_handed = False

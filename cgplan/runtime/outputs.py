@@ -54,7 +54,7 @@ class OutputRows:
                     remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
                     "what dimension 0 counts: num_tokens or num_reqs.",
                 )
-            if _hides_tensors(leaf):
+            if hides_tensors(leaf):
                 raise OutputShapeError(
                     f"output {index} of the model is a {type(leaf).__name__}, whose tensors cannot be reached",
                     remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
@@ -75,7 +75,7 @@ class OutputRows:
             in place (see HandedViews), or copies where ``clone`` says so, in lists and dicts of their own.
         """
         rows, found = self.count(num_tokens, num_reqs), list[torch.Tensor]()
-        build = _builder(output, found)
+        build = rebuilder(output, found)
         handed = HandedViews(lambda: tuple([tensor[:rows] for tensor in found]))
         if self.clone:
             views = handed.tensors()
@@ -87,7 +87,7 @@ class OutputRows:
         return lambda: build(handed.tensors())
 
 
-def _builder(value: Any, found: list[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any]:
+def rebuilder(value: Any, found: list[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any]:
     """A function that builds an output anew, as far as it can be changed, from other tensors in the order of ``found``,
     which is filled here with those of ``value``.
     """
@@ -95,15 +95,15 @@ def _builder(value: Any, found: list[torch.Tensor]) -> Callable[[Sequence[torch.
         found.append(value)
         return itemgetter(len(found) - 1)
     if type(value) in (tuple, list):
-        parts = [_builder(part, found) for part in value]
+        parts = [rebuilder(part, found) for part in value]
         if type(value) is list:
             return lambda tensors: [part(tensors) for part in parts]
         return lambda tensors: tuple([part(tensors) for part in parts])
     if type(value) is dict:
-        items = [(key, _builder(part, found)) for key, part in value.items()]
+        items = [(key, rebuilder(part, found)) for key, part in value.items()]
         return lambda tensors: {key: part(tensors) for key, part in items}
     leaves, spec = tree_flatten(value)
-    others = [_builder(leaf, found) if isinstance(leaf, torch.Tensor) else _same(leaf) for leaf in leaves]
+    others = [rebuilder(leaf, found) if isinstance(leaf, torch.Tensor) else _same(leaf) for leaf in leaves]
     return lambda tensors: tree_unflatten([other(tensors) for other in others], spec)
 
 
@@ -111,7 +111,7 @@ def _same(leaf: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     return lambda _: leaf
 
 
-def _hides_tensors(leaf: Any) -> bool:
+def hides_tensors(leaf: Any) -> bool:
     """Whether something that pytree takes for a leaf holds tensors: their padding would be handed out."""
     if isinstance(leaf, torch.Tensor | type):
         return False

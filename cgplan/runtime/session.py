@@ -121,7 +121,7 @@ class CaptureSession:
             before, start = backend.memory(), time.perf_counter()
             free = self._together.begin(asked, before.free)
             plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
-            guard = BudgetGuard(config, plan, backend, before, start)
+            guard = BudgetGuard(config, plan, backend, before)
             graphed = self._open(plan, guard)
             wanted = graphed.plan
             first = [key for key in wanted.keys if keys is None or key in keys]

@@ -73,10 +73,14 @@ class StagedBuffers(dict[str, torch.Tensor]):
         if batch.output_stays:
             batch.output = _unread
         own = make()
+
+        def fresh() -> tuple[torch.Tensor, ...]:
+            return tuple(make().values())
+
         self._names, self._tensors = tuple(own), tuple(own.values())
         # An eager run gives the model these very objects, which it may change in place.
-        self._own = HandedViews(lambda: tuple(make().values())) if self._is_eager else None
-        self._handed = HandedViews(lambda: tuple(make().values()))
+        self._own = HandedViews(fresh) if self._is_eager else None
+        self._handed = HandedViews(fresh)
         self._given = self._handed.tensors()
         self._views = dict(zip(self._names, self._given, strict=True))
         self._is_asked = False
