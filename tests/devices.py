@@ -1,11 +1,14 @@
-"""Stand-ins for devices with less memory than this machine, and with a driver."""
+"""Stand-ins for devices: with less memory than this machine, with a driver, with streams, with outputs that end."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.graphs import MemoryReading
 from cgplan.graphs.backend import Feature
@@ -65,6 +68,23 @@ class Watching(TapeBackend):
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
         return lambda: self.held
+
+
+class Unowned(TapeBackend):
+    """A tape whose borrowed outputs do not hold their memory, and which knows who holds them, as on a GPU."""
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = super().borrow(tensor).untyped_storage()  # held by the tape; the one below is not
+        raw = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        with _disable_current_modes():
+            alias = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+            return torch.empty(0, dtype=tensor.dtype).set_(
+                alias, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        held = StorageWeakRef(tensor.untyped_storage())
+        return lambda: not held.expired()
 
 
 class WithStreams(TapeBackend):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checks import MIB, back_at, reserved, same
 from decoding import MAX_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread, prompts
-from devices import Watching, WithDriver
+from devices import Unowned, Watching, WithDriver
 
 from cgplan.cli.pricing import failures_in
 from cgplan.config import Config, Input, validate_config
@@ -743,6 +743,37 @@ def test_a_graph_whose_output_is_held_is_freed_later() -> None:
     runner.replan(times=TIMES, traffic=given[0])
     runner.close()
     assert backend.memory().reserved == 0, "closing waits for nobody"
+
+
+def test_no_graph_is_kept_by_the_runners_own_hold_on_its_output() -> None:
+    """Neither for a moment: what is given up is free before anything else is captured, the collector off."""
+    backend = Unowned()
+    runner = open_runner(backend, "adaptive", sizes=(4096,))
+    ask(runner, backend, *[4096] * 5, *[64] * 50)
+    most = runner.report.pool_bytes
+    assert (
+        runner.replan(times=TIMES, traffic=Traffic.of([(Batch(64, 64, True, 0), 1)], "given")).way == "new generation"
+    )
+    assert runner.report.pool_bytes < most / 4
+    runner.close()
+
+
+def test_a_capture_inside_a_call_holds_no_older_output() -> None:
+    """A larger key that fails half-way has grown the pool, so what was captured before goes to a new one."""
+
+    class FailsLate(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.0 if len(x) < 4096 else float(x.sum().item() != 0.125))
+
+    backend = Unowned()
+    runner = open_runner(backend, "lazy", FailsLate(backend), sizes=(2, 4096))
+    for _ in range(3):
+        runner(x=rows(backend, 2))  # a call looks at the one before it
+    pool = runner.report.pool_bytes
+    runner(x=rows(backend, 4000))
+    assert [failed.descriptor.num_tokens for failed in runner.report.failed] == [4096]
+    assert (runner.report.generation, runner.report.pool_bytes) == (2, pool)
+    runner.close()
 
 
 def test_a_key_that_fails_in_a_replan(backend: GraphBackend) -> None:

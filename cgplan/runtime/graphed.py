@@ -155,6 +155,7 @@ class GraphedModel:
             for output, free in wrapper.take_out(self.scope, mine):
                 self._retired.append(([], free))  # freed by the next sweep, should anything come between here
                 self._retired[-1] = (self._watch(output), free)
+                del output  # or the sweep below would find it held, by this function
         self._checked.difference_update(keys)
         self.sweep()
         for key in keys:

@@ -16,7 +16,7 @@ from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.dispatching import Route, as_count, as_flag, as_rows
 from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, Values, on_device
-from cgplan.runtime.runner_state import RunnerState
+from cgplan.runtime.runner_state import NONE_YET, RunnerState
 from cgplan.runtime.staging import StagedBuffers
 from cgplan.runtime.stats import RunnerStats
 
@@ -91,6 +91,7 @@ class GraphRunner(RunnerState):
             except _NOT_MET:
                 pass
             if copy_in is None:
+                _, _, is_alike, batch, way = NONE_YET  # it may capture, and graphs wait for outputs that are held here
                 batch, values, copy_in = self._look_closer(inputs, uniform_decode, num_active_loras)
             output = self._launch(batch, copy_in, values)
             if began:

@@ -31,7 +31,7 @@ from cgplan.runtime.stats import RunnerStats
 
 # Of the last call: its flags, what is like its tensors, the batch, and how such are copied in.
 Recent = tuple[bool | None, int, Callable[..., bool], Any, CopyIn]
-_NONE_YET: Recent = (None, 0, lambda *_: False, None, leave_alone)
+NONE_YET: Recent = (None, 0, lambda *_: False, None, leave_alone)
 
 
 class RunnerState:
@@ -90,7 +90,7 @@ class RunnerState:
                 staged.retire()
         self._handed.clear()
         self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
-        self._recent = _NONE_YET
+        self._recent = NONE_YET
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
