@@ -1120,3 +1120,30 @@ def test_printing_inside_a_forward_is_refused_by_the_tape() -> None:
     for look in (repr, str, lambda t: f"{t.sum():.2f}"):
         with pytest.raises(HostSyncError):
             capture(TapeBackend(), lambda look=look: look(x * 2), warmups=0)
+
+
+def test_a_pool_with_graphs_takes_more_after_a_failed_capture(backend: GraphBackend) -> None:
+    """Again and again; what was captured before and after replays, and all of it counts until it is freed."""
+    x = torch.arange(1.0, 9.0, device=backend.device)
+    pool = backend.new_pool()
+    graphs = [capture(backend, lambda: (x * 2).cumsum(0), pool)]
+    for factor in (3, 4):
+        with pytest.raises((CaptureError, RuntimeError)):
+            capture(backend, lambda: x * float((x * 2).sum().item()), pool)
+        graphs.append(capture(backend, lambda n=factor: (x * n).cumsum(0), pool))  # type: ignore[misc]
+        assert backend.in_pool(graphs[0][1], pool)
+        assert backend.in_pool(graphs[-1][1], pool)
+    x.add_(1)
+    for (graph, output), factor in zip(graphs, (2, 3, 4), strict=True):
+        backend.replay(graph)
+        same(output, (x * factor).cumsum(0))
+    assert backend.pool_bytes(pool) > 0
+    captured = [graph for graph, _ in graphs]
+    del graphs, output, graph
+    for one in captured:
+        backend.reset(one)
+    backend.release_cached()
+    assert backend.pool_bytes(pool) == 0
+    graph, output = capture(backend, lambda: x * 5, pool)
+    backend.replay(graph)
+    same(output, x * 5)

@@ -629,6 +629,33 @@ def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
     replay_random_batches(select_backend("cuda"), mode, compiler="inductor", use_inductor_graph_partition=partition)
 
 
+@pytest.mark.gpu
+def test_an_operator_of_several_results_between_partitions() -> None:
+    """Fused attention gives logsumexp and random states besides: a tuple, fresh on each call."""
+
+    class Flash(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 3 * 2 * 16 * 64) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                q, k, v = layer(x).to(torch.bfloat16).view(-1, 3, 2, 16, 64).unbind(1)
+                x = x + F.scaled_dot_product_attention(q, k, v).float().mean(dim=(1, 2))[:, :8].tanh()
+            return x
+
+    backend = select_backend("cuda")
+    torch.manual_seed(0)
+    model = Flash().to(backend.device)
+    runner = open_runner(backend, model, compiler="inductor", use_inductor_graph_partition=True)
+    assert {r.graphs for r in runner.report.records} == {3}
+    for rows in (1, 8, 3, 2, 5, 8, 1):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), atol=2e-3, rtol=2e-2)
+    assert not runner.stats.eager
+    runner.close()
+
+
 def test_a_partition_without_inductor_is_refused() -> None:
     with pytest.raises(ConfigError, match="use_inductor_graph_partition needs compiler: inductor"):
         validate_config({"compilation": {"use_inductor_graph_partition": True}})

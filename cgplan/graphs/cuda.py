@@ -4,9 +4,11 @@ Note [Failed captures]
     When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and leaves undone:
     (1) the allocator goes on serving allocations from the pool, which would swallow all later ones and never be freed;
     (2) the random generator believes that a capture is under way, and raises at the next random operator;
-    (3) the allocator of pinned memory keeps a function that looks into the graph object.
+    (3) the allocator of pinned memory keeps a function that looks into the graph object, and believes that the pool is
+    captured into: it refuses further captures there ("already recording to mempool_id").
     `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
-    well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure.
+    well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure,
+    and by giving the pool another handle, so that later captures take memory of their own.
     The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
     graphs of the stream still use. `capture_begin` may leave the same behind, and what it is known to refuse is refused
     before it is called. A capture is ended on the stream that it began on, whichever is current by then.
@@ -62,7 +64,7 @@ class CudaBackend(GraphBackend):
 
     def new_pool(self) -> CudaPool:
         """An empty pool."""
-        return CudaPool(torch.cuda.graph_pool_handle())
+        return CudaPool((torch.cuda.graph_pool_handle(),))
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pools."""
@@ -90,8 +92,7 @@ class CudaBackend(GraphBackend):
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
         if stream == torch.cuda.default_stream(self.device):
             raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
-        if not graph.pool.graphs:
-            graph.pool.handle = torch.cuda.graph_pool_handle()
+        graph.pool.make_ready()
         try:
             self._register_generators(graph.graph)
             graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
@@ -226,7 +227,7 @@ class CudaBackend(GraphBackend):
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        now = (pool.handle, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
+        now = (pool.handles, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
         if pool.listed != now:
             pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments_of(self.device, [pool])]
             pool.listed = now
@@ -313,6 +314,7 @@ class CudaBackend(GraphBackend):
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
+        graph.pool.is_spoiled = True
         graph.drop()
         small = torch.cuda.CUDAGraph()
         self._register_generators(small)

@@ -12,16 +12,35 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class CudaPool:
-    """A pool's handle, and the graphs that keep it alive.
+    """A pool: torch's handle of it, and the graphs that keep it alive.
 
-    torch forgets a pool with its last graph and then refuses captures into it: the next one gets a new handle.
-    ``ranges`` are the addresses of its segments when ``listed`` was (handle, bytes that torch had ever reserved).
+    torch forgets a pool with its last graph and then refuses captures into it, and it refuses them after a capture that
+    failed, see Note [Failed captures] in cuda.py: the next capture gets a new handle. Graphs that were captured before
+    keep theirs, and all of them are one pool here.
+
+    Attributes:
+        handles: Of all memory that it consists of; the last one is captured into.
+        ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
-    handle: Any
+    handles: tuple[Any, ...]
     graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
     ranges: list[tuple[int, int]] = field(default_factory=list)
     listed: tuple[Any, int] | None = None
+    is_spoiled: bool = False
+
+    @property
+    def handle(self) -> Any:
+        """What captures are made into."""
+        return self.handles[-1]
+
+    def make_ready(self) -> None:
+        """Take a new handle where torch would refuse the present one."""
+        if not self.graphs:
+            self.handles = (torch.cuda.graph_pool_handle(),)
+        elif self.is_spoiled:
+            self.handles += (torch.cuda.graph_pool_handle(),)
+        self.is_spoiled = False
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -48,5 +67,5 @@ def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[st
     the 256th pool.
     """
     segments = torch.cuda.memory._snapshot()["segments"]
-    handles = {pool.handle for pool in pools}
+    handles = {handle for pool in pools for handle in pool.handles}
     return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == device.index]

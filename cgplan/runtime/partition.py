@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -58,15 +59,26 @@ def structure_of(module: fx.GraphModule) -> Any:
 
 
 class _PartitionWrapper(CUDAGraphWrapper):
-    """Captures one partition.
+    """Captures one partition. Called with its arguments one by one; `call` takes them as Inductor passes them: in a
+    list, the results of an operator that has several in a tuple.
 
     What Inductor allocates between partitions lies elsewhere on each call, and it does not say which arguments those
     are: all that are neither in the pool nor the forward's own (parameters, static buffers) are copied.
     """
 
     def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
-        super().__init__(lambda *args: partition(list(args)), CUDAGraphMode.PIECEWISE, **options)
+        super().__init__(lambda *args: partition(self._nested(args)), CUDAGraphMode.PIECEWISE, **options)
         self._forward = forward
+        self._sizes: list[int | None] = []
+
+    def call(self, args: list[Any]) -> Any:
+        """Run the partition; the same as Inductor's own function."""
+        self._sizes = [len(arg) if isinstance(arg, tuple) else None for arg in args]
+        return self(*[leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))])
+
+    def _nested(self, leaves: tuple[Any, ...]) -> list[Any]:
+        rest = iter(leaves)
+        return [next(rest) if size is None else tuple(islice(rest, size)) for size in self._sizes]
 
     def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:
         own = {t.untyped_storage().data_ptr() for t in self._forward.arguments if isinstance(t, torch.Tensor)}
@@ -74,6 +86,7 @@ class _PartitionWrapper(CUDAGraphWrapper):
             i
             for i, arg in enumerate(args)
             if isinstance(arg, torch.Tensor)
+            and arg.device == self.backend.device
             and arg.untyped_storage().data_ptr() not in own
             and not self.backend.in_pool(arg, pool)
         )
@@ -134,8 +147,7 @@ class PartitionedForward:
 
     def _wrap(self, partition: Partition, metadata: Any) -> Partition:
         self.partitions = metadata.num_partitions
-        wrapper = _PartitionWrapper(partition, self, backend=self._backend, options=self._options)
-        return lambda args: wrapper(*args)
+        return _PartitionWrapper(partition, self, backend=self._backend, options=self._options).call
 
 
 __all__ = ["PartitionedForward", "compile_for_all_sizes", "structure_of"]
