@@ -283,6 +283,18 @@ def test_queued_calls_have_a_table_on_a_gpu() -> None:
     assert "Calls that follow" not in on_tape
 
 
+@pytest.mark.parametrize(
+    ("eager", "padded", "gpu", "said"),
+    [(1500.0, 0, True, True), (1550.0, 0, True, False), (1500.0, 1, True, False), (1500.0, 0, False, False)],
+)
+def test_bench_says_where_graphs_are_slower(eager: float, padded: int, gpu: bool, said: bool) -> None:
+    report = make_bench(make_capture(SMALL, gpu=gpu))
+    times = {"eager": Timing(median=eager, p99=eager), "padded_rows": padded}  # the bare replay takes 1,590 us
+    slow = report.records[0].model_copy(update=times)
+    text = " ".join(str(report.model_copy(update={"records": (slow, *report.records[1:])})).split())
+    assert ("graphs take the device longer than the model's own code at 3 tokens" in text) == said
+
+
 @pytest.mark.parametrize(("repeats", "said"), [(30, True), (100, False)])
 def test_bench_says_what_p99_is_worth(repeats: int, said: bool) -> None:
     assert ("p99 is close to the slowest one" in str(make_bench(make_capture(SMALL), repeats))) == said

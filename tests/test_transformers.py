@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import cgplan
 from cgplan.errors import InputError, ModelError
 from cgplan.models.loading import load_model
 
@@ -232,3 +233,39 @@ def test_replay_equals_eager_bit_for_bit(kind: str, dtype: str) -> None:
             torch.cuda.synchronize()
             assert torch.equal(captured[:3], expected[:3])
             assert captured.isfinite().all()
+
+
+VIT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "image_size": 32,
+    "patch_size": 8,
+}
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def vision(dtype: str, device: torch.device = CPU) -> Any:
+    kwargs = {"dtype": dtype, "classes": 10, **VIT}
+    return load_model("vit_model.py:build", kwargs, device=device, base_dir=CONFIGS).module
+
+
+def test_the_vision_model_is_that_of_transformers() -> None:
+    model = vision("float32")
+    x = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(model(x), model.model(pixel_values=x).logits)
+
+
+@pytest.mark.gpu
+def test_the_vision_models_graphs_run_what_runs_eagerly() -> None:
+    """Inside a capture transformers would mask attention, which gives other numbers."""
+    model = vision("bfloat16", torch.device("cuda"))
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 3, 32, 32), dtype="bfloat16", pad=0)}
+    compilation = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [2, 8]}
+    runner = cgplan.capture(model, inputs=inputs, compilation=compilation, device="cuda")
+    for rows in (8, 2):
+        x = torch.randn(rows, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(runner(x=x), model(x))
+    runner.close()

@@ -288,6 +288,13 @@ class BenchRecord(_Record):
         """Eager over graph, by medians; None if no graph serves the batch."""
         return None if self.graph is None else self.eager.median / self.graph.median
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether the bare replay, which the host hardly matters to, takes a twentieth longer than eager, launches
+        included. Padding may be why, so a batch that is padded does not count.
+        """
+        return self.replay is not None and not self.padded_rows and self.replay.median > 1.05 * self.eager.median
+
 
 class BenchReport(_Record):
     """Latency by batch size.

@@ -187,6 +187,11 @@ def _bench(report: BenchReport) -> RenderableType:
         rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
     if report.environment.backend == TAPE:
         rows.append(("note", f"all figures come from {TAPE}, the CPU stand-in; a GPU's speed-up is another matter"))
+    elif slower := [r.num_tokens for r in report.records if r.is_slower]:
+        words = (
+            f"graphs take the device longer than the model's own code at {', '.join(map(str, slower))} tokens: other"
+        )
+        rows.append(("note", f"{words} kernels may be in them than run eagerly, see docs/troubleshooting.md"))
     head = facts("Bench", [*rows, *_warnings(capture.warnings)])
     if not report.records:
         return Group(head, Text(), Text("No size was measured: nothing is captured and report.sizes is absent."))
