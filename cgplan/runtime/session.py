@@ -125,14 +125,7 @@ class CaptureSession:
             graphed = self._open(plan, guard)
             wanted = graphed.plan
             first = [key for key in wanted.keys if keys is None or key in keys]
-            with backend.session(), torch.no_grad():
-                guard.begin()
-                captured += self._capture_all(KeyCapture.of(graphed), guard, first)
-                guard.rest()
-                refuse_lost_sizes(graphed)
-                graphed.buffers.restore()
-                backend.synchronize()
-            self._together.end()
+            captured += self._capture_keys(graphed, guard, first)
             if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
                 graphed.free()
                 graphed = self._new(restricted(plan, (), config))
@@ -153,6 +146,18 @@ class CaptureSession:
             raise failure from error
         del captured
         return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
+
+    def _capture_keys(self, graphed: GraphedModel, guard: BudgetGuard, keys: Sequence[Key]) -> list[CapturedKey]:
+        """Capture these, and leave the buffers as new; on all ranks."""
+        with self._backend.session(), torch.no_grad():
+            guard.begin()
+            captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
+            guard.rest()
+            refuse_lost_sizes(graphed)
+            graphed.buffers.restore()
+            self._backend.synchronize()
+        self._together.end()
+        return captured
 
     def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
         """The model with buffers for the plan; for no key, if there is a budget and no memory for them on some rank."""
