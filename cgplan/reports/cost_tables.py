@@ -134,7 +134,8 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit, the largest first"))
+        rule = "the largest first" if budget.max_graphs is None else "of what fits, max_graphs keeps what pads least"
+        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit; {rule}"))
     for stop in budget.stops[:MOST_STOPS]:
         key = f"{_lane_of((stop.mode, stop.descriptor))}, {stop.descriptor.num_tokens} tokens"
         rows.append(("stopped by", f"{stop.limit} at {key}: {stop.detail}"))
