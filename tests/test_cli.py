@@ -529,6 +529,15 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     assert "vllm" in shown
 
 
+def test_a_saved_plan_for_traffic_shows_what_batches_are_padded_to(home: Path) -> None:
+    shown = good(*use_traffic(home), "--max-graphs", "2", "--output", "plan.json").stdout
+    table = [" ".join(line.split()) for line in good("inspect", "plan.json").stdout.splitlines()]
+    at = table.index("batch of (tokens) is padded to padding rows at most")
+    assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
+    assert good("inspect", "plan.json").stdout == shown
+    assert table.index("Why these graphs") > at
+
+
 @pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("0", 100), ("wide", 100)])
 def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
     command = use_traffic(home)
