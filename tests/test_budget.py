@@ -647,6 +647,36 @@ def test_the_report_sets_predicted_beside_measured() -> None:
     assert "time            2.50 s predicted" in text
 
 
+def test_the_prediction_says_which_keys_it_leaves_out() -> None:
+    """Size 16 is known not to fit, 4 is seen not to."""
+    device = WithDriver(rate=1000, chunk=1)
+    limit = 8 * ROW + 8 * POOL_ROW + DRIVER + 2000
+    runner = open_runner({"memory": limit}, backend=device, predicted=predict())
+    budget = runner.report.budget
+    assert budget is not None
+    assert (sizes(budget.left_out), sizes(budget.skipped)) == ([16], [4, 2, 1])
+    part = " ".join(str(runner.report).partition("Prediction")[2].partition("Totals")[0].split())
+    assert "note 4 keys (FULL: 1, 2, 4, 16) over the budget: not captured, and neither predicted nor measured" in part
+    assert "failed" not in part
+    whole = str(open_runner({"memory": "1GiB"}, predicted=predict()).report)
+    assert "neither predicted nor measured" not in whole
+
+
+def test_the_prediction_says_which_keys_failed_or_wait() -> None:
+    def asking(x: Tensor) -> Tensor:
+        return x * x.sum().item() if x.shape[0] == 4 else x * 2
+
+    lazy = {"compilation": {"capture_policy": "lazy"}, "model": asking, "predicted": predict()}
+    runner = open_runner({"max_graphs": 2}, **lazy)
+    for rows in (8, 3, 2, 1):
+        runner(x=torch.ones(rows, WIDTH))
+    part = " ".join(str(runner.report).partition("Prediction")[2].partition("Totals")[0].split())
+    assert "note 1 key (FULL: 4) failed: not captured" in part
+    assert "note 1 key (FULL: 1) over the budget: not captured" in part
+    assert "note 1 key waiting for a batch" in part
+    runner.close()
+
+
 def test_a_tape_has_no_driver_to_compare() -> None:
     text = str(open_runner({}, predicted=predict(driver=4000, workspace=1 << 20)).report)
     part = text[text.index("Predicted against") : text.index("Totals")]
