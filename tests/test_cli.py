@@ -788,6 +788,32 @@ def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
     assert "note: plan.json decides compilation.cudagraph_capture_sizes" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("limits", "present"),
+    [
+        ((), "the configuration has none"),
+        (("budget.memory=3GiB", "budget.reserve=1kB"), "that of the configuration, 3.0 GiB, bounds this capture"),
+    ],
+)
+def test_a_capture_says_that_its_plan_was_made_for_another_budget(
+    home: Path, limits: tuple[str, ...], present: str
+) -> None:
+    saved_plan("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s")
+    arguments = [word for limit in limits for word in ("--set", limit)]
+    result = good("capture", "--config", "good.yaml", "--plan", "plan.json", *arguments)
+    said = f"plan.json was made for a budget of 2.0 GiB, 20.0 s, 2 graphs at most; {present}"
+    assert f"note: {said}\n" in result.stderr
+    head = " ".join(result.stdout.partition("num_reqs")[0].split())
+    assert f"note {said}" in head
+    assert "there is no traffic to plan for" not in head
+    alike = ("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s", "budget.reserve=1kB")
+    arguments = [word for limit in alike for word in ("--set", limit)]
+    result = good("capture", "--config", "good.yaml", "--plan", "plan.json", *arguments)
+    assert "was made for a budget" not in result.output
+    saved_plan()
+    assert "was made for a budget" not in good("capture", "--config", "good.yaml", "--plan", "plan.json").output
+
+
 def test_a_plan_of_any_keys_is_captured_and_run(home: Path) -> None:
     """Lanes with sizes of their own, as a planner may choose them."""
     plan = saved_plan("compilation.cudagraph_mode=FULL_AND_PIECEWISE")
