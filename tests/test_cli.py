@@ -661,6 +661,34 @@ def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None
     assert note in Plan.model_validate_json(good(*command, *other, "--json").stdout).evidence["costs_notes"]
 
 
+@pytest.mark.parametrize("traffic", [True, False], ids=["traffic", "list"])
+def test_everything_is_said_once(home: Path, traffic: bool) -> None:
+    """Standard output holds the emission alone, standard error all notes; a report and `--json` have them likewise."""
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    changes = ("--set", "scheduler.max_num_seqs=64", "--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    command = use_traffic(home) if traffic else ("plan", "--config", "good.yaml")
+    command = (*command, "--costs", "run.json", *changes, "--max-graphs", "2")
+    emitted = good(*command, "--emit", "vllm")
+    option, value, *rest = shlex.split(emitted.stdout)
+    assert (option, rest) == ("--compilation-config", [])
+    assert json.loads(value)["cudagraph_mode"] in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
+    said = emitted.stderr.splitlines()
+    assert len(said) == len(set(said))
+    about = [line for line in said if line.startswith("note: the costs of run.json")]
+    assert len(about) == 2
+    in_json = good(*command, "--json").stderr.splitlines()
+    assert [line for line in said if line in in_json] == in_json
+    shown = good(*command)
+    words = " ".join(shown.stdout.split())
+    assert [words.count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert shown.stderr == ""
+    inspected = ("inspect", "--config", "good.yaml", "--costs", "run.json", *changes)
+    assert good(*inspected, "--json").stderr.splitlines() == about
+    shown = good(*inspected)
+    assert [" ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert shown.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("option", "error"),
     [

@@ -57,6 +57,8 @@ def inspect_config(
         predicted = None if priced is None else Predicted.by(priced, plan.keys)
         plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:
+        for text in () if priced is None else priced.notes:
+            note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts: list[RenderableType] = [_origins(path, origin_rows(loaded, plan), brief=costs is not None), render(plan)]
