@@ -26,8 +26,9 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import MissReason, Plan, build_plan
 from cgplan.planning.costs import KeyCost
 from cgplan.planning.plan import Predicted
+from cgplan.planning.subset import restricted
 from cgplan.reports import CaptureReport
-from cgplan.runtime.budget import fitting, restricted
+from cgplan.runtime.budget import fitting
 from cgplan.runtime.pools import GraphPool
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureSession
@@ -160,14 +161,15 @@ def test_a_budget_that_pays_for_all_changes_nothing() -> None:
 # --- number of graphs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [1, 2, 4])
-def test_of_too_many_graphs_the_largest_are_left_out_before_the_start(most: int) -> None:
+@pytest.mark.parametrize(("most", "kept"), [(1, [16]), (2, [16, 8]), (4, [16, 8, 4, 2])])
+def test_of_too_many_graphs_those_stay_that_pad_least(most: int, kept: list[int]) -> None:
     runner = open_runner({"max_graphs": most})
-    assert captured_sizes(runner) == sorted(SIZES[:most], reverse=True)
-    assert runner.report.static_bytes == SIZES[most - 1] * ROW  # buffers for what is captured
+    assert captured_sizes(runner) == kept
     budget = runner.report.budget
     assert budget is not None
-    assert sizes(budget.left_out) == sorted(SIZES[most:], reverse=True)
+    assert sizes(budget.left_out) == sorted({*SIZES} - {*kept}, reverse=True)
+    assert f"at most {most} graphs" in str(runner.report)
+    assert "of what fits, max_graphs keeps what pads least" in " ".join(str(runner.report).split())
     assert budget.stops == ()
     check_numbers(runner)
     check_report(runner)
@@ -176,7 +178,7 @@ def test_of_too_many_graphs_the_largest_are_left_out_before_the_start(most: int)
 def test_a_piecewise_key_counts_as_one_graph() -> None:
     compilation = {"cudagraph_mode": "PIECEWISE", "piecewise": "modules", "splitting_modules": ["last"]}
     runner = open_runner({"max_graphs": 2}, compilation=compilation)
-    assert captured_sizes(runner) == [2, 1]
+    assert captured_sizes(runner) == [16, 8]
     assert runner.plan.mode is PIECEWISE
     check_numbers(runner)
 
@@ -185,7 +187,7 @@ def test_of_equal_sizes_piecewise_goes_before_full() -> None:
     compilation = {
         "cudagraph_mode": "FULL_AND_PIECEWISE", "piecewise": "modules", "splitting_modules": ["last"],
     }  # fmt: skip
-    runner = open_runner({"max_graphs": 3}, compilation=compilation)
+    runner = open_runner({"capture_time": "3s"}, compilation=compilation, predicted=predict(1.0))
     assert [(mode, d.num_tokens) for mode, d in runner.plan.keys] == [(PIECEWISE, 1), (FULL, 2), (FULL, 1)]
     check_report(runner, 2 * len(SIZES))
     for rows, mode in ((1, FULL), (2, FULL), (3, CUDAGraphMode.NONE)):
@@ -562,7 +564,8 @@ def test_a_runner_captures_again_within_its_budget() -> None:
 
 
 def test_a_miss_can_still_be_an_error() -> None:
-    runner = open_runner({"max_graphs": 2}, compilation={"on_miss": "error"})
+    runner = open_runner({"capture_time": "2s"}, compilation={"on_miss": "error"}, predicted=predict(1.0))
+    assert captured_sizes(runner) == [2, 1]
     same(runner(x=torch.ones(2, WIDTH)), torch.zeros(2, WIDTH))
     with pytest.raises(DispatchMissError, match="3 tokens"):
         runner(x=torch.ones(3, WIDTH))
@@ -612,7 +615,17 @@ def test_what_is_left_is_predicted_to_fit(graphs: int, memory: int, seconds: flo
     assert not part.keys or free - cost.total_bytes >= 10 * KIB
     assert [*part.keys] == [key for key in plan.keys if key not in left_out]
     assert sizes(left_out) == sorted(sizes(left_out), reverse=True)
-    assert not left_out or not part.keys or min(sizes(left_out)) > max(sizes(part.keys))
+    largest_first = not left_out or not part.keys or min(sizes(left_out)) > max(sizes(part.keys))
+    assert largest_first or len(part.keys) == graphs + 1
+
+
+def test_memory_goes_before_the_number_of_graphs() -> None:
+    """Of the sizes that memory pays for, not of all, as many stay as may: 8 is too large, and 4 takes its place."""
+    config = config_of({"max_graphs": 2, "memory": 4 * (ROW + POOL_ROW) + DRIVER})
+    plan = build_plan(config)
+    plan = plan.model_copy(update={"predicted": predict()(plan)})
+    part, left_out = fitting(plan, config, None)
+    assert (sizes(part.keys), sizes(left_out)) == ([4, 2], [16, 8, 1])
 
 
 # --- what the report shows ------------------------------------------------------------------------------------
@@ -632,6 +645,36 @@ def test_the_report_sets_predicted_beside_measured() -> None:
     assert "driver          24.4 KiB predicted, 19.5 KiB measured: +25.0%" in text
     assert "memory          44.4 KiB predicted, 39.5 KiB measured: +12.4%" in text
     assert "time            2.50 s predicted" in text
+
+
+def test_the_prediction_says_which_keys_it_leaves_out() -> None:
+    """Size 16 is known not to fit, 4 is seen not to."""
+    device = WithDriver(rate=1000, chunk=1)
+    limit = 8 * ROW + 8 * POOL_ROW + DRIVER + 2000
+    runner = open_runner({"memory": limit}, backend=device, predicted=predict())
+    budget = runner.report.budget
+    assert budget is not None
+    assert (sizes(budget.left_out), sizes(budget.skipped)) == ([16], [4, 2, 1])
+    part = " ".join(str(runner.report).partition("Prediction")[2].partition("Totals")[0].split())
+    assert "note 4 keys (FULL: 1, 2, 4, 16) over the budget: not captured, and neither predicted nor measured" in part
+    assert "failed" not in part
+    whole = str(open_runner({"memory": "1GiB"}, predicted=predict()).report)
+    assert "neither predicted nor measured" not in whole
+
+
+def test_the_prediction_says_which_keys_failed_or_wait() -> None:
+    def asking(x: Tensor) -> Tensor:
+        return x * x.sum().item() if x.shape[0] == 4 else x * 2
+
+    lazy = {"compilation": {"capture_policy": "lazy"}, "model": asking, "predicted": predict()}
+    runner = open_runner({"max_graphs": 2}, **lazy)
+    for rows in (8, 3, 2, 1):
+        runner(x=torch.ones(rows, WIDTH))
+    part = " ".join(str(runner.report).partition("Prediction")[2].partition("Totals")[0].split())
+    assert "note 1 key (FULL: 4) failed: not captured" in part
+    assert "note 1 key (FULL: 1) over the budget: not captured" in part
+    assert "note 1 key waiting for a batch" in part
+    runner.close()
 
 
 def test_a_tape_has_no_driver_to_compare() -> None:

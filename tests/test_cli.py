@@ -529,6 +529,15 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     assert "vllm" in shown
 
 
+def test_a_saved_plan_for_traffic_shows_what_batches_are_padded_to(home: Path) -> None:
+    shown = good(*use_traffic(home), "--max-graphs", "2", "--output", "plan.json").stdout
+    table = [" ".join(line.split()) for line in good("inspect", "plan.json").stdout.splitlines()]
+    at = table.index("batch of (tokens) is padded to padding rows at most")
+    assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
+    assert good("inspect", "plan.json").stdout == shown
+    assert table.index("Why these graphs") > at
+
+
 @pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("0", 100), ("wide", 100)])
 def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
     command = use_traffic(home)
@@ -650,6 +659,34 @@ def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None
         )
         assert "was 256, is 7 here" in " ".join(good(*arguments, *other).stdout.split())
     assert note in Plan.model_validate_json(good(*command, *other, "--json").stdout).evidence["costs_notes"]
+
+
+@pytest.mark.parametrize("traffic", [True, False], ids=["traffic", "list"])
+def test_everything_is_said_once(home: Path, traffic: bool) -> None:
+    """Standard output holds the emission alone, standard error all notes; a report and `--json` have them likewise."""
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    changes = ("--set", "scheduler.max_num_seqs=64", "--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    command = use_traffic(home) if traffic else ("plan", "--config", "good.yaml")
+    command = (*command, "--costs", "run.json", *changes, "--max-graphs", "2")
+    emitted = good(*command, "--emit", "vllm")
+    option, value, *rest = shlex.split(emitted.stdout)
+    assert (option, rest) == ("--compilation-config", [])
+    assert json.loads(value)["cudagraph_mode"] in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
+    said = emitted.stderr.splitlines()
+    assert len(said) == len(set(said))
+    about = [line for line in said if line.startswith("note: the costs of run.json")]
+    assert len(about) == 2
+    in_json = good(*command, "--json").stderr.splitlines()
+    assert [line for line in said if line in in_json] == in_json
+    shown = good(*command)
+    words = " ".join(shown.stdout.split())
+    assert [words.count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert shown.stderr == ""
+    inspected = ("inspect", "--config", "good.yaml", "--costs", "run.json", *changes)
+    assert good(*inspected, "--json").stderr.splitlines() == about
+    shown = good(*inspected)
+    assert [" ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert shown.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -777,6 +814,32 @@ def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
     assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
     assert not report.warnings
     assert "note: plan.json decides compilation.cudagraph_capture_sizes" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("limits", "present"),
+    [
+        ((), "the configuration has none"),
+        (("budget.memory=3GiB", "budget.reserve=1kB"), "that of the configuration, 3.0 GiB, bounds this capture"),
+    ],
+)
+def test_a_capture_says_that_its_plan_was_made_for_another_budget(
+    home: Path, limits: tuple[str, ...], present: str
+) -> None:
+    saved_plan("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s")
+    arguments = [word for limit in limits for word in ("--set", limit)]
+    result = good("capture", "--config", "good.yaml", "--plan", "plan.json", *arguments)
+    said = f"plan.json was made for a budget of 2.0 GiB, 20.0 s, 2 graphs at most; {present}"
+    assert f"note: {said}\n" in result.stderr
+    head = " ".join(result.stdout.partition("num_reqs")[0].split())
+    assert f"note {said}" in head
+    assert "there is no traffic to plan for" not in head
+    alike = ("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s", "budget.reserve=1kB")
+    arguments = [word for limit in alike for word in ("--set", limit)]
+    result = good("capture", "--config", "good.yaml", "--plan", "plan.json", *arguments)
+    assert "was made for a budget" not in result.output
+    saved_plan()
+    assert "was made for a budget" not in good("capture", "--config", "good.yaml", "--plan", "plan.json").output
 
 
 def test_a_plan_of_any_keys_is_captured_and_run(home: Path) -> None:

@@ -22,6 +22,8 @@ from cgplan.errors import ConfigError, ReportError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.case_costs import case_costs
 from cgplan.planning.plan import Predicted
+from cgplan.planning.sizes import resolve_sizes
+from cgplan.planning.subset import within_count
 from cgplan.reports import load_report, render
 from cgplan.reports.cost_tables import case_table, lane_table
 from cgplan.reports.layout import cells, columns, describe_sizes, facts, sentences
@@ -46,7 +48,7 @@ def inspect_config(
     Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of ``costs_of``.
     """
     loaded = read_config(path, overrides)
-    plan = build_plan(loaded.config)
+    plan = within_count(build_plan(loaded.config), loaded.config)
     priced = None
     if costs is not None:
         from cgplan.cli.pricing import costs_of  # the planner's modules, and torch for a model
@@ -55,6 +57,8 @@ def inspect_config(
         predicted = None if priced is None else Predicted.by(priced, plan.keys)
         plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:
+        for text in () if priced is None else priced.notes:
+            note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts: list[RenderableType] = [_origins(path, origin_rows(loaded, plan), brief=costs is not None), render(plan)]
@@ -189,12 +193,15 @@ def _sizes_source(loaded: LoadedConfig, plan: Plan) -> str:
     given = loaded.config.compilation.cudagraph_capture_sizes
     if not plan.capture_sizes:
         return "cudagraph_mode"
+    resolved = resolve_sizes(loaded.config, plan.mode).sizes
+    counted = resolved != plan.capture_sizes
     if not isinstance(given, tuple):
-        return plan.sizes_source
+        return f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
     kept = tuple(sorted({size for size in given if size <= plan.max_num_batched_tokens}))
     causes = {
         "max_num_batched_tokens": len(kept) < len(set(given)),
-        "num_speculative_tokens": kept != plan.capture_sizes,
+        "num_speculative_tokens": kept != resolved,
+        "budget.max_graphs": counted,
     }
     return ", ".join(name for name, applies in causes.items() if applies) or "the same, sorted"
 

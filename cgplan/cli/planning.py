@@ -22,6 +22,7 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare, machine_changes, mismatches, named
 from cgplan.planning.emit import Engine, emit
 from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.subset import within_count
 from cgplan.planning.traffic import Traffic
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import render_difference
@@ -207,7 +208,7 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
             "--speedup and --step-times are about traffic, and there is none",
             remedy="Give --traffic FILE, or add a `traffic` section to the configuration.",
         )
-    plan = build_plan(loaded.config)
+    plan = within_count(build_plan(loaded.config), loaded.config)
     if costs is not None:
         plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
     plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
@@ -221,11 +222,12 @@ def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
     notes = (
         "there is no traffic to plan for, so nothing was optimised: these are the sizes of the configuration "
         f"({plan.sizes_source}). Give --traffic FILE, or a `traffic` section, to have them chosen",
+        *plan.notes,
     )
-    limits = [f"budget.{name}" for name in plan.budget or {} if name != "reserve"]  # that bounds captures alone
+    limits = [f"budget.{name}" for name in plan.budget or {} if name in ("memory", "capture_time")]
     named = " and ".join(limits)
     unbounded = (
-        (f"{named} did not bound this plan: without traffic a budget bounds the capture alone",) if limits else ()
+        (f"{named} did not bound this plan: without traffic memory and time bound the capture alone",) if limits else ()
     )
     return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(config, plan))}
 

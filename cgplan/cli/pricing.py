@@ -25,7 +25,7 @@ WORDS = ("estimate", "measure")
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None, Machine | None]:
-    """Costs, and the machine that they were measured on.
+    """Costs, with notes on them that are for the caller to show, and the machine that they were measured on.
 
     Args:
         loaded: The configuration; its model is built for ``estimate`` and ``measure``.
@@ -53,8 +53,6 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     from cgplan.planning.measured_costs import MeasuredCosts
 
     notes = tuple(_about(report, given, loaded.config))
-    for text in notes:
-        note(f"note: {text}")
     on_device = report.environment.driver is not None
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     return costs, report.environment.as_machine if on_device else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cgplan.cli.options import SavedPlan
 from cgplan.cli.output import check_writable, note, publish
@@ -18,7 +18,9 @@ from cgplan.config.schema import ModelConfig
 from cgplan.errors import ConfigError, PlanMismatchError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
+from cgplan.planning.plan import budget_of
 from cgplan.reports.peer_records import check_peers
+from cgplan.reports.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from cgplan.graphs import GraphBackend
@@ -121,13 +123,33 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan)
     """A saved plan for this configuration and machine. Raises PlanMismatchError, unless it is forced."""
     from cgplan.runtime.environment import describe_environment
 
-    for setting in unused_settings(plan, config) if is_first_rank() else ():
-        note(f"note: {saved.path} decides {setting.name}; what the configuration says of it is not used")
+    notes = tuple(_about_budgets(plan, config, saved.path))
+    unused = (
+        f"{saved.path} decides {setting.name}; what the configuration says of it is not used"
+        for setting in unused_settings(plan, config)
+    )
+    for text in (*unused, *notes) if is_first_rank() else ():
+        note(f"note: {text}")
     try:
         machine = describe_environment(backend, plan.config_hash).as_machine
-        return fitted(plan, config, machine, force=saved.force, file=str(saved.path))
+        found = fitted(plan, config, machine, force=saved.force, file=str(saved.path))
     except PlanMismatchError as error:
         raise PlanMismatchError(f"{saved.path}: {error.message}", remedy=error.remedy) from None
+    return found.model_copy(update={"notes": notes})  # its own are about planning
+
+
+def _about_budgets(plan: Plan, config: Config, path: Path) -> Iterator[str]:
+    """Where a plan was made for other limits than those that bound its capture."""
+    old, new = (_limits(budget) for budget in (plan.budget or {}, budget_of(config)))
+    if old and old != new:
+        present = f"that of the configuration, {new}, bounds this capture" if new else "the configuration has none"
+        yield f"{path} was made for a budget of {old}; {present}"
+
+
+def _limits(budget: Mapping[str, Any]) -> str:
+    """``2 GiB, 40 graphs``; nothing of the reserve, which no plan is made for."""
+    words = {"memory": format_bytes, "capture_time": format_seconds, "max_graphs": "{} graphs at most".format}
+    return ", ".join(word(budget[name]) for name, word in words.items() if name in budget)
 
 
 def _capture(loaded: LoadedConfig, model: ModelConfig, plan: Plan, backend: GraphBackend) -> GraphRunner:

@@ -6,15 +6,22 @@ import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from cgplan.errors import ConfigError
 
 Path_ = tuple[str | int, ...]
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
+_CONTRADICTION: Final = "contradiction"
+_IN_OUR_WORDS = ("value_error", _CONTRADICTION)  # what validators raise
+
+
+def contradiction(message: str, *keys: str) -> PydanticCustomError:
+    """What a validator raises for two values of its section that cannot both stand, by the names of their keys."""
+    return PydanticCustomError(_CONTRADICTION, "{message}", {"message": message, "keys": keys})
 
 
 def explain(
@@ -37,7 +44,7 @@ def explain(
     """
     messages = _messages(error, data, root, lines, origins)
     head = "" if messages[1:] == [] and messages[0].startswith("--") else f"{what}: "  # an option is not in the file
-    return ConfigError(_joined(head, messages), remedy=_remedy(error))
+    return ConfigError(_joined(head, messages), remedy=_remedy(error, origins))
 
 
 def _joined(head: str, messages: Sequence[str]) -> str:
@@ -59,7 +66,7 @@ def _messages(
     return [
         _message(path, details, root, lines, origins)
         for path, details in by_path.items()
-        if path in deepest or any(d["type"] == "value_error" for d in details)
+        if path in deepest or any(d["type"] in _IN_OUR_WORDS for d in details)
     ]
 
 
@@ -94,12 +101,12 @@ def _message(
     where = "--set " if option else f"line {lines[at]}: " if at in lines else ""
     if option not in (None, "--set"):
         where, dotted = "", str(option)  # it has one key, and stands for that
-    detail = next((d for d in details if d["type"] == "value_error"), details[0])
+    detail = next((d for d in details if d["type"] in _IN_OUR_WORDS), details[0])
     if detail["type"] == "extra_forbidden":
         return f"{where}unknown key {dotted!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
         return f"{where}{dotted!r} is missing"
-    if detail["type"] == "value_error":
+    if detail["type"] in _IN_OUR_WORDS:
         return f"{where}{dotted + ': ' if dotted else ''}{detail['msg'].removeprefix('Value error, ')}"
     texts = dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details)
     return f"{where}{dotted}: found {detail['input']!r}, expected {' or '.join(texts)}"
@@ -137,7 +144,14 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
 
 
-def _remedy(error: ValidationError) -> str:
-    if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
+def _remedy(error: ValidationError, origins: Mapping[str, str]) -> str:
+    details = error.errors()
+    if any(detail["type"] == "extra_forbidden" for detail in details):
         return "Correct or remove the key; docs/config-reference.md lists all, `cgplan schema` gives editor completion."
+    for detail in details:
+        if detail["type"] == _CONTRADICTION:
+            names = [".".join(map(str, (*detail["loc"], key))) for key in detail["ctx"]["keys"]]
+            in_file = [name for name in names if not origins.get(name, "--").startswith("--")]
+            if len(in_file) == 1:  # the other one came by an option, which is what is wanted now
+                return f"Add --set {in_file[0]}=null, which takes back what {origins[in_file[0]]} says."
     return "Correct the value; docs/config-reference.md says what each key holds."

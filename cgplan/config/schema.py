@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cgplan.config.distributed import DistributedConfig
+from cgplan.config.messages import contradiction
 from cgplan.config.section import Section
 from cgplan.config.shapes import Dim
 from cgplan.config.values import (
@@ -208,9 +209,11 @@ class CompilationConfig(Section):
     def _maximum_agrees(self) -> CompilationConfig:
         sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
-            raise ValueError(
+            raise contradiction(
                 f"max_cudagraph_capture_size is {maximum}, but the largest of cudagraph_capture_sizes is {max(sizes)}; "
-                "remove one of the two"
+                "remove one of the two",
+                "max_cudagraph_capture_size",
+                "cudagraph_capture_sizes",
             )
         return self
 

@@ -54,7 +54,11 @@ class BudgetConfig(Section):
         description="Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), "
         "as in `30s`. Absent: no bound.",
     )
-    max_graphs: Count | None = Field(default=None, description="Graphs at most. Absent: no bound.")
+    max_graphs: Count | None = Field(
+        default=None,
+        description="Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches "
+        "of all sizes are padded least. Absent: no bound.",
+    )
     reserve: Bytes | None = Field(
         default=None,
         description="Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free.",

@@ -130,7 +130,7 @@ class Plan(BaseModel):
         evidence: Why these keys, in the words of the planner that chose them; absent where a list or ladder did.
         budget: The budget of that configuration in JSON, the limits that are set; None in plans that do not say.
         notes, lint: Of a plan that was not made for traffic: what was not planned, and what to beware of. The evidence
-            of other plans says that.
+            of other plans says that. Once it is captured: how its budget differs from the one that bounds the capture.
         file: The file that the plan was read from, to be captured in place of what the configuration says.
     """
 

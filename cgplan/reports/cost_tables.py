@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -64,9 +64,26 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
     return [
         ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
         *(("note", text) for text in predicted.notes),
+        *_without_graph(report),
         *((name, _against(format_bytes(p), format_bytes(m), p, m)) for name, p, m in parts),
         ("time", _against(format_seconds(cost.seconds), format_seconds(seconds), cost.seconds, seconds)),
     ]
+
+
+def _without_graph(report: CaptureReport) -> Iterator[tuple[str, str]]:
+    """Planned keys that neither side counts, and why."""
+    captured = {(r.mode, r.descriptor) for r in report.records}
+    why = {(key.mode, key.descriptor): "over the budget" if key.is_over_budget else "failed" for key in report.failed}
+    if report.budget is not None:
+        refused = (*report.budget.left_out, *report.budget.skipped)
+        why = {**dict.fromkeys(refused, "over the budget"), **why}
+    for reason in ("over the budget", "failed"):
+        keys = [key for key, said in why.items() if said == reason and key not in captured]
+        if keys:
+            yield "note", f"{_counted(keys)} {reason}: not captured, and neither predicted nor measured here"
+    if report.waiting:
+        number = f"{report.waiting} key{'s' * (report.waiting > 1)}"
+        yield "note", f"{number} waiting for a batch: neither predicted nor measured here"
 
 
 def _against(predicted: str, measured: str, value: float, truth: float) -> str:
@@ -134,7 +151,8 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit, the largest first"))
+        rule = "the largest first" if budget.max_graphs is None else "of what fits, max_graphs keeps what pads least"
+        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit; {rule}"))
     for stop in budget.stops[:MOST_STOPS]:
         key = f"{_lane_of((stop.mode, stop.descriptor))}, {stop.descriptor.num_tokens} tokens"
         rows.append(("stopped by", f"{stop.limit} at {key}: {stop.detail}"))

@@ -96,7 +96,7 @@ def _head(evidence: Evidence) -> RenderableType:
         worth = evidence.next_graph
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         rows.append(("next graph", brings if worth.percent >= 1e-3 else "would bring nothing"))
-    notes = (*evidence.traffic_notes, *evidence.times_notes, *evidence.costs_notes, *evidence.notes)
+    notes = (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes)  # of costs: with what they predict
     return facts("Why these graphs", [*rows, *(("note", text) for text in notes)])
 
 

@@ -42,12 +42,12 @@ def render_plan(plan: Plan) -> RenderableType:
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
     said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
     head = facts("Plan", [*rows, *predicted_rows(plan), ("config", plan.config_hash), *said])
-    why = _why(plan)
-    if why is not None:
-        return Group(head, Text(), why)
-    if not plan.keys:
-        return head
-    return Group(head, Text(), _padding_of_all(plan) if _has_one_list(plan) else _padding_by_lane(plan))
+    parts = [head]
+    if plan.keys:
+        parts.append(_padding_of_all(plan) if _has_one_list(plan) else _padding_by_lane(plan))
+    if (why := _why(plan)) is not None:
+        parts.append(why)
+    return Group(*[part for found in parts for part in (found, Text())][:-1])
 
 
 def _why(plan: Plan) -> RenderableType | None:

@@ -69,6 +69,7 @@ def _capture(report: CaptureReport) -> RenderableType:
     rows = [*_environment(report.environment), *mode_rows(report.plan), sizes_row(report.plan), *_demand_rows(report)]
     if report.environment.backend == TAPE:
         rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
+    rows += [("note", text) for text in report.plan.notes]
     head = facts("Capture", [*rows, *_warnings(report.warnings)])
     if not report.records:
         return Group(head, Text(), facts("Graphs: none", _totals(report)))

@@ -17,53 +17,22 @@ from cgplan.config import Config
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.allocator import unit_of
-from cgplan.planning.costs import Key, KeyCost, static_bytes
+from cgplan.planning.costs import Key
 from cgplan.planning.estimated_costs import NODE_BYTES
 from cgplan.planning.plan import Predicted
+from cgplan.planning.spread import Spread
+from cgplan.planning.subset import restricted
 from cgplan.reports.records import BudgetRecord, Limit, StopRecord
 from cgplan.reports.units import format_bytes, format_seconds
 from cgplan.runtime.key_capture import CapturedKey, driver_bytes
 
 
-def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
-    """The plan with these of its keys alone; what is predicted of them goes along.
-
-    Pool memory that a left out key would have brought is brought by the next one, in proportion to their sizes.
-    """
-    kept = set(keys)
-    if len(kept) == len(plan.keys):
-        return plan
-    sizes = tuple(sorted({descriptor.num_tokens for _, descriptor in kept}))
-    predicted = plan.predicted
-    if predicted is not None:
-        costs = _costs_of(plan.keys, predicted.keys, kept)
-        static = static_bytes(config, sizes[-1]) if sizes else 0
-        workspace = predicted.workspace_bytes if sizes else 0
-        predicted = predicted.model_copy(update={"keys": costs, "static_bytes": static, "workspace_bytes": workspace})
-    left = tuple(key for key in plan.keys if key in kept)
-    return plan.model_copy(update={"keys": left, "capture_sizes": sizes, "predicted": predicted})
-
-
-def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> tuple[KeyCost, ...]:
-    found, missing, size = [], 0, 1
-    for key, cost in zip(keys, costs, strict=True):
-        tokens = key[1].num_tokens
-        if key not in kept:
-            missing, size = missing + cost.pool_bytes, max(size, tokens)
-            continue
-        unit = unit_of([missing])  # whole segments stay whole
-        brought = -(-missing * min(tokens, size) // size // unit) * unit
-        found.append(replace(cost, pool_bytes=cost.pool_bytes + brought))
-        missing, size = 0, 1
-    return tuple(found)
-
-
 def fitting(plan: Plan, config: Config, free: int | None) -> tuple[Plan, tuple[Key, ...]]:
     """The plan without the keys that are known not to fit the budget before anything is captured, and those keys.
 
-    The number of graphs is always known, memory and time where the plan has predictions. The largest sizes go first:
-    they take most of the pool, and graphs gain least there; of equal sizes, PIECEWISE before FULL.
+    The number of graphs is always known, memory and time where the plan has predictions. For want of memory or time the
+    largest sizes go first: they take most of the pool, and graphs gain least there; of equal sizes, PIECEWISE before
+    FULL. Of what is left, ``budget.max_graphs`` keeps the largest sizes and those that pad least: Note [Spread].
 
     Args:
         plan: What is to be captured.
@@ -71,16 +40,18 @@ def fitting(plan: Plan, config: Config, free: int | None) -> tuple[Plan, tuple[K
         free: Free device memory, None where not known.
     """
     order = sorted(plan.keys, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
-    left_out = 0
-    while left_out < len(order) and not _fits(plan, config, free, order[left_out:]):
-        left_out += 1
-    return restricted(plan, order[left_out:], config), tuple(order[:left_out])
+    spread = Spread(plan, len(order) if config.budget.max_graphs is None else config.budget.max_graphs)
+    start, kept = 0, spread.of(order)
+    while start < len(order) and not _fits(plan, config, free, kept):
+        start += 1
+        kept = spread.of(order[start:])
+    left = set(order) - set(kept)
+    return restricted(plan, kept, config), tuple(key for key in order if key in left)
 
 
 def _fits(plan: Plan, config: Config, free: int | None, keys: Sequence[Key]) -> bool:
+    """Whether memory and time are enough for these keys, as far as they are predicted."""
     budget = config.budget
-    if budget.max_graphs is not None and len(keys) > budget.max_graphs:
-        return False
     if plan.predicted is None or (budget.memory, budget.capture_time, budget.reserve) == (None, None, None):
         return True
     predicted: Predicted | None = restricted(plan, keys, config).predicted

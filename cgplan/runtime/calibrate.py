@@ -25,7 +25,7 @@ from cgplan.planning import Plan
 from cgplan.planning.costs import Key, representative_keys
 from cgplan.planning.estimated_costs import NODE_BYTES
 from cgplan.planning.measured_costs import MeasuredCosts, MeasuredKey
-from cgplan.runtime.budget import restricted
+from cgplan.planning.subset import restricted
 from cgplan.runtime.context import CaptureScope
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import drop_locals

@@ -13,7 +13,7 @@ from cgplan.graphs import GraphBackend, select_backend
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.planning.estimated_costs import EstimatedCosts, Recording
-from cgplan.runtime.budget import restricted
+from cgplan.planning.subset import restricted
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture

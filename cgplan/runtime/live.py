@@ -17,8 +17,9 @@ from cgplan.errors import BudgetError, CaptureError, ModelError
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.planning.plan import capture_order
+from cgplan.planning.subset import restricted
 from cgplan.reports.records import CaptureReport, FailedKey, GraphRecord
-from cgplan.runtime.budget import BudgetGuard, restricted
+from cgplan.runtime.budget import BudgetGuard
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture

@@ -17,8 +17,9 @@ from cgplan.graphs.buffers import check_dtypes
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, config_hash
 from cgplan.planning.costs import Key
+from cgplan.planning.subset import restricted
 from cgplan.reports.records import CaptureReport
-from cgplan.runtime.budget import BudgetGuard, fitting, restricted
+from cgplan.runtime.budget import BudgetGuard, fitting
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
