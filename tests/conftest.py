@@ -14,7 +14,8 @@ from cgplan.graphs import GraphBackend, select_backend
 
 
 def pytest_configure() -> None:
-    """With several workers of pytest-xdist each has its share of the cores: more threads would only wait for one."""
+    """Threads for the cores that a worker of pytest-xdist has to itself: more would only wait for one another."""
+    gc.freeze()  # torch and what it brought: collecting the tests collects garbage too
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
