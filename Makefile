@@ -10,8 +10,9 @@ demo: $(STAMP)  ## capture and benchmark the reference decoder, and print both r
 	$(BIN)/cgplan capture --config configs/decoder_cpu.yaml
 	$(BIN)/cgplan bench --config configs/decoder_cpu.yaml
 
-test: $(STAMP)  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+# tests/conftest.py says which tests stay together, and puts the longest first: that order is kept.
+test: $(STAMP)  ## all tests that need no GPU, in two processes
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

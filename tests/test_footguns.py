@@ -105,10 +105,8 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo(quiet_collector: None) -> None:
-    """No traces of the test before, and what is left kept out of this test's garbage collections."""
+    """No traces of the test before."""
     torch._dynamo.reset()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
