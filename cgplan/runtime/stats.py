@@ -196,15 +196,6 @@ class RunnerStats:
             count.calls = 0
         self.timed_calls = self.timed_nanoseconds = 0
 
-    def take_over(self, earlier: RunnerStats) -> None:
-        """Go on from the numbers of a runner that was closed, before the first call of this one."""
-        self._counts, self._resets = earlier._counts, earlier._resets
-        self.captures += earlier.captures
-        self.evictions += earlier.evictions
-        self.failures += earlier.failures
-        self.timed_calls, self.timed_nanoseconds = earlier.timed_calls, earlier.timed_nanoseconds
-        self.time_every = earlier.time_every
-
     def table(self) -> str:
         """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic."""
         rows = _added(((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts)
