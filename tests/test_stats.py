@@ -180,6 +180,24 @@ def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(
     assert traffic.notes == ("batches that tell no number of requests count as many as their tokens allow",)
 
 
+def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+    """A runner takes max_loras + 1 for any number of them; of more it knows nothing, and nor does the planner."""
+    runner = cgplan.capture(
+        lambda x: x * 2, {"x": ROWS}, lora={"max_loras": 2}, device=backend.device.type,
+        compilation={"cudagraph_capture_sizes": [2, 4]},
+    )  # fmt: skip
+    runner(x=torch.zeros(3, device=backend.device), num_active_loras=3)
+    path = tmp_path / "stats.json"
+    for saved in (runner.stats.json(), runner.stats.traffic().model_dump_json()):
+        path.write_text(saved)
+        found = read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        assert dict(found.histogram) == {Batch(3, 3, True, 3): 1}
+    path.write_text(Traffic.of({Batch(3, 3, True, 4): 1}, "made up").model_dump_json())
+    with pytest.raises(TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"):
+        read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+    runner.close()
+
+
 def test_traffic_since_a_mark_and_since_a_reset(backend: GraphBackend) -> None:
     runner = open_runner(backend)
     for _ in range(5):
