@@ -24,7 +24,7 @@ from cgplan.planning.traffic_files import read_traffic
 from cgplan.planning.vllm_log import log_traffic
 from cgplan.runtime import stats as stats_module
 from cgplan.runtime.metrics import StatsCollector
-from cgplan.runtime.stats import RunnerStats, StatsRecord
+from cgplan.runtime.stats import BatchCount, RunnerStats, StatsRecord
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -250,6 +250,32 @@ def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytes
     assert stats.replays == {(FULL, BatchDescriptor(8, 8)): 8}
     assert stats.traffic().total == 8
     assert len(stats.traffic().notes) == 1
+
+
+def test_numbers_are_read_while_other_threads_add_to_them() -> None:
+    """As a server of metrics does. Here a new batch comes whenever a count is looked at."""
+    stats = RunnerStats(PLAN)
+
+    class Meanwhile(BatchCount):
+        @property  # type: ignore[override]
+        def calls(self) -> int:
+            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
+            return 7
+
+        @calls.setter
+        def calls(self, value: int) -> None:
+            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
+
+    asked = (1, None, False, 0, FULL, BatchDescriptor(2), None)
+    stats._counts[asked] = Meanwhile(*asked)
+    assert stats.calls == stats.real_tokens == stats.padded_rows == 7
+    assert stats.traffic().total == stats.traffic((0, {})).total == 7
+    assert stats.mark()[1][asked] == 7
+    assert "| 1               | 2             | 1            | FULL         | 7     |" in stats.table()
+    assert stats.record().replays[0].calls == 7
+    assert 'num_tokens="2",runner="runner",uniform="false"} 7.0' in stats.prometheus()
+    stats.reset()
+    assert len(stats._counts) > 10
 
 
 def test_json_holds_everything(called: GraphRunner) -> None:

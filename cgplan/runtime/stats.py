@@ -156,8 +156,8 @@ class RunnerStats:
 
     @property
     def counts(self) -> list[BatchCount]:
-        """All batches that were met in a call."""
-        return [count for count in self._counts.values() if count.calls]
+        """All batches that were met in a call. Another thread may ask while calls go on, as those of metrics do."""
+        return [count for count in list(self._counts.values()) if count.calls]  # the copy is made in one go
 
     @property
     def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
@@ -192,7 +192,7 @@ class RunnerStats:
     def reset(self) -> None:
         """Begin to count anew. What was captured stays counted."""
         self._resets += 1
-        for count in self._counts.values():
+        for count in list(self._counts.values()):
             count.calls = 0
         self.timed_calls = self.timed_nanoseconds = 0
 
@@ -242,7 +242,7 @@ class RunnerStats:
 
     def mark(self) -> Mark:
         """The counts as they are now, for ``traffic`` since then."""
-        return self._resets, {asked: count.calls for asked, count in self._counts.items()}
+        return self._resets, {asked: count.calls for asked, count in list(self._counts.items())}
 
     def traffic(self, since: Mark | None = None) -> Traffic:
         """The batches that were asked for, those that ran eagerly too, as the planner reads them: exact.
@@ -256,7 +256,7 @@ class RunnerStats:
         found, notes = [], []
         resets, marked = since or (0, {})
         earlier = marked if resets == self._resets else {}
-        for asked, count in self._counts.items():
+        for asked, count in list(self._counts.items()):
             calls = count.calls - earlier.get(asked, 0)
             if calls:
                 found.append((self._batch(count), calls))
