@@ -165,6 +165,20 @@ def test_who_reads_numbers_reads_those_after_a_recapture_too(backend: GraphBacke
         assert manager.sizes == (3,)
 
 
+def test_a_manager_alone_is_told_of_its_own_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TapeBackend()
+    stream = [1]
+    monkeypatch.setattr(backend, "stream_getter", lambda: lambda: stream[0])
+    monkeypatch.setattr(backend, "is_busy", lambda stream: True)
+    with CudaGraphManager(config_of(backend, [4]), MLP(backend), backend) as manager:
+        manager.capture()
+        manager.run(x=rows(backend, 3))
+        stream[0] = 2
+        with pytest.raises(CgplanError, match="the runner was called from another stream than before") as caught:
+            manager.run(x=rows(backend, 3))
+        assert "GraphPool" not in caught.value.remedy
+
+
 def test_a_recapture_that_is_refused_or_fails(backend: GraphBackend) -> None:
     class Asks(MLP):
         asks = False
@@ -176,8 +190,9 @@ def test_a_recapture_that_is_refused_or_fails(backend: GraphBackend) -> None:
     manager = CudaGraphManager(config_of(backend, [4]), model, backend)
     assert manager.recapture().records, "a first capture"
     wanted = manager.run(x=x).clone()
-    with manager.runner.stage(3), pytest.raises(CgplanError, match="under way"):
+    with manager.runner.stage(3), pytest.raises(CgplanError, match="while another call was under way") as caught:
         manager.recapture()
+    assert "leave the block of staged buffers" in caught.value.remedy, "nothing of other members: there are none"
     same(manager.run(x=x), wanted)
     model.asks = True
     with pytest.raises(HostSyncError):
