@@ -197,7 +197,11 @@ class RunnerStats:
         self.timed_calls = self.timed_nanoseconds = 0
 
     def table(self) -> str:
-        """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic."""
+        """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic.
+
+        vLLM empties its counts after each table, so the planner adds up all tables of a file: where several are logged,
+        call ``reset`` after each.
+        """
         rows = _added(((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts)
         cells = [COLUMNS, *(
             (str(tokens), str(padded), str(padded - tokens), str(mode), str(calls))
