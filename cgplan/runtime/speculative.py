@@ -179,7 +179,8 @@ class SpecDecodeGraphManager:
         Raises:
             InputError: an unknown slot, a slot twice, no request, another number of draft tokens, or a request whose
                 blocks are full; nothing was launched.
-            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; likewise.
+            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; no request has
+                changed. (Where the draft has a graph and the target none, as budgets hold for each, the draft has run.)
         """
         chosen = self.slots if slots is None else tuple(whole_numbers("slots", slots))
         number = self.plan.draft_tokens[0] if draft_tokens is None else as_count("draft_tokens", draft_tokens)
