@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cgplan
 from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, build_plan
-from cgplan.errors import CgplanError, TrafficError
+from cgplan.errors import CgplanError, InputError, TrafficError
 from cgplan.graphs import GraphBackend
 from cgplan.planning import MissReason
 from cgplan.planning.traffic import Batch, Traffic
@@ -381,6 +381,16 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     call(called, 8, 8)
     assert registry.get_sample_value("cgplan_tokens_total", labels) == 50
     assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
+
+
+def test_metrics_of_what_has_no_numbers(called: GraphRunner) -> None:
+    stats = called.stats
+    for wrong, kind in (({"a": called}, "GraphRunner"), (stats, "RunnerStats"), ({None: stats}, "NoneType")):
+        with pytest.raises(InputError, match=f"and a {kind} was given") as caught:
+            StatsCollector(wrong)  # type: ignore[arg-type]
+        assert "runner.stats" in caught.value.remedy
+    with pytest.raises(InputError):
+        called.stats.prometheus(None)  # type: ignore[arg-type]
 
 
 def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
