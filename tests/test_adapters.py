@@ -247,6 +247,7 @@ def test_names_slots_and_counts_of_other_types() -> None:
         (lambda: adapters.batch(["a"], [1.5]), "query_lens is 1.5, a float"),  # type: ignore[list-item]
         (lambda: adapters.batch(["a"], [-3]), "a request of -3 tokens"),
         (lambda: adapters.batch(["a"], [1], device="bogus"), "no device 'bogus'"),
+        (lambda: adapters.batch(["a"], [1], device="xpu"), "no device 'xpu'"),  # known, but not there
         (lambda: Adapters(lora_decoder(TapeBackend()), "1"), "max_active is '1'"),  # type: ignore[arg-type]
     ]
     for call, message in wrong:

@@ -16,12 +16,17 @@ from cgplan.config import Config, Input, validate_config
 from cgplan.errors import BackendError, CaptureError, CgplanError, HostSyncError, InputError, PlanError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.tape import TapeBackend
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
+from cgplan.planning.latency import StepTimes
 from cgplan.reports.units import format_bytes
 from cgplan.runtime.managers import CudaGraphManager, GraphPool, PoolReport, capture_together
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 WIDTH = 64
+TIMES = StepTimes.measured(
+    {(CUDAGraphMode.NONE, 0): {1: 1000, 512: 3000}, (CUDAGraphMode.FULL, 0): {1: 100, 512: 1500}}, "made up"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,6 +142,68 @@ def test_numbers_go_on_over_a_recapture(backend: GraphBackend) -> None:
     manager.close()
     manager.capture()
     assert manager.stats.calls == 0, "a new beginning"
+    manager.close()
+
+
+def test_who_reads_numbers_reads_those_after_a_recapture_too(backend: GraphBackend) -> None:
+    """A server registers them once; what they counted before the last replan is not planned for again."""
+    config = config_of(backend, [2, 8], capture_policy="adaptive")
+    with CudaGraphManager(config, MLP(backend), backend) as manager:
+        manager.capture()
+        runner, stats = manager.runner, manager.stats
+        stats.time_every = 1
+        manager.run(x=rows(backend, 7))
+        manager.replan(times=TIMES)
+        assert manager.sizes == (7,)
+        manager.recapture()
+        assert manager.sizes == (7,), "what was planned last"
+        manager.run(x=rows(backend, 3))
+        assert manager.runner is runner
+        assert manager.stats is stats
+        assert (stats.calls, stats.timed_calls, stats.captures) == (2, 2, 2 + 1 + 1)
+        manager.replan(times=TIMES)
+        assert manager.sizes == (3,)
+
+
+def test_a_manager_alone_is_told_of_its_own_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TapeBackend()
+    stream = [1]
+    monkeypatch.setattr(backend, "stream_getter", lambda: lambda: stream[0])
+    monkeypatch.setattr(backend, "is_busy", lambda stream: True)
+    with CudaGraphManager(config_of(backend, [4]), MLP(backend), backend) as manager:
+        manager.capture()
+        manager.run(x=rows(backend, 3))
+        stream[0] = 2
+        with pytest.raises(CgplanError, match="the runner was called from another stream than before") as caught:
+            manager.run(x=rows(backend, 3))
+        assert "GraphPool" not in caught.value.remedy
+
+
+def test_a_recapture_that_is_refused_or_fails(backend: GraphBackend) -> None:
+    class Asks(MLP):
+        asks = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (float(x.sum().item()) if self.asks else 1)
+
+    model, x = Asks(backend), rows(backend, 3)
+    manager = CudaGraphManager(config_of(backend, [4]), model, backend)
+    assert manager.recapture().records, "a first capture"
+    wanted = manager.run(x=x).clone()
+    with manager.runner.stage(3), pytest.raises(CgplanError, match="while another call was under way") as caught:
+        manager.recapture()
+    assert "leave the block of staged buffers" in caught.value.remedy, "nothing of other members: there are none"
+    same(manager.run(x=x), wanted)
+    model.asks = True
+    with pytest.raises(HostSyncError):
+        manager.recapture()
+    assert not manager.is_captured
+    model.asks = False
+    manager.capture()
+    same(manager.run(x=x), wanted)
+    manager.runner.close()  # behind the manager's back
+    manager.recapture()
+    same(manager.run(x=x), wanted)
     manager.close()
 
 

@@ -112,6 +112,11 @@ def test_the_table_of_a_run(served: dict[str, Any], serving: ModuleType) -> None
     assert [line.split()[0] for line in lines[2:]] == list(served)
 
 
+def test_a_run_of_no_step(serving: ModuleType) -> None:
+    found = serving.serve_all(serving.parse(["--requests", "2", "--steps", "0", "--modes", "NONE"]))
+    assert serving.table(found).splitlines()[2].split()[:5] == ["NONE", "0", "0", "0", "0%"]
+
+
 def test_lengths_are_those_of_the_trace(serving: ModuleType) -> None:
     requests = serving.trace_requests(8819, 8192, 10, 0.0, 0)
     assert [(r.prompt, r.length - r.prompt) for r in requests[:2]] == [
@@ -217,3 +222,10 @@ def test_a_cache_that_does_not_hold_the_tokens() -> None:
     speculative = example("speculative")
     with pytest.raises(SystemExit, match="do not hold 64 new ones"):
         speculative.decode_all(speculative.parse(["--tokens", "64"]))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_tokens_to_compare(count: int) -> None:
+    speculative = example("speculative")
+    with pytest.raises(SystemExit, match=f"--tokens {count}: .* 2 at least"):
+        speculative.decode_all(speculative.parse(["--tokens", str(count)]))

@@ -279,6 +279,27 @@ def test_up_to_the_end_of_the_block_table(shared: Captured) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_positions_stay_inside_what_a_block_table_holds(backend: GraphBackend) -> None:
+    """A model may look its positions up in a table of that length: drafts behind its end must not read past it."""
+    target, draft = pair(backend)
+    table = torch.arange(CAPACITY, device=backend.device)
+
+    def looking_up(model: Decoder) -> PagedModel:
+        return PagedModel(lambda input_ids, positions: model(input_ids, table[positions]), VOCAB, BLOCK, NUM_BLOCKS)
+
+    [prompt], blocks = prompts(2, [CAPACITY - 6]), list(range(MAX_BLOCKS))
+    for mode in ("NONE", "FULL_DECODE_ONLY"):
+        config = spec_config(backend, mode=mode)
+        with SpecDecodeGraphManager(config, looking_up(target), looking_up(draft), backend) as manager:
+            manager.capture()
+            logits = manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], backend.device))
+            found = [int(logits[-1].argmax())]
+            slot = manager.add([*prompt, *found], blocks)
+            steps = [manager.step([slot]) for _ in range(6)]  # the last ones begin at the table's end
+            found += [token for step in steps for token in step.tokens()[0]]
+        assert found == greedy(first_layers(target, 4), prompt, 7)
+
+
 def test_a_late_answer_is_not_taken_for_the_next_request_in_the_slot(shared: Captured) -> None:
     def begin(prompt: list[int]) -> int:
         logits = shared.manager.prefill(
@@ -527,6 +548,13 @@ def test_more_draft_tokens_than_the_configuration_says(shared: Captured) -> None
         with pytest.raises(InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 2, 3") as caught:
             SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=[wrong])
         assert "num_speculative_tokens" in caught.value.remedy
+    for odd, text in ((2, "draft_tokens are 2, a int"), ([2.0], "one of draft_tokens is 2.0"), ("2", "a str")):
+        with pytest.raises(InputError, match=text):
+            SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=odd)  # type: ignore[arg-type]
+    for fine in (torch.tensor([1, 2]), iter([True, 2])):
+        made = SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=fine)  # type: ignore[arg-type]
+        assert made.plan.draft_tokens == (3, 2, 1)
+        assert "verify k=1" in made.managers
     blocks = [0, 1]
     shared.manager.prefill(**batch_of([Chunk([1, 2, 3], 0, blocks)], shared.manager.backend.device))
     slot = shared.manager.add([1, 2, 3, 4], blocks)
@@ -742,6 +770,7 @@ def test_configurations_that_cannot_be() -> None:
     cases: list[tuple[Config, str]] = [
         (configure(backend), "num_speculative_tokens is 0"),
         (configure(backend, max_loras=1, speculative={"num_speculative_tokens": 1}), "has a `lora` section"),
+        (spec_config(backend, pool="per_mode"), "compilation.pool is per_mode, and speculative decoding captures all"),
         (good.model_copy(update={"metadata": without}), "cannot fill the model's inputs: block_tables"),
         (good.model_copy(update={"metadata": odd}), "block_tables has shape"),
         (good.model_copy(update={"metadata": more}), "cannot fill the model's inputs: lora_ids"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cgplan
 from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, build_plan
-from cgplan.errors import CgplanError, TrafficError
+from cgplan.errors import CgplanError, InputError, TrafficError
 from cgplan.graphs import GraphBackend
 from cgplan.planning import MissReason
 from cgplan.planning.traffic import Batch, Traffic
@@ -24,7 +24,7 @@ from cgplan.planning.traffic_files import read_traffic
 from cgplan.planning.vllm_log import log_traffic
 from cgplan.runtime import stats as stats_module
 from cgplan.runtime.metrics import StatsCollector
-from cgplan.runtime.stats import RunnerStats, StatsRecord
+from cgplan.runtime.stats import BatchCount, RunnerStats, StatsRecord
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -180,6 +180,24 @@ def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(
     assert traffic.notes == ("batches that tell no number of requests count as many as their tokens allow",)
 
 
+def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+    """A runner takes max_loras + 1 for any number of them; of more it knows nothing, and nor does the planner."""
+    runner = cgplan.capture(
+        lambda x: x * 2, {"x": ROWS}, lora={"max_loras": 2}, device=backend.device.type,
+        compilation={"cudagraph_capture_sizes": [2, 4]},
+    )  # fmt: skip
+    runner(x=torch.zeros(3, device=backend.device), num_active_loras=3)
+    path = tmp_path / "stats.json"
+    for saved in (runner.stats.json(), runner.stats.traffic().model_dump_json()):
+        path.write_text(saved)
+        found = read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        assert dict(found.histogram) == {Batch(3, 3, True, 3): 1}
+    path.write_text(Traffic.of({Batch(3, 3, True, 4): 1}, "made up").model_dump_json())
+    with pytest.raises(TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"):
+        read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+    runner.close()
+
+
 def test_traffic_since_a_mark_and_since_a_reset(backend: GraphBackend) -> None:
     runner = open_runner(backend)
     for _ in range(5):
@@ -232,6 +250,32 @@ def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytes
     assert stats.replays == {(FULL, BatchDescriptor(8, 8)): 8}
     assert stats.traffic().total == 8
     assert len(stats.traffic().notes) == 1
+
+
+def test_numbers_are_read_while_other_threads_add_to_them() -> None:
+    """As a server of metrics does. Here a new batch comes whenever a count is looked at."""
+    stats = RunnerStats(PLAN)
+
+    class Meanwhile(BatchCount):
+        @property  # type: ignore[override]
+        def calls(self) -> int:
+            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
+            return 7
+
+        @calls.setter
+        def calls(self, value: int) -> None:
+            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
+
+    asked = (1, None, False, 0, FULL, BatchDescriptor(2), None)
+    stats._counts[asked] = Meanwhile(*asked)
+    assert stats.calls == stats.real_tokens == stats.padded_rows == 7
+    assert stats.traffic().total == stats.traffic((0, {})).total == 7
+    assert stats.mark()[1][asked] == 7
+    assert "| 1               | 2             | 1            | FULL         | 7     |" in stats.table()
+    assert stats.record().replays[0].calls == 7
+    assert 'num_tokens="2",runner="runner",uniform="false"} 7.0' in stats.prometheus()
+    stats.reset()
+    assert len(stats._counts) > 10
 
 
 def test_json_holds_everything(called: GraphRunner) -> None:
@@ -337,6 +381,16 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     call(called, 8, 8)
     assert registry.get_sample_value("cgplan_tokens_total", labels) == 50
     assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
+
+
+def test_metrics_of_what_has_no_numbers(called: GraphRunner) -> None:
+    stats = called.stats
+    for wrong, kind in (({"a": called}, "GraphRunner"), (stats, "RunnerStats"), ({None: stats}, "NoneType")):
+        with pytest.raises(InputError, match=f"and a {kind} was given") as caught:
+            StatsCollector(wrong)  # type: ignore[arg-type]
+        assert "runner.stats" in caught.value.remedy
+    with pytest.raises(InputError):
+        called.stats.prometheus(None)  # type: ignore[arg-type]
 
 
 def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:

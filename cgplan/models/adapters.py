@@ -137,7 +137,7 @@ class Adapters:
 
         Raises:
             InputError: an unknown name, more distinct adapters than ``max_active``, lists of different lengths, a count
-                that is no int of 0 or more, or a device that torch does not know.
+                that is no int of 0 or more, or a device that is not there.
         """
         if isinstance(names, str):
             raise InputError(f"names is one text, {names!r}", remedy="Give a list with one name for each request.")
@@ -157,7 +157,7 @@ class Adapters:
         if min(counts, default=0) < 0:
             raise InputError(f"a request of {min(counts)} tokens", remedy="Give each request's tokens in this batch.")
         ids = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
-        return AdapterBatch(torch.tensor(ids, dtype=torch.int64, device="cpu").to(_known(device)), active)
+        return AdapterBatch(_placed(ids, device), active)
 
     def _slot(self, name: str) -> int:
         _check_name(name)
@@ -207,11 +207,13 @@ def _check_weights(weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _known(device: torch.device | str) -> torch.device:
+def _placed(ids: Sequence[int], device: torch.device | str) -> Tensor:
+    """The numbers on a device. Raises InputError for one that is not there."""
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise InputError(f"torch knows no device {device!r}", remedy="Choose such as cpu or cuda:0.") from None
+        return torch.tensor(ids, dtype=torch.int64, device="cpu").to(torch.device(device))
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch built without it
+        first = str(error).partition("\n")[0].rstrip(".")
+        raise InputError(f"there is no device {device!r}: {first}", remedy="Choose such as cpu or cuda:0.") from None
 
 
 __all__ = ["AdapterBatch", "Adapters", "HasSlots"]

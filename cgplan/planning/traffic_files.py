@@ -214,8 +214,10 @@ def _histogram(rows: Iterable[tuple[str, Row]], path: Path, config: Config) -> T
     return Traffic.of(counts, f"{path.name}: histogram", guessed.notes())
 
 
-def _check_batch(batch: Batch, where: str, config: Config) -> None:
-    """Raises TrafficError for a batch that no step under this configuration can be."""
+def _check_batch(batch: Batch, where: str, config: Config, *, any_number: bool = False) -> None:
+    """Raises TrafficError for a batch that no step under this configuration can be. max_loras + 1 adapters are possible
+    where they may stand for ``any_number`` of them, as runners take and count it.
+    """
     most = config.lora.max_loras if config.lora else 0
     if batch.num_reqs > batch.num_tokens:
         problem, remedy = f"{batch.num_reqs} requests have {batch.num_tokens} tokens", "Correct that batch."
@@ -225,7 +227,7 @@ def _check_batch(batch: Batch, where: str, config: Config) -> None:
             f"but the query length is {config.query_len}"
         )
         remedy = "Set speculative.num_speculative_tokens as it was where the traffic was recorded."
-    elif batch.num_active_loras > most:
+    elif batch.num_active_loras > (most and most + any_number):
         problem = f"a batch has {batch.num_active_loras} active LoRA adapters, the configuration allows {most}"
         remedy = "Raise lora.max_loras." if config.lora else ADD_LORA
     elif batch.num_tokens > _LARGEST_BATCH:
@@ -240,7 +242,7 @@ def _fitting(traffic: Traffic, where: str, config: Config) -> Traffic:
     scheduler = config.scheduler
     beyond = 0.0
     for batch, weight in traffic.histogram:
-        _check_batch(batch, where, config)
+        _check_batch(batch, where, config, any_number=True)
         if batch.num_tokens > scheduler.max_num_batched_tokens or batch.num_reqs > scheduler.max_num_seqs:
             beyond += weight
     if not beyond:

@@ -178,15 +178,20 @@ class CudaGraphManager:
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the plan again, with the model's memory as it is now. The old graphs are freed first; ``stats`` go on
-        counting.
+        """Capture anew what is planned now, with the model's memory as it is now; before the first capture, as
+        ``capture``. The old graphs are freed first; ``runner`` and ``stats`` stay the same, and go on counting.
+
+        Raises as CaptureSession.run does; the manager then has no graphs.
         """
-        stats = None if self._runner is None else self._runner.stats
-        self.close()
-        report = self.capture()
-        if stats is not None:
-            self.stats.take_over(stats)
-        return report
+        if self._runner is None or self._runner.is_closed:
+            self.close()
+            return self.capture()
+        try:
+            self._runner.recapture()
+            return self._runner.report
+        finally:
+            if self._runner.is_closed:  # unless it was refused under a call, which changes nothing
+                self._runner = None
 
     def close(self) -> None:
         """Free graphs and static buffers; with the pool's last member, the pool's memory. Twice does no harm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from cgplan.errors import CgplanError
+from cgplan.errors import CgplanError, InputError
 from cgplan.runtime.stats import RunnerStats
 
 if TYPE_CHECKING:
@@ -22,10 +22,20 @@ class StatsCollector:
         runners: Their stats by name; the name becomes the label ``runner``.
 
     Raises:
+        InputError: that is no dict of stats by name (of runners themselves, say).
         CgplanError: prometheus_client is not installed.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
+        parts: list[tuple[object, type]] = [(runners, Mapping)]
+        if isinstance(runners, Mapping):
+            parts = [part for name, stats in runners.items() for part in ((name, str), (stats, RunnerStats))]
+        wrong = [type(value).__name__ for value, kind in parts if not isinstance(value, kind)]
+        if wrong:
+            raise InputError(
+                f"metrics of stats by name were asked for, and a {wrong[0]} was given",
+                remedy='Give a dict, as in StatsCollector({"target": runner.stats}).',
+            )
         self._runners = dict(runners)
         try:
             from prometheus_client import core

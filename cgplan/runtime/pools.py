@@ -47,7 +47,7 @@ class PoolUse:
 
     def under_way(self, name: str) -> CgplanError:
         """The error of a call inside a call, or from a second thread."""
-        if self.is_shared:
+        if self.is_shared and name != self.user:  # a manager alone in its pool has no other to name
             return CgplanError(
                 f"{name!r} was called while a call of {self.user!r} was under way, and both capture into one pool",
                 remedy="Call the members of a pool from one thread at a time, or give each its own GraphPool.",
@@ -60,7 +60,7 @@ class PoolUse:
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
         """Note the stream of a call; the lock is held. Raises CgplanError if another one still has work."""
         if self.stream is not None and self.stream != stream and backend.is_busy(self.stream):
-            if self.is_shared:
+            if self.is_shared and name != self.user:
                 raise CgplanError(
                     f"{name!r} was called on another stream than {self.user!r} before, whose work is not done, and "
                     "both capture into one pool",

@@ -132,6 +132,11 @@ class RunnerState:
         """The device."""
         return self._graphed.backend
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or failed to capture again: for good. One that is suspended is not."""
+        return self._closed and not self._suspended
+
     def invalidate(self, name: str) -> None:
         """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
 

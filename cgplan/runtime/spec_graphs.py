@@ -46,7 +46,7 @@ class PagedModel:
         forward: Called with ``input_ids`` and ``positions`` [num_tokens] int64, reads slot_mapping, block_tables,
             seq_lens and query_start_loc from the forward context as ``cgplan::attention`` does, and returns logits
             [num_tokens, vocab_size]. In the last steps of a request, seq_lens may be larger than what its blocks hold,
-            by k at most; what such queries give is dropped.
+            by k at most; what such queries give is dropped. Positions stay below what a row of block_tables holds.
         vocab_size: Tokens that it knows.
         block_size: Tokens in a block of its cache.
         num_blocks: Blocks that tables may name.
@@ -115,7 +115,9 @@ class _Pass:
         }
         metadata = {name: made[name].to(dtype) for name, dtype in self._dtypes.items()}
         with forward_context(CUDAGraphMode.NONE, BatchDescriptor(reqs * q, reqs, uniform=True), metadata):
-            logits = self.model.forward(input_ids=ids.flatten(), positions=positions.clamp(min=0).flatten())
+            # What the table has no place for is dropped; a model's table of positions may hold no more than that.
+            places = positions.clamp(0, tables.shape[1] * self.model.block_size - 1)
+            logits = self.model.forward(input_ids=ids.flatten(), positions=places.flatten())
         if logits.shape != (reqs * q, self.model.vocab_size):
             raise ModelError(
                 f"the model returned {list(logits.shape)} for {reqs * q} tokens of a vocabulary of "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from cgplan.config import Config, Input, ModelConfig
 from cgplan.descriptors import BatchDescriptor
@@ -12,6 +14,7 @@ from cgplan.errors import ConfigError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import describe_sizes, filled, plain_text
+from cgplan.runtime.dispatching import as_count
 
 INPUTS = ("input_ids", "positions")
 METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
@@ -67,13 +70,14 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
         draft_tokens: Numbers of draft tokens to capture for, each from 1 to the configuration's. Absent: that alone.
 
     Raises:
-        ConfigError: no draft tokens, LoRA, or an input that is not among those that speculation fills.
-        InputError: a number of draft tokens is above the configuration's.
+        ConfigError: no draft tokens, LoRA, several pools, or an input that is not among those that speculation fills.
+        InputError: a number of draft tokens is above the configuration's, or no number.
         PlanError: as build_plan.
     """
     most = config.speculative.num_speculative_tokens
     _check(config, most)
-    numbers = tuple(sorted({most, *(draft_tokens or ())}, reverse=True))
+    more = () if draft_tokens is None else whole_numbers("draft_tokens", draft_tokens)
+    numbers = tuple(sorted({most, *more}, reverse=True))
     for number in numbers:
         check_draft_tokens(number, range(1, most + 1))
     plan = build_plan(config)
@@ -88,6 +92,14 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
     plans = {name: build_plan(part) for name, part in configs.items()}
     order = sorted(plans, key=lambda name: -plans[name].max_capture_size)  # as capture_together has it
     return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
+
+
+def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
+    """Whole numbers that a caller gives in any form. Raises InputError for what is none."""
+    values = given.tolist() if isinstance(given, torch.Tensor) else given
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"{name} are {given!r:.100}, a {type(given).__name__}", remedy="Give a list of ints.")
+    return [as_count(f"one of {name}", value) for value in values]
 
 
 def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
@@ -109,6 +121,11 @@ def _check(config: Config, most: int) -> None:
         raise ConfigError(
             "the configuration has a `lora` section, and speculative decoding fills no adapter numbers",
             remedy="Leave `lora` and `lora_ids` out, or decode without a draft.",
+        )
+    if config.compilation.pool != "shared":
+        raise ConfigError(
+            f"compilation.pool is {config.compilation.pool}, and speculative decoding captures all parts into one pool",
+            remedy="Set compilation.pool: shared.",
         )
     wrong = [*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))]
     if wrong or "block_tables" not in config.metadata:
@@ -168,4 +185,4 @@ def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], dr
     )
 
 
-__all__ = ["SpecPlan", "check_draft_tokens", "plan_speculation"]
+__all__ = ["SpecPlan", "check_draft_tokens", "plan_speculation", "whole_numbers"]

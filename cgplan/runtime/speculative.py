@@ -12,7 +12,7 @@ Note [Which tokens]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from cgplan.runtime.dispatching import as_count
 from cgplan.runtime.managers import CudaGraphManager, GraphPool, PoolReport, capture_together
 from cgplan.runtime.session import CaptureProgress
 from cgplan.runtime.spec_graphs import BLOCKS, PagedModel, Propose, SpecState, Verify
-from cgplan.runtime.spec_plan import check_draft_tokens, plan_speculation
+from cgplan.runtime.spec_plan import check_draft_tokens, plan_speculation, whole_numbers
 from cgplan.runtime.spec_steps import SpecRequest, SpecStats, SpecStep
 
 
@@ -134,8 +134,8 @@ class SpecDecodeGraphManager:
                 remedy="Remove one that is done first, or raise scheduler.max_num_seqs.",
             )
         if not isinstance(tokens, list | tuple):
-            tokens = _numbers("tokens", tokens)
-        last, blocks = _numbers("tokens", tokens[-2:]), _numbers("blocks", blocks)
+            tokens = whole_numbers("tokens", tokens)
+        last, blocks = whole_numbers("tokens", tokens[-2:]), whole_numbers("blocks", blocks)
         if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
             raise InputError(
                 f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
@@ -149,7 +149,7 @@ class SpecDecodeGraphManager:
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Give a request other blocks, usually more; those that hold its context must stay. Raises InputError."""
-        slot, blocks = as_count("slot", slot), _numbers("blocks", blocks)
+        slot, blocks = as_count("slot", slot), whole_numbers("blocks", blocks)
         request = self._request(slot)
         self._check_blocks(blocks, request.context)
         if slot in self._changed:
@@ -179,9 +179,10 @@ class SpecDecodeGraphManager:
         Raises:
             InputError: an unknown slot, a slot twice, no request, another number of draft tokens, or a request whose
                 blocks are full; nothing was launched.
-            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; likewise.
+            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; no request has
+                changed. (Where the draft has a graph and the target none, as budgets hold for each, the draft has run.)
         """
-        chosen = self.slots if slots is None else tuple(_numbers("slots", slots))
+        chosen = self.slots if slots is None else tuple(whole_numbers("slots", slots))
         number = self.plan.draft_tokens[0] if draft_tokens is None else as_count("draft_tokens", draft_tokens)
         check_draft_tokens(number, self.plan.draft_tokens)
         self._check_batch(chosen)
@@ -290,14 +291,6 @@ class SpecDecodeGraphManager:
             rows = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
             self._state.rows.index_copy_(0, rows[:, 0], rows[:, 1:])
             self._changed.clear()
-
-
-def _numbers(name: str, given: Iterable[int]) -> list[int]:
-    """Whole numbers that a caller gives in any form. Raises InputError for what is none."""
-    values = given.tolist() if isinstance(given, torch.Tensor) else given
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InputError(f"{name} are {given!r:.100}, a {type(given).__name__}", remedy="Give a list of ints.")
-    return [as_count(f"one of {name}", value) for value in values]
 
 
 def _check_pair(target: PagedModel, draft: PagedModel) -> None:

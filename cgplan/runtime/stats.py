@@ -156,8 +156,8 @@ class RunnerStats:
 
     @property
     def counts(self) -> list[BatchCount]:
-        """All batches that were met in a call."""
-        return [count for count in self._counts.values() if count.calls]
+        """All batches that were met in a call. Another thread may ask while calls go on, as those of metrics do."""
+        return [count for count in list(self._counts.values()) if count.calls]  # the copy is made in one go
 
     @property
     def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
@@ -192,21 +192,16 @@ class RunnerStats:
     def reset(self) -> None:
         """Begin to count anew. What was captured stays counted."""
         self._resets += 1
-        for count in self._counts.values():
+        for count in list(self._counts.values()):
             count.calls = 0
         self.timed_calls = self.timed_nanoseconds = 0
 
-    def take_over(self, earlier: RunnerStats) -> None:
-        """Go on from the numbers of a runner that was closed, before the first call of this one."""
-        self._counts, self._resets = earlier._counts, earlier._resets
-        self.captures += earlier.captures
-        self.evictions += earlier.evictions
-        self.failures += earlier.failures
-        self.timed_calls, self.timed_nanoseconds = earlier.timed_calls, earlier.timed_nanoseconds
-        self.time_every = earlier.time_every
-
     def table(self) -> str:
-        """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic."""
+        """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic.
+
+        vLLM empties its counts after each table, so the planner adds up all tables of a file: where several are logged,
+        call ``reset`` after each.
+        """
         rows = _added(((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts)
         cells = [COLUMNS, *(
             (str(tokens), str(padded), str(padded - tokens), str(mode), str(calls))
@@ -251,7 +246,7 @@ class RunnerStats:
 
     def mark(self) -> Mark:
         """The counts as they are now, for ``traffic`` since then."""
-        return self._resets, {asked: count.calls for asked, count in self._counts.items()}
+        return self._resets, {asked: count.calls for asked, count in list(self._counts.items())}
 
     def traffic(self, since: Mark | None = None) -> Traffic:
         """The batches that were asked for, those that ran eagerly too, as the planner reads them: exact.
@@ -265,7 +260,7 @@ class RunnerStats:
         found, notes = [], []
         resets, marked = since or (0, {})
         earlier = marked if resets == self._resets else {}
-        for asked, count in self._counts.items():
+        for asked, count in list(self._counts.items()):
             calls = count.calls - earlier.get(asked, 0)
             if calls:
                 found.append((self._batch(count), calls))

@@ -258,7 +258,7 @@ def table(served: dict[str, Served]) -> str:
     """A row for each mode; shares of steps by how they ran, and of padding among all computed tokens."""
     rows = []
     for mode, found in served.items():
-        total = max(found.steps.total(), 1)
+        total = found.steps.total()
         computed = sum(request.computed for request in found.requests)
         rows.append(
             {
@@ -267,7 +267,7 @@ def table(served: dict[str, Served]) -> str:
                 "generated": found.generated,
                 "steps": total,
                 **{
-                    name: f"{found.steps[way] / total:.0%}"
+                    name: f"{found.steps[way] / max(total, 1):.0%}"
                     for name, way in (
                         ("eager", CUDAGraphMode.NONE),
                         ("PIECEWISE", CUDAGraphMode.PIECEWISE),

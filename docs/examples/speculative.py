@@ -60,6 +60,8 @@ class Workload:
         columns = config.metadata["block_tables"].shape[1]
         each = min(columns, shape.num_blocks // requests)
         longest = each * shape.block_size - count
+        if count < 2:
+            raise SystemExit(f"--tokens {count}: the first token of a request is the prefill's, so give 2 at least")
         if longest < 1:
             raise SystemExit(f"{each} blocks of {shape.block_size} tokens a request do not hold {count} new ones")
         prompts = [
