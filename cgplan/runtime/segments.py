@@ -128,22 +128,21 @@ class SplitForward:
     ) -> None:
         self.split = split
         self.recorded: dict[BatchDescriptor, _Recorded] = {}
-        self._segments: dict[str, SegmentWrapper] = {}
         changes_modes = any(
             (operator_name(node) or "").endswith(_MODES)
             for piece in pieces
             for node in getattr(split, piece.name).graph.nodes
         )
+        self._segments = {n: runnable for n, runnable in runnables.items() if isinstance(runnable, SegmentWrapper)}
+        copied = {name: wrapper.options.copied_arguments for name, wrapper in self._segments.items()}
+        self._program = None if changes_modes or not copied else Program.of(split, copied)
         trace = object()
         for name, runnable in runnables.items():
             # In the instance's own dict it is found at once; as a submodule only after a failed look-up.
             del split._modules[name]
             split.__dict__[name] = runnable
             if isinstance(runnable, SegmentWrapper):
-                self._segments[name] = runnable
                 runnable.changed, runnable.trace = self.recorded.clear, trace
-        copied = {name: wrapper.options.copied_arguments for name, wrapper in self._segments.items()}
-        self._program = None if changes_modes or not copied else Program.of(split, copied)
         self._direct: CodeType | None = None
         _ = split.code  # generates it: until then `forward` is a stub that does so on each call
         self._by_wrappers: Callable[..., Any] = split.forward
