@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -12,6 +12,14 @@ from cgplan.runtime.splitting import storages_of, value_of
 
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 Homes = frozenset[fx.Node]
+
+
+class _Found(NamedTuple):
+    """What is known of one value."""
+
+    homes: Homes = frozenset()
+    storages: frozenset[int] = frozenset()
+    of_segment: bool = False
 
 
 class MemoryHomes:
@@ -28,20 +36,22 @@ class MemoryHomes:
     Attributes:
         homes: Of each tensor or constant that is an argument or result of a piece.
         storages: The memory of the same by the trace, in which all copies of one value are one.
+        of_segments: Those that may be a tensor object that a segment has made, wherever it lies.
     """
 
     def __init__(self, split: fx.GraphModule, segments: Collection[str]) -> None:
         self.homes: dict[fx.Node, Homes] = {}
         self.storages: dict[fx.Node, frozenset[int]] = {}
+        self.of_segments: set[fx.Node] = set()
         self._split, self._segments = split, segments
-        self._items: dict[fx.Node, dict[int, tuple[Homes, frozenset[int]]]] = {}
+        self._items: dict[fx.Node, dict[int, _Found]] = {}
         for node in split.graph.nodes:
             if node.op == "call_module":
                 self._follow(node)
             elif node.op in ("placeholder", "get_attr"):
-                self._settle(node, (frozenset([node]), frozenset(storages_of(node))))
+                self._settle(node, _Found(frozenset([node]), frozenset(storages_of(node))))
             elif node.op == "call_function" and node.args and node.args[0] in self._items:
-                self._settle(node, self._items[node.args[0]].get(node.args[1], (frozenset(), frozenset())))
+                self._settle(node, self._items[node.args[0]].get(node.args[1], _Found()))
 
     def is_fresh(self, node: Any) -> bool:
         """Whether a value may lie elsewhere on each call."""
@@ -61,20 +71,24 @@ class MemoryHomes:
         (output,) = (node for node in piece.graph.nodes if node.op == "output")
         given = list(self.arguments(call))
 
-        def settled(result: Any) -> tuple[Homes, frozenset[int]]:
+        def settled(result: Any) -> _Found:
             if not isinstance(result, fx.Node) or isinstance(value_of(result), _NUMBERS):
-                return frozenset(), frozenset()
+                return _Found()
             storages = frozenset(storages_of(result))
-            found = Homes().union(*(homes for _, homes, inside in given if inside & storages))
-            return found or frozenset([call]), storages
+            same = [(value, homes) for value, homes, inside in given if inside & storages]
+            found = Homes().union(*(homes for _, homes in same))
+            of_segment = call.target in self._segments or any(value in self.of_segments for value, _ in same)
+            return _Found(found or frozenset([call]), storages, of_segment)
 
         if isinstance(output.args[0], tuple | list):
             self._items[call] = {index: settled(result) for index, result in enumerate(output.args[0])}
         else:
             self._settle(call, settled(output.args[0]))
 
-    def _settle(self, node: fx.Node, found: tuple[Homes, frozenset[int]]) -> None:
-        self.homes[node], self.storages[node] = found
+    def _settle(self, node: fx.Node, found: _Found) -> None:
+        self.homes[node], self.storages[node] = found.homes, found.storages
+        if found.of_segment:
+            self.of_segments.add(node)
 
 
 __all__ = ["MemoryHomes"]

@@ -169,7 +169,7 @@ class _Writer:
         if node.op == "get_attr":
             return _Source(node.name)
         if node.name not in self.values:
-            if all(home.target not in self._segments for home in self._memory.homes.get(node, ())):
+            if node not in self._memory.of_segments:
                 return _Source(node.name)
             return self._made_once(f"own_{node.name}", f"{node.name}.detach()")
         if node.op == "call_function" and isinstance(node.args[0], fx.Node):
