@@ -514,3 +514,25 @@ def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_p
         same(found, wanted)
         found[0].unsqueeze_(0) if change == "unsqueeze_" else getattr(found[0], change)()
     compiled.forget()
+
+
+def test_the_call_that_captures_writes_once(backend: GraphBackend) -> None:
+    """Outside of a session a segment is warmed up on real values: what it writes of other pieces counts once."""
+
+    def steps(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        made = x * 2
+        half = made[:, :2]
+        half.add_(middle(made, scale)[:, :2])
+        return made, half + 1
+
+    model = Steps(backend, steps)
+    compiled = compiled_by(backend, model, "recorded::middle")
+    with torch.no_grad():
+        compiled(x=batch(backend, 8))
+        for rows in (4, 8):
+            x = batch(backend, rows)
+            for _ in range(3):
+                wanted = model(x.copy_(batch(backend, rows)).clone())
+                with forward_context(PIECEWISE, BatchDescriptor(rows)):
+                    same(compiled(x=x), wanted)
+    compiled.forget()

@@ -52,6 +52,13 @@ def fresh_arguments(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str,
     return found
 
 
+def written_arguments(segment: fx.GraphModule) -> tuple[int, ...]:
+    """The positions of the arguments whose memory a segment writes to."""
+    written = {s for node in segment.graph.nodes for target in _written(node) for s in storages_of(target)}
+    arguments = [node for node in segment.graph.nodes if node.op == "placeholder"]
+    return tuple(i for i, node in enumerate(arguments) if written & set(storages_of(node)))
+
+
 def _refuse_stale_copies(split: fx.GraphModule, memory: MemoryHomes) -> None:
     """Refuse a write that the trace sees through all values of one memory, and that reaches one copy of it only."""
     order = {node: index for index, node in enumerate(split.graph.nodes)}
@@ -141,4 +148,4 @@ def _line(node: fx.Node) -> str:
     return lines[-1] if lines else "an unknown line"
 
 
-__all__ = ["fresh_arguments"]
+__all__ = ["fresh_arguments", "written_arguments"]

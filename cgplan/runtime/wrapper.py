@@ -170,6 +170,9 @@ class CUDAGraphWrapper:
             output = self.runnable(*given, **kwargs)
         return graph, output, slots
 
+    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runnable(*args, **kwargs)
+
     def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Positions of the arguments that may lie elsewhere on the next call."""
         return self.options.copied_arguments
@@ -239,7 +242,7 @@ class CUDAGraphWrapper:
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
-                self.runnable(*args, **kwargs)
+                self._warm_up(args, kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
             pool = self._choose_pool(scope)
             plain = context.metadata
