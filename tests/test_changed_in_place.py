@@ -11,7 +11,15 @@ from checks import same
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRunner, Input, forward_context
+from cgplan import (
+    BatchDescriptor,
+    BreakableCUDAGraphWrapper,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    GraphRunner,
+    Input,
+    forward_context,
+)
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend
 from cgplan.runtime.wrapper import CUDAGraphOptions
@@ -192,6 +200,45 @@ def test_callers_that_change_what_a_wrapper_returns(backend: GraphBackend, borro
         assert wrapped(x)["y"] is first  # what nobody changes is handed out again
 
 
+class Viewing(nn.Module):
+    """Returns views of what it is given and holds, these themselves, and what an eager piece hands through."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        self.piece = cgplan.eager_break_during_capture(lambda x: x.t())
+        self.register_buffer("scale", torch.ones(4, 4, device=backend.device))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        made = {"half": x[:2], "turned": self.piece(x), "part": self.scale[1:], "sum": x + self.scale}
+        return {**made, "x": x, "scale": self.scale}
+
+
+@pytest.mark.parametrize("change", ["t_", "unsqueeze_", "requires_grad_"])
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+def test_callers_that_change_views_of_memory_that_no_graph_owns(
+    backend: GraphBackend, kind: type[CUDAGraphWrapper], inference: bool, change: str
+) -> None:
+    """A view that eager calls would make anew each time is the caller's; an argument or a buffer is what it is."""
+    model = Viewing(backend)
+    wrapped = kind(model, CUDAGraphMode.PIECEWISE, backend=backend)
+    x = torch.empty(4, 4, device=backend.device)
+    with forward_context(CUDAGraphMode.PIECEWISE, BatchDescriptor(num_tokens=4)):
+        for seed in range(5):
+            x.copy_(batch(backend, seed))
+            with torch.inference_mode(inference), torch.no_grad():
+                found, wanted = wrapped(x), model(x)
+            same(found, wanted)
+            assert found["x"] is x
+            assert found["scale"] is model.scale
+            for name in ("half", "turned", "part", "sum"):
+                value = found[name]
+                assert not value.requires_grad
+                if value.is_inference():  # made by the call that captured, in inference mode
+                    continue
+                value.unsqueeze_(0) if change == "unsqueeze_" else getattr(value, change)()
+
+
 class Block(nn.Module):
     def __init__(self, backend: GraphBackend, function: Callable[..., Any] = torch.softmax) -> None:
         super().__init__()
@@ -242,6 +289,27 @@ def _attend(x: Tensor, dim: int) -> Tensor:
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("changed::attend", lambda x, dim: torch.empty_like(x), lib=_LIBRARY)
+
+
+def swapping_memory(q: Tensor) -> Tensor:
+    q.data = q.data * 2
+    return q.softmax(1)
+
+
+def setting_memory(q: Tensor) -> None:
+    q.set_(q * 2)
+
+
+@pytest.mark.parametrize("function", [swapping_memory, setting_memory])
+def test_an_eager_piece_that_gives_its_argument_other_memory_is_refused(
+    backend: GraphBackend, function: Callable[..., Any]
+) -> None:
+    """Segments that read the argument afterwards would read what the capture left there."""
+    model = Attend(backend, function)
+    with pytest.raises(
+        CaptureError, match=rf"eager piece {function.__name__} gives a tensor .* other memory .*: `found = "
+    ):
+        open_runner(backend, model)
 
 
 @pytest.mark.parametrize("policy", ["off", "first", "always"])

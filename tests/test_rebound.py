@@ -14,7 +14,7 @@ from checks import back_at, reserved
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import CaptureError, GraphRunner, Input
+from cgplan import AddressError, CaptureError, GraphRunner, Input
 from cgplan.graphs import GraphBackend
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -60,11 +60,11 @@ class Model(nn.Module):
         return self.middle(self.change(self, x))
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], way: str) -> GraphRunner:
+def open_runner(backend: GraphBackend, model: Callable[..., Any], way: str, **compilation: Any) -> GraphRunner:
     return cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)},
-        compilation={"cudagraph_capture_sizes": [4, 8], "outputs": "clone", **WAYS[way]},
+        compilation={"cudagraph_capture_sizes": [4, 8], "outputs": "clone", **WAYS[way], **compilation},
         device=backend.device.type,
     )
 
@@ -180,6 +180,70 @@ def test_eager_pieces_may_bind_their_state_anew(backend: GraphBackend) -> None:
         x = torch.randn(3, 2, device=backend.device)
         for count in (1, 2, 3):
             assert torch.equal(runner(x=x), (x * 2).softmax(-1) * count)
+
+
+class Swaps(Middle):
+    """Two buffers in turn: after an even number of runs all is where it was."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.turns: list[Any] = [torch.zeros(2, device=device), torch.zeros(2, device=device)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        front, back = self.turns
+        seen = (0 if front is None else front.to(x.device)) + torch.ones_like(x[0])
+        self.turns = [seen if back is None else back.copy_(seen), front]
+        return x.softmax(-1) * seen
+
+
+class SameAddress(Middle):
+    """New memory on each run, which happens to lie where the old one lay."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.raw = bytearray(8)
+        self.seen: Any = torch.zeros(2, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = 0 * x[0] + (0 if self.seen is None else self.seen.to(x.device)) + 1
+        self.seen = None
+        self.seen = torch.frombuffer(self.raw, dtype=torch.float32).copy_(seen)
+        return x.softmax(-1) * seen
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+@pytest.mark.parametrize("kind", [Swaps, SameAddress])
+@pytest.mark.parametrize("gone", [None, "elsewhere"])
+def test_state_that_only_pieces_bind_may_become_anything(
+    backend: GraphBackend, kind: type[Middle], gone: str | None, policy: str
+) -> None:
+    """No graph reads it, wherever the runs of the capture have left it."""
+    model = Model(backend, lambda _, x: x * 2).eval()
+    model.middle = kind(backend.device)
+    now: Any = None if gone is None else torch.zeros(2, device="cpu")
+    with closing(open_runner(backend, model, "modules", address_check=policy)) as runner:
+        if isinstance(model.middle, Swaps):
+            model.middle.turns = [now, now]
+        else:
+            model.middle.seen = now
+        for rows in (3, 8, 1, 4, 6):
+            x = torch.randn(rows, 2, device=backend.device)
+            found = runner(x=x)
+        assert torch.equal(found, (x * 2).softmax(-1) * 5)
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+def test_state_that_graphs_read_may_not_go(backend: GraphBackend, policy: str) -> None:
+    model = Model(backend, lambda model, x: x * model.scale).eval()
+    model.register_buffer("scale", torch.full((2,), 2.0, device=backend.device))
+    model.middle = SameAddress(backend.device)
+    with closing(open_runner(backend, model, "modules", address_check=policy)) as runner:
+        x = torch.randn(3, 2, device=backend.device)
+        model.middle.seen, there, model.scale = None, model.scale, None  # type: ignore[assignment]
+        with pytest.raises(AddressError, match=r"1 missing, 0 added\n +missing +model\.scale\n"):
+            runner(x=x)
+        model.scale = there
+        assert torch.equal(runner(x=x), (x * 2).softmax(-1))
 
 
 def test_the_search_leaves_the_model_as_the_capture_did(backend: GraphBackend) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from checks import same
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import AddressError, BatchDescriptor, CUDAGraphMode, GraphRunner, Input, forward_context
+from cgplan import AddressError, BatchDescriptor, CaptureError, CUDAGraphMode, GraphRunner, Input, forward_context
 from cgplan.graphs import GraphBackend
 from cgplan.runtime.context import current_forward_context, get_forward_context
 from cgplan.runtime.piecewise import cgplan_backend
@@ -47,6 +48,12 @@ torch.library.register_fake(
 _LIBRARY.define("plus_metadata(Tensor x) -> Tensor")
 _LIBRARY.impl("plus_metadata", lambda x: x + get_forward_context().metadata["bias"], "CompositeExplicitAutograd")
 torch.library.register_fake("recorded::plus_metadata", lambda x: torch.empty_like(x), lib=_LIBRARY)
+_LIBRARY.define("put_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
+_LIBRARY.impl("put_", lambda x, y: x.add_(y), "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::put_", lambda x, y: x, lib=_LIBRARY)
+_LIBRARY.define("into_(Tensor(a!) x, Tensor y) -> ()")
+_LIBRARY.impl("into_", lambda x, y: x.add_(y) is None or None, "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::into_", lambda x, y: None, lib=_LIBRARY)
 middle, parts = torch.ops.recorded.middle, torch.ops.recorded.parts
 
 
@@ -361,3 +368,171 @@ def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend, way:
     kind = "operators" if backend.device.type == "cpu" else "nodes"
     assert f"{kind} each" in shown
     assert f"{nodes[0]} x3, {nodes[3]} (num_tokens 16)" in shown
+
+
+# --- results that are handed through ----------------------------------------------------------------------------
+
+put_, into_ = torch.ops.recorded.put_, torch.ops.recorded.into_
+
+
+class Steps(nn.Module):
+    """Whatever is done with an input and a scale."""
+
+    def __init__(self, backend: GraphBackend, steps: Callable[..., Any]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.register_buffer("scale", torch.full((4,), 3.0, device=backend.device))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.steps(x, self.scale)
+
+
+def compiled_by(backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any) -> Any:
+    config = {
+        "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+        "compilation": {
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [4, 8],
+            "splitting_ops": splitting_ops,
+            **compilation,
+        },
+    }
+    return cgplan.compile_piecewise(model, config, backend=backend)
+
+
+def handed_through(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    return put_(made, later) * 5
+
+
+def handed_through_twice(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    made, later = middle(x, scale), x * 2
+    again = put_(made, later)
+    last = put_(again, again * 5)
+    return last + 1, made, again
+
+
+def one_of_several_handed_through(x: Tensor, scale: Tensor) -> Tensor:
+    made, sums = parts(x, 3)
+    kept = middle(x * 2, scale)
+    return put_(made, kept * 2) + put_(sums, kept.sum(-1))[:, None] * kept
+
+
+@pytest.mark.parametrize("steps", [handed_through, handed_through_twice, one_of_several_handed_through])
+@pytest.mark.parametrize("policy", ["off", "first", "always"])
+def test_a_fresh_result_that_another_piece_hands_through_is_copied_again(
+    backend: GraphBackend, steps: Callable[..., Any], policy: str
+) -> None:
+    """It lies elsewhere on each call, although the piece that returns it was given it."""
+    model = Steps(backend, steps)
+    used = [f"recorded::{n}" for n in ("middle", "parts", "put_") if n in steps.__code__.co_names]
+    compiled, held = compiled_by(backend, model, *used, address_check=policy), []
+    inputs = {rows: batch(backend, rows) for rows in (4, 8)}
+    with torch.no_grad():
+        compiled(x=inputs[8])
+        for _ in range(5):
+            for rows, x in inputs.items():
+                wanted = model(x.copy_(batch(backend, rows)).clone())
+                with forward_context(PIECEWISE, BatchDescriptor(rows)):
+                    same(compiled(x=x), wanted)
+                held.append(batch(backend, rows))  # so that the allocator gives other memory next time
+    compiled.forget()
+
+
+def writes_where_a_view_was_made(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    view = made.view(-1)
+    into_(made, later + view.sum())
+    return view * 2
+
+
+def writes_into_a_view(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    into_(made.view(-1), later.view(-1))
+    return made * 2
+
+
+@pytest.mark.parametrize("steps", [writes_where_a_view_was_made, writes_into_a_view])
+def test_a_write_that_would_reach_one_copy_of_a_fresh_result_only_is_refused(
+    backend: GraphBackend, steps: Callable[..., Any]
+) -> None:
+    compiled = compiled_by(backend, Steps(backend, steps), "recorded::middle", "recorded::into_")
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"writes into what an eager piece returned: .*into_, at "):
+        compiled(x=batch(backend, 4))
+
+
+def test_writes_into_the_one_copy_that_is_read_are_right(backend: GraphBackend) -> None:
+    def steps(x: Tensor, scale: Tensor) -> Tensor:
+        made, later = middle(x, scale), x * 2
+        view = made.view(-1) + later.view(-1).mean()
+        into_(made, later)  # the view that the segment has made is not read any more
+        return made * view.view_as(x)
+
+    model = Steps(backend, steps)
+    compiled = compiled_by(backend, model, "recorded::middle", "recorded::into_")
+    x = batch(backend, 4)
+    with torch.no_grad():
+        compiled(x=x)
+        for _ in range(5):
+            wanted = model(x.copy_(batch(backend, 4)).clone())
+            with forward_context(PIECEWISE, BatchDescriptor(4)):
+                same(compiled(x=x), wanted)
+    compiled.forget()
+
+
+def into_its_own(x: Tensor, scale: Tensor) -> tuple[Tensor, int]:
+    return put_(x * 2, x), 3
+
+
+def into_a_view_of_the_input(x: Tensor, scale: Tensor) -> tuple[Tensor, int]:
+    made = x * 2
+    return put_(x.t(), made.t()), 3
+
+
+@pytest.mark.parametrize("change", ["t_", "unsqueeze_", "requires_grad_"])
+@pytest.mark.parametrize("steps", [into_its_own, into_a_view_of_the_input])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_place(
+    backend: GraphBackend,
+    wrapper_calls: list[BatchDescriptor],
+    steps: Callable[..., Any],
+    change: str,
+    recorded: bool,
+) -> None:
+    """The last operator writes into what a segment made and returns it; what becomes of that object is the caller's."""
+    model = Steps(backend, steps)
+    compiled = compiled_by(backend, model, "recorded::put_")
+    x = batch(backend, 4)
+    with torch.set_grad_enabled(not recorded):
+        compiled(x=x)
+    for count in range(5):
+        wrapper_calls.clear()
+        wanted = model(x.copy_(batch(backend, 4)).clone())
+        with torch.set_grad_enabled(not recorded), forward_context(PIECEWISE, BatchDescriptor(4)):
+            found = compiled(x=x)
+        assert (wrapper_calls == []) is (recorded and count > 1)
+        same(found, wanted)
+        found[0].unsqueeze_(0) if change == "unsqueeze_" else getattr(found[0], change)()
+    compiled.forget()
+
+
+def test_the_call_that_captures_writes_once(backend: GraphBackend) -> None:
+    """Outside of a session a segment is warmed up on real values: what it writes of other pieces counts once."""
+
+    def steps(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        made = x * 2
+        half = made[:, :2]
+        half.add_(middle(made, scale)[:, :2])
+        return made, half + 1
+
+    model = Steps(backend, steps)
+    compiled = compiled_by(backend, model, "recorded::middle")
+    with torch.no_grad():
+        compiled(x=batch(backend, 8))
+        for rows in (4, 8):
+            x = batch(backend, rows)
+            for _ in range(3):
+                wanted = model(x.copy_(batch(backend, rows)).clone())
+                with forward_context(PIECEWISE, BatchDescriptor(rows)):
+                    same(compiled(x=x), wanted)
+    compiled.forget()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.errors import AddressError
 from cgplan.graphs.address_check import Check, compile_check, nodes_of
@@ -15,6 +17,7 @@ from cgplan.graphs.address_walk import Entry, Form, Leaf, Node, Walk
 
 _SHOWN = 10
 _MAX_REBINDS = 8
+_FREED = -1
 _REMEDY = (
     "Write new values into the captured tensors in place (copy_), declare the tensor as an input so that it is copied "
     "into a static buffer, or capture again."
@@ -24,17 +27,17 @@ _REMEDY = (
 class AddressManifest:
     """Address, form (see `form_of`) and path of every tensor of a device that can be reached from some roots.
 
-    It holds numbers, names and classes; tensors and modules it holds only once `check` has compiled itself. It looks
-    into dicts and other Mappings, lists, tuples, named tuples, deques, dataclasses, ``__slots__``, plain objects and
-    modules (parameters, buffers, submodules and
-    attributes), to any depth and through cycles. It does not look at attributes that start with an underscore, at
-    properties and class attributes, into sets, iterators, functions, classes and threads, nor at attributes of tensors;
+    It holds numbers, names, classes and weak references; tensors and modules it holds only once `check` has compiled
+    itself. It looks into dicts and other Mappings, lists, tuples, named tuples, deques, dataclasses, ``__slots__``,
+    plain objects and modules (parameters, buffers, submodules and attributes), to any depth and through cycles. It does
+    not look at attributes that start with an underscore, at properties and class attributes, into sets, iterators,
+    functions, classes and threads, nor at attributes of tensors;
     sparse tensors have no address. A path is as in Note [Address paths]. A tensor or container that is reached by
     several paths is named by the first one; the others are aliases, and are checked too.
 
     """
 
-    __slots__ = ("_addresses", "_check", "_count", "_device", "_ignored", "_rebinds", "_repeats", "_top")
+    __slots__ = ("_addresses", "_check", "_count", "_device", "_ignored", "_memory", "_rebinds", "_repeats", "_top")
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class AddressManifest:
         self._addresses: Check | None = None  # of `matches`
         self._check: Check | None = None  # of `check`
         self._rebinds = 0
+        self._memory: dict[int, StorageWeakRef] = {}  # by the numbers of tensors
 
     @classmethod
     def of(
@@ -61,7 +65,9 @@ class AddressManifest:
         device: torch.device,
         *,
         before: AddressManifest | None = None,
+        ignored: frozenset[str] = frozenset(),
         repeats: bool = False,
+        watches: bool = False,
     ) -> AddressManifest:
         """The manifest of what ``roots`` holds now.
 
@@ -70,20 +76,34 @@ class AddressManifest:
             device: Tensors on other devices are left alone. ``cuda`` without an index is the current device.
             before: An earlier manifest of the same roots. What has moved, come or gone since then is not state that a
                 graph relies on, and is left alone: a forward that keeps its last result in an attribute, say.
+            ignored: More paths to leave alone.
             repeats: Whether it will be checked on each replay: `check` then compiles itself, and holds the tensors and
                 modules that the first check met, until the manifest is dropped.
+            watches: Whether it will be some other's ``before``: it then knows, without holding it, whether memory is
+                still there. What was freed has moved, even if something else lies at its address by now.
         """
         walk = Walk(torch.empty(0, device=device).device)
-        top, ignored = walk.run(roots), frozenset[str]()
+        top = walk.run(roots)
         if before is not None:
-            ignored = difference_of(before._top, top).paths
-            if ignored:
+            before._forget_freed()
+            moved = difference_of(before._top, top).paths
+            ignored |= moved
+            if moved:
                 keep_known(before._top, top)
-        return cls(top, _count(top), walk.device, ignored, repeats=repeats)
+        made = cls(top, _count(top), walk.device, ignored, repeats=repeats)
+        for tensor, number in walk.tensors.values() if watches else ():
+            with suppress(Exception):  # a class of the user's, without a storage
+                made._memory[number] = StorageWeakRef(tensor.untyped_storage())
+        return made
 
     def __len__(self) -> int:
         """The number of tensors, each counted once."""
         return self._count
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Paths that are left alone."""
+        return self._ignored
 
     @property
     def paths(self) -> dict[str, int]:
@@ -163,6 +183,13 @@ class AddressManifest:
             if self._repeats:
                 tensors = [tensor for tensor, _ in walk.tensors.values()]
                 self._check = compile_check(top, self._device, tensors, walk.modules(), may_grow=may_grow)
+
+    def _forget_freed(self) -> None:
+        """Let memory that is not there any more be at no address."""
+        for entry in (entry for node in nodes_of(self._top) for entry in node.entries):
+            child = entry.child
+            if isinstance(child, Leaf) and child.number in self._memory and self._memory[child.number].expired():
+                entry.child = replace(child, address=_FREED)
 
     def _difference(self, top: Node) -> AddressDifference:
         return difference_of(self._top, top, self._ignored)

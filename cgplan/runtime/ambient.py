@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgplan.errors import CaptureError
+from cgplan.errors import AddressError, CaptureError
 
 
 class AmbientState(NamedTuple):
@@ -104,6 +104,16 @@ def generators_of(model: Callable[..., Any], device: torch.device) -> tuple[torc
         else:
             todo.extend(_inside(value))
     return tuple(found.values())
+
+
+def refuse_other_generators(before: Sequence[torch.Generator], now: Sequence[torch.Generator], what: str) -> None:
+    """Raise AddressError if these are other objects than ``what``, a graph, was captured with."""
+    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        raise AddressError(
+            f"{what} was captured with other torch.Generator objects than the model holds now: a replay would draw "
+            "from the old ones",
+            remedy="Seed a generator in place (manual_seed, set_state), or call runner.recapture().",
+        )
 
 
 _NOTHING_INSIDE = frozenset({str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Parameter})

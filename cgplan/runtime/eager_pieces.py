@@ -12,9 +12,10 @@ Note [Output slots]
 Note [What a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries news between pieces and segments. A piece
     that adds values to a list, dict or set that it was given is refused, because the segments would go on with the
-    values of the capture; and so is a result that is one mutable object with other contents on replay. Nobody sees an
-    attribute that a segment sets and a piece reads, or the other way round: on replay it is what the last capture
-    left there, of whichever size. Pass such tensors as arguments and results, or write them in place.
+    values of the capture; so is one that gives a tensor that it was given other memory, and a result that is one
+    mutable object with other contents on replay. Nobody sees an attribute that a segment sets and a piece reads, or the
+    other way round: on replay it is what the last capture left there, of whichever size. Pass such tensors as arguments
+    and results, or write them in place.
 """
 
 from __future__ import annotations
@@ -65,12 +66,16 @@ class EagerPiece:
         """Run on the arguments of the capture and keep them, see PieceArguments."""
         modules = modules_of(self._function, args, kwargs)
         before, containers = state_of(modules), Containers((args, kwargs))  # the tensors are held: addresses last
+        tensors = list(tensors_in((args, kwargs)))
+        addresses = list(map(_address, tensors))
         self._arguments = PieceArguments(args, kwargs, self._backend, self._pool)
         self._flat, spec = tree_flatten(self._function(*args, **kwargs))
         self._arguments.settle()
         if containers.have_new_values():
             raise self._edits_arguments()
-        given = set(map(_address, tensors_in((args, kwargs)))) - {0}
+        if list(map(_address, tensors)) != addresses:
+            raise self._moves_arguments()
+        given = set(addresses) - {0}
         state = set(map(_address, before)) & set(map(_address, state_of(modules))) - {0}
         self._spec = _LEAF if spec == _LEAF else spec
         self._is_given = [
@@ -215,6 +220,13 @@ class EagerPiece:
             "would keep those of the capture",
             remedy="Return the values, or write them in place into a tensor that is an argument. Keep what is only "
             "recorded in an object that is not handed to the piece.",
+        )
+
+    def _moves_arguments(self) -> CaptureError:
+        return CaptureError(
+            f"eager piece {self.name} gives a tensor that it was given other memory (set_, resize_, .data = ...), at "
+            f"{self.line}; graphs would keep that of the capture",
+            remedy="Return the new tensor, or write the values in place (copy_).",
         )
 
     def _changed(self, found: str, wanted: str) -> CaptureError:

@@ -2,8 +2,11 @@
 
 Note [Fresh results]
     A segment reads a fresh result of an eager piece from a slot of its own, and the result itself goes on to whoever
-    else reads it. A segment that wrote into its slot would leave the others the old values; so that is refused. What
-    a piece returns of its arguments' memory is not fresh: it lies where it lay at capture, and may be written to.
+    else reads it. A segment that wrote into its slot would leave the others the old values; so that is refused. An
+    eager piece may write into a fresh result, unless a view that a segment has made of its copy is read afterwards, and
+    into such a view, unless the result is. What a piece returns of its arguments' memory is as fresh as these are: a
+    fresh result that is handed through is copied again, anything else lies where it lay at capture, and may be written
+    to.
 
     A tensor object that was made in one piece must keep its shape in the others (``unsqueeze_``): on replay a segment
     runs no code that would change it, and an eager piece would change it once more on each call. Eager pieces may do
@@ -19,6 +22,7 @@ import torch
 from torch import fx
 
 from cgplan.errors import CaptureError
+from cgplan.runtime.memory_homes import MemoryHomes
 from cgplan.runtime.splitting import Piece, operator_name, storages_of, value_of
 
 _IN_PLACE = frozenset(
@@ -27,44 +31,50 @@ _IN_PLACE = frozenset(
 
 
 def fresh_arguments(split: fx.GraphModule, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
-    """For each segment, the positions of the arguments that an eager piece made, see Note [Fresh results].
+    """For each piece, the positions of the arguments that an eager piece made, see Note [Fresh results].
 
     Raises:
-        CaptureError: a segment writes into one of them, or a piece changes the shape of another piece's tensor.
+        CaptureError: a segment writes into one of them, a piece writes into one of two copies that are both read, or
+            changes the shape of another piece's tensor.
     """
-    eager = {piece.name: _fresh_results(getattr(split, piece.name)) for piece in pieces if piece.eager}
-    fresh: set[fx.Node] = set()
+    memory = MemoryHomes(split, {piece.name for piece in pieces if not piece.eager})
+    eager = {piece.name for piece in pieces if piece.eager}
     found: dict[str, tuple[int, ...]] = {}
     for node in split.graph.nodes:
         if node.op == "call_module":
             name = str(node.target)
-            found[name] = tuple(i for i, arg in enumerate(node.args) if arg in fresh)
+            found[name] = tuple(i for i, arg in enumerate(node.args) if memory.is_fresh(arg))
             kept = [i for i in range(len(node.args)) if name not in eager or i not in found[name]]
             _refuse_changed_shapes(getattr(split, name), kept)
             if name not in eager:
                 _refuse_writes(getattr(split, name), found[name])
-            elif eager[name] and not isinstance(eager[name], dict):
-                fresh.add(node)
-        elif node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-            producer = node.args[0]  # an item of a piece's tuple
-            results = eager.get(str(producer.target)) if producer.op == "call_module" else None
-            if isinstance(results, dict) and results.get(node.args[1]):
-                fresh.add(node)
+    _refuse_stale_copies(split, memory)
     return found
 
 
-def _fresh_results(piece: fx.GraphModule) -> bool | dict[Any, bool]:
-    """Whether an eager piece's result is fresh, or by index where it returns several."""
-    given = {storage for node in piece.graph.nodes if node.op == "placeholder" for storage in storages_of(node)}
-    (output,) = (node for node in piece.graph.nodes if node.op == "output")
-    result = output.args[0]
+def written_arguments(segment: fx.GraphModule) -> tuple[int, ...]:
+    """The positions of the arguments whose memory a segment writes to."""
+    written = {s for node in segment.graph.nodes for target in _written(node) for s in storages_of(target)}
+    arguments = [node for node in segment.graph.nodes if node.op == "placeholder"]
+    return tuple(i for i, node in enumerate(arguments) if written & set(storages_of(node)))
 
-    def is_fresh(node: Any) -> bool:
-        return isinstance(node, fx.Node) and not set(storages_of(node)) & given
 
-    if isinstance(result, tuple | list):
-        return {index: is_fresh(node) for index, node in enumerate(result)}
-    return is_fresh(result)
+def _refuse_stale_copies(split: fx.GraphModule, memory: MemoryHomes) -> None:
+    """Refuse a write that the trace sees through all values of one memory, and that reaches one copy of it only."""
+    order = {node: index for index, node in enumerate(split.graph.nodes)}
+    copied = {s for node, storages in memory.storages.items() if memory.is_fresh(node) for s in storages}
+    for call in (node for node in order if node.op == "call_module"):
+        given = list(memory.arguments(call))
+        for node in getattr(split, str(call.target)).graph.nodes:
+            for storages in (copied & set(storages_of(target)) for target in _written(node)):
+                hit = {home for _, homes, inside in given if inside & storages for home in homes}
+                stale = [
+                    value
+                    for value, homes in memory.homes.items()
+                    if hit and memory.storages[value] & storages and order[value] <= order[call] and homes != hit
+                ]
+                if len(hit) > 1 or any(order[user] >= order[call] for value in stale for user in value.users):
+                    raise _writes_to_a_copy(node)
 
 
 def _refuse_writes(segment: fx.GraphModule, fresh: Sequence[int]) -> None:
@@ -73,11 +83,15 @@ def _refuse_writes(segment: fx.GraphModule, fresh: Sequence[int]) -> None:
     for node in segment.graph.nodes:
         for target in _written(node):
             if kept & set(storages_of(target)):
-                raise CaptureError(
-                    f"the model writes into what an eager piece returned: {operator_name(node)}, at {_line(node)}",
-                    remedy="Make a new tensor instead (x = x * 2 for x.mul_(2)), or use "
-                    "compilation.splitting_modules, which allows it.",
-                )
+                raise _writes_to_a_copy(node)
+
+
+def _writes_to_a_copy(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"the model writes into what an eager piece returned: {operator_name(node)}, at {_line(node)}",
+        remedy="Make a new tensor instead (x = x * 2 for x.mul_(2)), or use compilation.splitting_modules, which "
+        "allows it.",
+    )
 
 
 def _refuse_changed_shapes(piece: fx.GraphModule, kept: Sequence[int]) -> None:
@@ -134,4 +148,4 @@ def _line(node: fx.Node) -> str:
     return lines[-1] if lines else "an unknown line"
 
 
-__all__ = ["fresh_arguments"]
+__all__ = ["fresh_arguments", "written_arguments"]

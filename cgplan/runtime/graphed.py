@@ -20,7 +20,7 @@ from cgplan.graphs.buffers import StaticBuffers
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import Key
-from cgplan.runtime.ambient import AmbientState, generators_of, random_state_kept
+from cgplan.runtime.ambient import AmbientState, generators_of, random_state_kept, refuse_other_generators
 from cgplan.runtime.breaks import calls_breaks
 from cgplan.runtime.context import CaptureScope, forward_context
 from cgplan.runtime.pools import GraphPool, RunnerPools
@@ -90,6 +90,7 @@ class GraphedModel:
         self.is_alone = True
         self._state: AddressManifest | None = None
         self._before: AddressManifest | None = None
+        self._bound: frozenset[str] | None = frozenset()  # what one run of a capture binds anew; None ahead of it
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
         self._refusal: CgplanError | None = None
@@ -126,7 +127,8 @@ class GraphedModel:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
         if self._before is not None or self._state is None:  # else nothing was captured since the last time
-            self._state, self._before = self._state_now(before=self._before), None
+            self._state = self._state_now(before=self._before, ignored=self._bound or frozenset())
+            self._before, self._bound = None, frozenset()
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
@@ -206,12 +208,12 @@ class GraphedModel:
         now = AmbientState.now(self.backend.device.type)
         self._ambient.refuse_other(now, "traced" if self.route.name == "ops" else "captured", ("autocast",))
 
-    def _state_now(self, before: AddressManifest | None = None) -> AddressManifest | None:
-        """Where the model's tensors lie; None where that is not checked."""
+    def _state_now(self, *, watches: bool = False, **known: Any) -> AddressManifest | None:
+        """Where the model's tensors lie, given what AddressManifest.of is told; None where that is not checked."""
         if self.config.compilation.address_policy == "off" or self.holder is None:
             return None
-        repeats = self.config.compilation.address_policy == "always"
-        return AddressManifest.of({"model": self.holder}, self.backend.device, before=before, repeats=repeats)
+        known["repeats"] = self.config.compilation.address_policy == "always"
+        return AddressManifest.of({"model": self.holder}, self.backend.device, watches=watches, **known)
 
     def state(self) -> StateSnapshot | None:
         """What is in the model's attributes now; None for a function."""
@@ -227,7 +229,8 @@ class GraphedModel:
         if policy == "off" or (policy == "first" and not again and key in self._checked):
             return
         if self.generators:
-            self._check_generators(mode, descriptor)
+            now = generators_of(self.model, self.backend.device)
+            refuse_other_generators(self.generators, now, f"{mode} {descriptor}")
         if self._state is None:
             return
         walk_again = again or key not in self._checked  # `always` sees no less than `first`
@@ -242,15 +245,6 @@ class GraphedModel:
             raise AddressError(
                 f"{what} before {self._moved!r} moved: a replay would use the old memory",
                 remedy="Call runner.recapture().",
-            )
-
-    def _check_generators(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        now = generators_of(self.model, self.backend.device)
-        if len(now) != len(self.generators) or any(a is not b for a, b in zip(now, self.generators, strict=True)):
-            raise AddressError(
-                f"{mode} {descriptor} was captured with other torch.Generator objects than the model holds now: a "
-                "replay would draw from the old ones",
-                remedy="Seed a generator in place (manual_seed, set_state), or call runner.recapture().",
             )
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
@@ -270,8 +264,11 @@ class GraphedModel:
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         if self.scope.is_open and self._before is None:  # after the first warm-up: what captures move is no state
-            self._before = self._state_now()
-        return self._run(self.wrapper, mode, descriptor, tensors)
+            self._before, self._bound = self._state_now(watches=True), None
+        output = self._run(self.wrapper, mode, descriptor, tensors)
+        if self._bound is None and (now := self._state_now(before=self._before)) is not None:
+            self._bound = now.ignored  # of two buffers in turn, say, which a second run would bring to their places
+        return output
 
     def free(self) -> None:
         """Free graphs, pool and static buffers."""

@@ -15,8 +15,8 @@ class HandedOutput:
     """A captured output, handed out again and again, see HandedViews; lists and dicts are made anew each time.
 
     Args:
-        output: On graph memory. Its tensors on graph memory themselves are not handed out, but views of them.
-        ours: The ids of those; others (a parameter, say) are handed out as they are.
+        output: Of the capture. The tensors that the forward made are not handed out themselves, but views of them.
+        ours: The ids of those; others (a parameter, an argument) are handed out as they are.
 
     Attributes:
         was_handed: Whether it was asked for.

@@ -13,7 +13,7 @@ from torch import fx
 from cgplan.config import CompilationConfig, Dim, validate_config
 from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError
 from cgplan.graphs import GraphBackend, select_backend
-from cgplan.runtime.fresh import fresh_arguments
+from cgplan.runtime.fresh import fresh_arguments, written_arguments
 from cgplan.runtime.partition import PartitionedForward, compile_for_all_sizes, structure_of
 from cgplan.runtime.row_conditions import refuse_branches_on_size
 from cgplan.runtime.segments import SegmentWrapper, SplitForward
@@ -103,7 +103,11 @@ class PiecewiseBackend:
                 compiled = self._compile(module) if self.compiler == "inductor" else module.forward
                 options = CUDAGraphOptions(copied_arguments=fresh[piece.name], address_check=self.address_check)
                 runnables[piece.name] = SegmentWrapper(
-                    compiled, guarded=self.max_rows is None, backend=self.backend, options=options
+                    compiled,
+                    guarded=self.max_rows is None,
+                    written=written_arguments(module),
+                    backend=self.backend,
+                    options=options,
                 )
         forward = SplitForward(split, runnables, pieces)
         self.last = weakref.ref(forward)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cgplan.runtime.entries import CUDAGraphEntry
+from cgplan.runtime.memory_homes import MemoryHomes
 from cgplan.runtime.prologue import Prologue
 from cgplan.runtime.splitting import operator_name
 
@@ -48,7 +49,7 @@ class Program:
             split: Calls the pieces.
             segments: Names of the pieces that are replayed, with the positions of the arguments that are copied.
         """
-        writer = _Writer(segments)
+        writer = _Writer(segments, MemoryHomes(split, segments))
         if not all(map(writer.write, split.graph.nodes)):
             return None
         output = fx.node.map_arg(writer.output, writer.result)
@@ -122,7 +123,7 @@ class _Source(str):
 class _Writer:
     """Writes one line for each thing that a replay does."""
 
-    def __init__(self, segments: Mapping[str, Collection[int]]) -> None:
+    def __init__(self, segments: Mapping[str, Collection[int]], memory: MemoryHomes) -> None:
         self.lines: list[str] = []
         self.output: Any = None
         self.values: dict[str, fx.Node] = {}
@@ -130,6 +131,7 @@ class _Writer:
         self.read: set[fx.Node] = set()
         self._order: dict[fx.Node, int] = {}
         self._segments = segments
+        self._memory = memory
 
     def write(self, node: fx.Node) -> bool:
         """False for a node that cannot be recorded."""
@@ -161,15 +163,24 @@ class _Writer:
         return True
 
     def result(self, node: fx.Node) -> _Source:
-        """The source of a result. Those who get a segment's output may change its tensor objects."""
-        if node.name not in self.values or node.op == "get_attr":
+        """The source of a result. Those who get a segment's output may change its tensor objects, also where an eager
+        piece has handed it through.
+        """
+        if node.op == "get_attr":
             return _Source(node.name)
+        if node.name not in self.values:
+            if node not in self._memory.of_segments:
+                return _Source(node.name)
+            return self._made_once(f"own_{node.name}", f"{node.name}.detach()")
         if node.op == "call_function" and isinstance(node.args[0], fx.Node):
             return _Source(f"{self.result(node.args[0])}[{node.args[1]!r}]")
-        line = f"given_{node.target} = give_{node.target}()"
+        return self._made_once(f"given_{node.target}", f"give_{node.target}()")
+
+    def _made_once(self, name: str, source: str) -> _Source:
+        line = f"{name} = {source}"
         if line not in self.lines:
             self.lines.append(line)
-        return _Source(f"given_{node.target}")
+        return _Source(name)
 
     def _launch(self, node: fx.Node) -> None:
         segment = str(node.target)

@@ -38,6 +38,7 @@ from cgplan.runtime.prologue import Prologue
 from cgplan.runtime.recorded import Program
 from cgplan.runtime.splitting import Piece, operator_name
 from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgplan.runtime.written import LARGEST
 
 RETRACED = (
     "Capture the model itself, without torch.compile: then there is one trace, and it has no guards. Else see to it "
@@ -54,10 +55,17 @@ class SegmentWrapper(CUDAGraphWrapper):
         changed: Called whenever its graphs change.
         trace: The same object for all segments of a trace.
         guarded: Whether Dynamo may trace the model anew, see `traces.py`.
+
+    Args:
+        written: Positions of the arguments that it writes to; warm-ups leave them as they were, but for what is larger
+            than ``LARGEST`` bytes (a KV cache, into which the same values are written again).
     """
 
-    def __init__(self, runnable: Callable[..., Any], *, guarded: bool = False, **options: Any) -> None:
+    def __init__(
+        self, runnable: Callable[..., Any], *, guarded: bool = False, written: Sequence[int] = (), **options: Any
+    ) -> None:
         super().__init__(runnable, CUDAGraphMode.PIECEWISE, **options)
+        self._written = written
         self.changed: Callable[[], None] = lambda: None
         self.trace: object = self
         self.guarded = guarded
@@ -92,6 +100,14 @@ class SegmentWrapper(CUDAGraphWrapper):
             f"{descriptor}",
             remedy=RETRACED,
         )
+
+    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run it as if it had not run: what it writes to has been computed once, by the pieces before it."""
+        given = [args[i] for i in self._written if args[i].nbytes <= LARGEST and 0 not in args[i].stride()]
+        saved = [tensor.clone() for tensor in given]
+        super()._warm_up(args, kwargs)
+        for tensor, before in zip(given, saved, strict=True):
+            tensor.copy_(before)
 
     def _capture(self, *args: Any) -> tuple[CUDAGraphEntry, Any]:
         self.changed()
@@ -128,22 +144,21 @@ class SplitForward:
     ) -> None:
         self.split = split
         self.recorded: dict[BatchDescriptor, _Recorded] = {}
-        self._segments: dict[str, SegmentWrapper] = {}
         changes_modes = any(
             (operator_name(node) or "").endswith(_MODES)
             for piece in pieces
             for node in getattr(split, piece.name).graph.nodes
         )
+        self._segments = {n: runnable for n, runnable in runnables.items() if isinstance(runnable, SegmentWrapper)}
+        copied = {name: wrapper.options.copied_arguments for name, wrapper in self._segments.items()}
+        self._program = None if changes_modes or not copied else Program.of(split, copied)
         trace = object()
         for name, runnable in runnables.items():
             # In the instance's own dict it is found at once; as a submodule only after a failed look-up.
             del split._modules[name]
             split.__dict__[name] = runnable
             if isinstance(runnable, SegmentWrapper):
-                self._segments[name] = runnable
                 runnable.changed, runnable.trace = self.recorded.clear, trace
-        copied = {name: wrapper.options.copied_arguments for name, wrapper in self._segments.items()}
-        self._program = None if changes_modes or not copied else Program.of(split, copied)
         self._direct: CodeType | None = None
         _ = split.code  # generates it: until then `forward` is a stub that does so on each call
         self._by_wrappers: Callable[..., Any] = split.forward

@@ -16,10 +16,12 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureError, CgplanError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
+from cgplan.graphs.host_sync import tensors_in
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
 from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgplan.runtime.frozen import modules_of, state_of
 from cgplan.runtime.handed_outputs import HandedOutput
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -168,6 +170,9 @@ class CUDAGraphWrapper:
             output = self.runnable(*given, **kwargs)
         return graph, output, slots
 
+    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runnable(*args, **kwargs)
+
     def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Positions of the arguments that may lie elsewhere on the next call."""
         return self.options.copied_arguments
@@ -237,7 +242,7 @@ class CUDAGraphWrapper:
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
-                self.runnable(*args, **kwargs)
+                self._warm_up(args, kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
             pool = self._choose_pool(scope)
             plain = context.metadata
@@ -253,7 +258,9 @@ class CUDAGraphWrapper:
             context.derived.clear()  # and this lies on graph memory
         ours: set[int] = set()
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours), output)
+            held = [*tensors_in((args, kwargs)), *state_of(modules_of(self.runnable, args, kwargs))]
+            theirs = set(map(id, held))  # eager calls would return these objects each time, too
+            kept = tree_map_only(torch.Tensor, lambda t: t if id(t) in theirs else self._kept(t, pool, ours), output)
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
@@ -283,10 +290,12 @@ class CUDAGraphWrapper:
         return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
 
     def _kept(self, tensor: torch.Tensor, pool: Any, ours: set[int]) -> torch.Tensor:
-        """A tensor of the output, as it is kept; one that lies elsewhere stays as it is."""
-        if not self.backend.in_pool(tensor, pool):
+        """A tensor of the output, as it is kept; one that lies elsewhere stays as it is, unless the forward made it."""
+        in_pool = self.backend.in_pool(tensor, pool)
+        if not in_pool and not (type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor._is_view()):
             return tensor
-        kept = (self.backend.borrow(tensor) if self.options.borrow_outputs else tensor).detach()  # an object of our own
+        borrows = self.options.borrow_outputs and in_pool
+        kept = (self.backend.borrow(tensor) if borrows else tensor).detach()  # an object of our own
         ours.add(id(kept))
         return kept
 
