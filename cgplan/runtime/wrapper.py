@@ -258,9 +258,7 @@ class CUDAGraphWrapper:
             context.derived.clear()  # and this lies on graph memory
         ours: set[int] = set()
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            held = [*tensors_in((args, kwargs)), *state_of(modules_of(self.runnable, args, kwargs))]
-            theirs = set(map(id, held))  # eager calls would return these objects each time, too
-            kept = tree_map_only(torch.Tensor, lambda t: t if id(t) in theirs else self._kept(t, pool, ours), output)
+            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours, args, kwargs), output)
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
@@ -289,15 +287,27 @@ class CUDAGraphWrapper:
         """A slot without its hold on the pool."""
         return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
 
-    def _kept(self, tensor: torch.Tensor, pool: Any, ours: set[int]) -> torch.Tensor:
-        """A tensor of the output, as it is kept; one that lies elsewhere stays as it is, unless the forward made it."""
+    def _kept(
+        self, tensor: torch.Tensor, pool: Any, ours: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """A tensor of the output, as it is kept; one that lies elsewhere stays as it is, unless the forward made it.
+        Objects that were given, or are of a module's state, eager calls would return each time, too.
+        """
         in_pool = self.backend.in_pool(tensor, pool)
-        if not in_pool and not (type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor._is_view()):
+        if any(tensor is given for given in tensors_in((args, kwargs))):
+            return tensor
+        if not in_pool and not self._is_view_made(tensor, args, kwargs):
             return tensor
         borrows = self.options.borrow_outputs and in_pool
         kept = (self.backend.borrow(tensor) if borrows else tensor).detach()  # an object of our own
         ours.add(id(kept))
         return kept
+
+    def _is_view_made(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the forward has made this view. All modules are looked through last: that takes milliseconds."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor._is_view():
+            return False
+        return all(tensor is not held for held in state_of(modules_of(self.runnable, args, kwargs)))
 
     def _choose_pool(self, scope: CaptureScope | None) -> Any:
         if self._pool is not None:
