@@ -155,7 +155,8 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
         rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit; {rule}"))
     for stop in budget.stops[:MOST_STOPS]:
         key = f"{_lane_of((stop.mode, stop.descriptor))}, {stop.descriptor.num_tokens} tokens"
-        rows.append(("stopped by", f"{stop.limit} at {key}: {stop.detail}"))
+        where = "" if stop.rank is None else f" of rank {stop.rank}"
+        rows.append(("stopped by", f"{stop.limit}{where} at {key}: {stop.detail}"))
     if len(budget.stops) > MOST_STOPS:
         rows.append(("", f"and at {len(budget.stops) - MOST_STOPS} more keys"))
     if budget.skipped:
