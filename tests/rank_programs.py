@@ -326,8 +326,10 @@ def oom(rank: int, budget: bool) -> Any:
         for turn in range(4):
             inputs = [batch(other, turn, (1, 8), torch.float32) for other in range(ranks.world_size)]
             torch.testing.assert_close(runner(x=inputs[rank]), doubled(inputs, ranks.world_size))
+        report = runner.report
         runner.close()
-    return keys
+    stops = [(stop.rank, stop.limit, stop.descriptor.num_tokens) for stop in report.budget.stops]
+    return keys, stops, str(report)
 
 
 def budget_of_one(rank: int) -> Any:

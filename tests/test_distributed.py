@@ -12,17 +12,24 @@ from checks import capture
 from ranks import run_ranks, values
 
 from cgplan.config import DistributedConfig
+from cgplan.descriptors import BatchDescriptor
 from cgplan.distributed import open_ranks
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.rendezvous import Place, Presence, check_devices
 from cgplan.distributed.shared_memory import SharedMemoryTransport
 from cgplan.distributed.watch import Process
-from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RegistrationError
+from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, RankMismatchError, RegistrationError
 from cgplan.graphs import select_backend
 from cgplan.graphs.host_sync import find_host_sync
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import build_plan, config_hash
+from cgplan.reports.cost_tables import budget_rows
 from cgplan.reports.layout import plain_text
 from cgplan.reports.rank_records import RankRecord, rank_table
+from cgplan.reports.records import BudgetRecord, StopRecord
 from cgplan.runtime.breaks import eager_break_during_capture
+from cgplan.runtime.session import CaptureSession
+from cgplan.runtime.together import Together
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
@@ -157,7 +164,8 @@ def test_devices_that_can_be() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2: MASTER_ADDR and MASTER_PORT are not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "rank 0 of 2: MASTER_PORT is not set"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "rank 2 of 2: no such rank"),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "makes no sense"),
     ],
@@ -165,6 +173,15 @@ def test_devices_that_can_be() -> None:
 def test_environments_that_make_no_sense(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Place.from_environment(environment)
+
+
+def test_a_plan_that_another_rank_made_for_its_own_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKS_TIMEOUT", "5")
+    config, other = programs.config_of(), programs.config_of(compilation={"outputs": "clone"})
+    session = CaptureSession(build_plan(other), torch.nn.Identity(), select_backend("cpu"), config, together=Together())
+    with pytest.raises(PlanError, match=rf"^the plan of all ranks was .* {config_hash(other)}; this rank has") as error:
+        session.run()
+    assert "agree_on_setup()" in error.value.remedy
 
 
 def test_one_process_has_no_ranks() -> None:
@@ -198,6 +215,20 @@ def test_the_report_has_a_row_for_each_rank_and_one_for_all() -> None:
     lines = [line.split() for line in plain_text(rank_table(records)).splitlines()]
     assert lines[2][:5] == ["0", "custom", "4", "3", "1"]
     assert " ".join(lines[-1]) == "all custom 8 7 3 2.0 MiB 30.0 ms 2.0 KiB 5.0 KiB 1.00 s"
+
+
+def test_the_report_says_once_which_ranks_a_limit_stopped() -> None:
+    def stop(rank: int, tokens: int, detail: str) -> StopRecord:
+        key = BatchDescriptor(num_tokens=tokens)
+        return StopRecord(limit="memory", mode=CUDAGraphMode.FULL, descriptor=key, detail=detail, rank=rank)
+
+    stops = (stop(0, 8, "9 B are used"), stop(1, 8, "8 B are used"), stop(1, 4, "7 B are used"))
+    limits = {"memory": 6, "capture_time": None, "max_graphs": None, "reserve": None}
+    rows = budget_rows(BudgetRecord(**limits, used_bytes=0, used_seconds=0.0, stops=stops))
+    assert [text for name, text in rows if name == "stopped by"] == [
+        "memory of rank 0, 1 at FULL, 8 tokens: 9 B are used",
+        "memory of rank 1 at FULL, 4 tokens: 7 B are used",
+    ]
 
 
 class _Doubling(AllReduce):

@@ -107,7 +107,10 @@ def test_a_rank_that_runs_out_of_memory() -> None:
 
 
 def test_with_a_budget_all_keep_what_each_has_memory_for() -> None:
-    assert values(run_ranks(2, programs.oom, True)) == [[1], [1]]
+    """And each report names the rank that had no more."""
+    for keys, stops, shown in values(run_ranks(2, programs.oom, True)):
+        assert (keys, stops) == ([1], [(1, "device memory", 4)])
+        assert "device memory of rank 1 at FULL, 4 tokens: it ran out" in shown
 
 
 def test_a_budget_holds_for_all_ranks() -> None:

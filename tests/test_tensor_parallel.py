@@ -82,19 +82,43 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     assert all(r["mapped_bytes"] and r["registration_seconds"] > 0 for r in ranks)
     assert len(report["records"]) == 2
     assert done.stdout.count("Bench") == 1, "one rank prints"
+    rows = [line.split()[:3] for line in done.stdout.splitlines() if " custom " in line]
+    assert rows == [["0", "custom", "4"], ["1", "custom", "4"], ["all", "custom", "8"]]
 
 
-def test_ranks_with_other_settings_end_with_the_same_message() -> None:
+def test_what_captures_nothing_is_done_by_rank_0_alone(tmp_path: Path) -> None:
+    for command in (["inspect"], ["plan", "--output", str(tmp_path / "plan.json")]):
+        said = []
+        for rank in (1, 0):
+            given = {**os.environ, **environment(rank, 2, free_port(), 20)}
+            whole = [sys.executable, "-m", "cgplan", *command, "--config", str(CONFIG)]
+            done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=60, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            said.append(done.stdout + done.stderr)
+            assert rank == 0 or not any(tmp_path.iterdir())
+        assert said[0] == ""
+        assert "Plan" in said[1]
+    assert json.loads((tmp_path / "plan.json").read_text())["capture_sizes"] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("command_of_rank_1", "words"),
+    [
+        (["capture", "--set", "compilation.outputs=clone"], 'compilation.outputs: "clone", rank 0 has "borrow"'),
+        (["bench"], "the command: cgplan bench, rank 0 has cgplan capture"),
+    ],
+)
+def test_ranks_with_other_settings_end_with_the_same_message(command_of_rank_1: list[str], words: str) -> None:
     port, processes = free_port(), []
     for rank in range(2):
-        options = ["--set", "compilation.outputs=clone"] if rank else []
-        command = [sys.executable, "-m", "cgplan", "capture", "--config", str(CONFIG), *SMALL, *options]
+        name, *options = command_of_rank_1 if rank else ["capture"]
+        command = [sys.executable, "-m", "cgplan", name, "--config", str(CONFIG), *SMALL, *options]
         given = {**os.environ, **environment(rank, 2, port, 20)}
         processes.append(subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=ROOT))
     for process in processes:
         said = process.communicate(timeout=60)[1]
         assert process.returncode == 42, said
-        assert 'rank 1 differs from rank 0: compilation.outputs: "clone", rank 0 has "borrow"' in said
+        assert f"rank 1 differs from rank 0: {words}" in said
         assert "remedy: Start all ranks from one file" in said
         assert "Traceback" not in said
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cgplan.cli.failures import failures_reported
+from cgplan.cli.launched import is_first_rank
 from cgplan.cli.options import (
     AsJson,
     ConfigPath,
@@ -37,6 +38,9 @@ app = typer.Typer(
 )
 
 
+_ON_ALL_RANKS = ("capture", "bench")  # the others are of one process, however many torchrun has started
+
+
 class SchemaFormat(StrEnum):
     """How `cgplan schema` writes the keys of a configuration."""
 
@@ -50,6 +54,8 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Show the version, or the help where no command was given."""
+    if context.invoked_subcommand not in _ON_ALL_RANKS and not is_first_rank():
+        raise typer.Exit  # rank 0 prints, and writes what is to be saved
     if version:
         typer.echo(f"cgplan {__version__}")
         raise typer.Exit

@@ -33,11 +33,12 @@ from cgplan.runtime.session import CaptureSession
 
 @contextmanager
 def captured_on_ranks(
-    loaded: LoadedConfig, model: ModelConfig, plan: Plan, fit: Callable[[GraphBackend], Plan] | None
+    command: str, loaded: LoadedConfig, model: ModelConfig, plan: Plan, fit: Callable[[GraphBackend], Plan] | None
 ) -> Iterator[GraphRunner]:
     """A block with this rank's runner. At its end everything is taken down in the order of Note [Teardown].
 
     Args:
+        command: ``capture`` or ``bench``; ranks compare it, because each command calls the runner in its own way.
         loaded: The configuration; ranks compare theirs.
         model: Its model section.
         plan: This rank's plan; rank 0's is captured.
@@ -53,7 +54,7 @@ def captured_on_ranks(
     ranks.watch.tell(lambda failure: _end_soon(ranks, failure))
     with ranks:
         backend = select_backend(str(ranks.device))
-        agree_on_setup(ranks, config, backend)
+        agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
         with ranks.step("fitting the plan"):
             plan = plan if fit is None else fit(backend)
         plan = agree_on_plan(ranks, plan)

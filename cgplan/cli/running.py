@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cgplan.cli.launched import has_ranks, is_first_rank
 from cgplan.cli.options import SavedPlan
 from cgplan.cli.output import check_writable, note, publish
 from cgplan.cli.planning import announce, read_plan
@@ -37,7 +37,7 @@ def run_capture(
     saved: SavedPlan | None = None,
 ) -> None:
     """Capture and publish the report. Raises the errors of each step."""
-    with _captured(path, overrides, device, output, saved) as runner:
+    with _captured("capture", path, overrides, device, output, saved) as runner:
         report = runner.report
     if is_first_rank():
         publish(report, output, as_json=as_json)
@@ -61,7 +61,7 @@ def run_bench(
             "--against measures one process, and torchrun has started several",
             remedy="Leave out --against, or run `cgplan bench` without torchrun.",
         )
-    with _captured(path, overrides, device, output, saved) as runner:
+    with _captured("bench", path, overrides, device, output, saved) as runner:
         from cgplan.runtime.bench import bench
 
         with progress("bench" if is_first_rank() else "") as step:
@@ -72,15 +72,25 @@ def run_bench(
 
 @contextmanager
 def _captured(
-    path: Path, overrides: Sequence[str], device: str | None, output: Path | None, saved: SavedPlan | None
+    command: str,
+    path: Path,
+    overrides: Sequence[str],
+    device: str | None,
+    output: Path | None,
+    saved: SavedPlan | None,
 ) -> Iterator[GraphRunner]:
     """A block with the runner, in which what is printed goes to standard error: it is not the result."""
     with redirect_stdout(sys.stderr):
-        yield from _runners(path, overrides, device, output, saved)
+        yield from _runners(command, path, overrides, device, output, saved)
 
 
 def _runners(
-    path: Path, overrides: Sequence[str], device: str | None, output: Path | None, saved: SavedPlan | None
+    command: str,
+    path: Path,
+    overrides: Sequence[str],
+    device: str | None,
+    output: Path | None,
+    saved: SavedPlan | None,
 ) -> Iterator[GraphRunner]:
     """The runner, once; what ranks share is taken down when the block is over."""
     loaded = read_config(path, [*overrides, *([Override(f"device={device}", "--device")] if device else [])])
@@ -97,7 +107,7 @@ def _runners(
         from cgplan.cli.ranks import captured_on_ranks
 
         fit = None if saved is None else (lambda backend: _fitted(plan, config, backend, saved))
-        with captured_on_ranks(loaded, model, plan, fit) as runner:
+        with captured_on_ranks(command, loaded, model, plan, fit) as runner:
             yield runner
         return
     from cgplan.graphs import select_backend  # torch from here on
@@ -107,16 +117,6 @@ def _runners(
         plan = _fitted(plan, config, backend, saved)
         announce(plan)
     yield _capture(loaded, model, plan, backend)
-
-
-def has_ranks() -> bool:
-    """Whether torchrun has started more than this process."""
-    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that prints: rank 0, or the only one."""
-    return not has_ranks() or os.environ["RANK"] == "0"
 
 
 def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan) -> Plan:

@@ -21,14 +21,23 @@ from cgplan.runtime.environment import describe_environment
 _MOST_NAMED = 3  # differences that a message spells out
 
 
-def agree_on_setup(ranks: Ranks, config: Config, backend: GraphBackend) -> None:
-    """All ranks have rank 0's configuration, torch, CUDA, driver, kind of GPU and cgplan.
+def agree_on_setup(
+    ranks: Ranks, config: Config, backend: GraphBackend, *, also: Mapping[str, Any] | None = None
+) -> None:
+    """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU and cgplan.
+
+    Args:
+        ranks: All ranks.
+        config: This rank's.
+        backend: Its device.
+        also: What else has to be the same, by the name that a message gives it: the caller's own options, say.
 
     Raises:
         RankMismatchError: on all ranks; it names the rank, the setting, and both values.
     """
     environment = describe_environment(backend, "")
-    said = {f"version of {name}": value for name, value in _versions(environment).items()} | _settings(config)
+    versions = {f"version of {name}": value for name, value in _versions(environment).items()}
+    said = {**(also or {}), **versions, **_settings(config)}
     _compare(ranks.agree("comparing the ranks", value=said), "Start all ranks from one file and one installation.")
 
 

@@ -150,7 +150,7 @@ class RankedCapture(Together):
         return self._registration is not None and self._registration.rows > 0
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """The report with a record of each rank, on all ranks."""
+        """The report with a record of each rank and the stops of all budgets, on all ranks."""
         registered = self._registration
         own = RankRecord(
             rank=self._ranks.rank,
@@ -167,10 +167,15 @@ class RankedCapture(Together):
             total_bytes=report.total_bytes,
             session_seconds=report.session_seconds,
         )
+        stops = () if report.budget is None else report.budget.stops
         with self._step_of_all():
-            found = tuple(self._ranks.agree(_REPORT, value=own))
+            said = self._ranks.agree(_REPORT, value=(own, stops))
         self._next = _PASS  # of the next capture
-        return report.model_copy(update={"ranks": found})
+        found = report.model_copy(update={"ranks": tuple(record for record, _ in said)})
+        if found.budget is None:
+            return found
+        of_all = [stop.model_copy(update={"rank": rank}) for rank, (_, stops) in enumerate(said) for stop in stops]
+        return found.model_copy(update={"budget": found.budget.model_copy(update={"stops": tuple(of_all)})})
 
 
 __all__ = ["RankedCapture"]

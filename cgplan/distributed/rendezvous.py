@@ -65,8 +65,10 @@ class Place:
         except ValueError as error:
             raise ConfigError(f"the environment of a rank makes no sense: {error}", remedy="Use torchrun.") from None
         if missing or not 0 <= place.rank < place.world_size:
+            names = " and ".join(missing)
+            what = f"{names} {'are' if len(missing) > 1 else 'is'} not set" if missing else "no such rank"
             raise ConfigError(
-                f"rank {place.rank} of {place.world_size}: {', '.join(missing) or 'no such rank'}",
+                f"rank {place.rank} of {place.world_size}: {what}",
                 remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
             )
         return place

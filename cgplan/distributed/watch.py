@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = 0.75  # of the timeout: a rank whose heartbeat has stood still for longer is lost
 _REMEDY = "Look at what that rank printed; start all ranks again."
+_NO_STORE = "Look whether torchrun, or whoever keeps the store, still runs; start all ranks again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ class RankWatch:
                 host = self._host_rank
                 if gone or host in (None, self._rank):
                     what = f"the store of the ranks does not answer: {first_line(error)}"
-                    self._lose(_without_a_word(gone[0]) if gone else what)
+                    self._lose(_without_a_word(gone[0]), _REMEDY) if gone else self._lose(what, _NO_STORE)
                 elif self._store.is_silent:
                     self._lose(f"rank {host}, which keeps the store, has shown no sign of life: {first_line(error)}")
                 else:
@@ -248,9 +249,9 @@ class RankWatch:
         elif now - self._seen[peer][1] > SILENCE * self._timeout:
             self._lose(f"rank {peer} has shown no sign of life for {now - self._seen[peer][1]:.0f} s")
 
-    def _lose(self, message: str) -> None:
+    def _lose(self, message: str, remedy: str = _REMEDY) -> None:
         if self._lost is None:
-            self._lost = RankFailedError(message, remedy=_REMEDY)
+            self._lost = RankFailedError(message, remedy=remedy)
             logger.info("rank %d: %s", self._rank, self._lost.message)
             self._tell(self._lost)
 

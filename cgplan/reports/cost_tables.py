@@ -11,7 +11,7 @@ from cgplan.planning.case_costs import CaseCost
 from cgplan.planning.costs import Key, KeyCost
 from cgplan.planning.plan import Lane, Plan
 from cgplan.reports.layout import describe_sizes, facts, filled, sentences
-from cgplan.reports.records import BudgetRecord, CaptureReport
+from cgplan.reports.records import BudgetRecord, CaptureReport, StopRecord
 from cgplan.reports.units import format_bytes, format_seconds
 
 MOST_STOPS = 3
@@ -153,16 +153,27 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     if budget.left_out:
         rule = "the largest first" if budget.max_graphs is None else "of what fits, max_graphs keeps what pads least"
         rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit; {rule}"))
-    for stop in budget.stops[:MOST_STOPS]:
-        key = f"{_lane_of((stop.mode, stop.descriptor))}, {stop.descriptor.num_tokens} tokens"
-        rows.append(("stopped by", f"{stop.limit} at {key}: {stop.detail}"))
-    if len(budget.stops) > MOST_STOPS:
-        rows.append(("", f"and at {len(budget.stops) - MOST_STOPS} more keys"))
+    stops = _by_key(budget.stops)
+    for first, *others in stops[:MOST_STOPS]:
+        key = f"{_lane_of((first.mode, first.descriptor))}, {first.descriptor.num_tokens} tokens"
+        where = "" if first.rank is None else f" of rank {', '.join(str(stop.rank) for stop in (first, *others))}"
+        rows.append(("stopped by", f"{first.limit}{where} at {key}: {first.detail}"))
+    if len(stops) > MOST_STOPS:
+        rows.append(("", f"and at {len(stops) - MOST_STOPS} more keys"))
     if budget.skipped:
         rows.append(("not captured", f"{_counted(budget.skipped)}: padded to other sizes, or run eagerly"))
     if budget.left_out or budget.skipped:
         rows.append(("advice", "`cgplan plan` chooses the keys that gain most within the budget"))
     return rows
+
+
+def _by_key(stops: Sequence[StopRecord]) -> list[list[StopRecord]]:
+    """Stops of several ranks by limit and key, each rank's first; those of one process one by one."""
+    found: dict[object, dict[int | None, StopRecord]] = {}
+    for index, stop in enumerate(stops):
+        key = index if stop.rank is None else (stop.limit, stop.mode, stop.descriptor)
+        found.setdefault(key, {}).setdefault(stop.rank, stop)
+    return [list(by_rank.values()) for by_rank in found.values()]
 
 
 def _counted(keys: Sequence[Key]) -> str:

@@ -91,12 +91,14 @@ class StopRecord(_Record):
         limit: The limit that it would have passed, or did; ``device memory``: there was no more.
         mode, descriptor: The key.
         detail: The figures, in words.
+        rank: Whose budget it was, where several ranks capture together; None where there is one process.
     """
 
     limit: Limit
     mode: Mode
     descriptor: Descriptor
     detail: str
+    rank: int | None = None
 
 
 class BudgetRecord(_Record):
@@ -107,7 +109,7 @@ class BudgetRecord(_Record):
         used_bytes: Memory that counts, at the end: see CaptureReport.graph_bytes.
         used_seconds: Time until the last capture was over and read.
         left_out: Keys that were known not to fit before anything was captured, the largest first.
-        stops: Where limits were met on the way.
+        stops: Where limits were met on the way; with several ranks those of all, as the budget holds for each.
         skipped: Keys of the others that have no graph in the end.
     """
 

@@ -196,7 +196,8 @@ def _bench(report: BenchReport) -> RenderableType:
     head = facts("Bench", [*rows, *_warnings(capture.warnings)])
     if not report.records:
         return Group(head, Text(), Text("No size was measured: nothing is captured and report.sizes is absent."))
-    parts = [head, Text(), *_latencies(report)]
+    ranks = (rank_table(capture.ranks), Text()) if capture.ranks else ()
+    parts: list[RenderableType] = [head, Text(), *ranks, *_latencies(report)]
     if report.peers is not None:
         parts += [Text(), peers_tables(report.peers, report.environment.backend)]
     return Group(*parts)

@@ -93,11 +93,7 @@ class CaptureSession:
             DistributedError: with other ranks, one of them failed; all raise it.
         """
         config, use = self._config, PoolUse() if self._pool is None else self._pool.use
-        if self._plan.config_hash != config_hash(config):
-            raise PlanError(
-                f"the plan was made from configuration {self._plan.config_hash}, not from {config_hash(config)}",
-                remedy="Pass build_plan(config) of the same configuration.",
-            )
+        self._check_plan()
         policy = config.compilation.capture_policy
         if policy != "eager" and self._together is not ALONE:
             raise ConfigError(
@@ -108,6 +104,22 @@ class CaptureSession:
         runner = GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
         self._together.tell_of_losses(runner.refuse)
         return runner
+
+    def _check_plan(self) -> None:
+        """Raise PlanError unless the plan is of this configuration."""
+        made, own = self._plan.config_hash, config_hash(self._config)
+        if made == own:
+            return
+        if self._together is ALONE:
+            raise PlanError(
+                f"the plan was made from configuration {made}, not from {own}",
+                remedy="Pass build_plan(config) of the same configuration.",
+            )
+        raise PlanError(
+            f"the plan of all ranks was made from configuration {made}; this rank has {own}",
+            remedy="Start all ranks from one file; agree_on_setup(), called before agree_on_plan(), names the setting "
+            "that differs.",
+        )
 
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
         """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
@@ -203,7 +215,8 @@ class CaptureSession:
                 if not guard.active:
                     raise
                 drop_locals(error)
-                guard.ran_out(key)
+                if isinstance(error, CaptureMemoryError):
+                    guard.ran_out(key)
                 self._together.any(True, because=error)
             else:
                 captured.append(done)
