@@ -131,7 +131,9 @@ def _index_name(step: Any) -> str:
 
 
 def _operators(module: fx.GraphModule) -> tuple[str, ...]:
-    return tuple(name for name in map(operator_name, module.graph.nodes) if name is not None)
+    """Names that splitting ops may be given by, one for each operator."""
+    named = [(operator_name(node), sorted(_aten_names(node))) for node in module.graph.nodes]
+    return tuple(in_aten[0] if in_aten else name for name, in_aten in named if name is not None)
 
 
 def _runs(nodes: Iterable[fx.Node], splits: Callable[[fx.Node], bool]) -> list[_Run]:
