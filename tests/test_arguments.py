@@ -356,6 +356,22 @@ def test_functions_that_break_choose_the_route(backend: GraphBackend, compilatio
     assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
 
 
+def breaks_by_value(x: Tensor) -> Tensor:
+    return attend(x * 2) * 3 if bool((x > 0).any()) else x * 2
+
+
+def breaks_by_size(x: Tensor) -> Tensor:
+    return attend(x * 2) * 3 if len(x) > 4 else x * 2
+
+
+@pytest.mark.parametrize("model", [breaks_by_value, breaks_by_size, lambda x: x])
+def test_a_mark_that_padding_does_not_reach_can_be_said(model: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError) as caught:
+        open_runner(model, cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[4, 8])
+    assert "functions under eager_break_during_capture" in str(caught.value.remedy)
+    assert "piecewise: modules" in str(caught.value.remedy)
+
+
 def test_what_runs_a_model_to_see_whether_it_breaks_swallows_no_failure() -> None:
     class Fails(Breaks):
         def forward(self, x: Tensor) -> Tensor:

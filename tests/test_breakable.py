@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import pytest
@@ -811,7 +812,7 @@ def test_a_mutable_result_must_keep_its_contents(backend: GraphBackend, change: 
     change(loose)
     with pytest.raises(CaptureError, match=r"Loose object .* with other contents, at") as caught:
         made.replay()
-    assert "key_fn" in caught.value.remedy
+    assert "key_fn; a runner has none" in caught.value.remedy
 
 
 def append(_: Tensor, given: Any) -> None:
@@ -1243,6 +1244,11 @@ def test_key_fn_adds_to_the_key(backend: GraphBackend) -> None:
             with forward_context(PIECEWISE, BatchDescriptor(4)):
                 same(wrapper(x, flag), forward(x, flag))
         assert set(wrapper.entries) == {(BatchDescriptor(4), True), (BatchDescriptor(4), False)}
+        for value in (x, (1, (x[0],))):
+            told = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag, value=value: value)
+            with pytest.raises(CgplanError, match="a tensor"), forward_context(PIECEWISE, BatchDescriptor(4)):
+                told(x, True)
+            assert not told.entries
         unhashable = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag: [flag])
         with pytest.raises(CgplanError, match="key_fn returned"), forward_context(PIECEWISE, BatchDescriptor(4)):
             unhashable(x, True)
@@ -1606,6 +1612,18 @@ def test_a_split_is_described_as_the_session_reports_it(backend: GraphBackend, w
         reported = reported.model_copy(update={"captured": {}})
     assert reported == found
     torch._dynamo.reset()
+
+
+def test_only_modules_that_break_are_described(backend: GraphBackend) -> None:
+    model = Broken().to(backend.device).eval()
+    config = splitting(backend, splitting_modules=["layers", "layers.*.mix", "layers.*.mix.inner"])
+    found = describe_split(model, config, backend)
+    assert found is not None
+    assert found.eager == {"layers.0.mix": 1, "layers.1.mix": 1}, "a list is not called, and inner is in mix"
+    with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
+        assert runner.report.split is not None
+        assert runner.report.split.eager == found.eager
+        assert runner.report.warnings[0] == "modules that splitting_modules names were never called: layers"
 
 
 def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:

@@ -764,7 +764,11 @@ def test_inspect_shows_the_split(home: Path) -> None:
     command = ("inspect", "--config", "good.yaml", "--split")
     assert "no PIECEWISE graph is planned" in good(*command).stdout
     options = ("--set", "compilation.cudagraph_mode=PIECEWISE", "--set", "compilation.splitting_modules=[up]")
-    assert "eager up" in " ".join(good(*command, *options).stdout.split())
+    split = good(*command, *options)
+    assert "eager up" in " ".join(split.stdout.split())
+    assert "--split" not in split.stderr
+    assert "seen at capture, and with --split" in good(*command[:-1], *options).stderr
+    assert "--split" not in good(*command[:-1], *options[:2]).stderr, "no names"
 
 
 def test_plan_diff(home: Path) -> None:

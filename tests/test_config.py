@@ -177,6 +177,7 @@ def test_a_key_that_stands_twice(write: Any) -> None:
         ("scheduler: 3\n", "line 1: scheduler: found 3"),
         ("inputs:\n", "line 1: inputs: found None"),
         ("compilation:\n  cudagraph_copy_inputs: 1\n", "found 1, expected a valid boolean"),
+        ("compilation:\n  splitting_modules: a.*\n", "splitting_modules: found 'a.*', expected a list"),
         ("compilation:\n  outputs: borow\n", "found 'borow', expected 'borrow' or 'clone'"),
         ("compilation:\n  cudagraph_mode: FULL_DECODE\n", "did you mean FULL_DECODE_ONLY?"),
         ("compilation:\n  attention_support: 3\n", "unknown attention_support 3"),

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 PAGE = Path(__file__).parents[1] / "docs" / "piecewise.md"
-SHOWN = ("compile_piecewise", "eager_break_during_capture", "BreakableCUDAGraphCapture", 'backend="cgplan"')
+SHOWN = (
+    *("compile_piecewise", "eager_break_during_capture", "BreakableCUDAGraphCapture", 'backend="cgplan"'),
+    *(" CUDAGraphWrapper(", "copied_arguments", '"piecewise": "wrappers"', "BreakableCUDAGraphWrapper(", "key_fn"),
+)
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

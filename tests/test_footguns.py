@@ -304,8 +304,9 @@ def test_an_eager_piece_that_returns_a_fresh_tensor(backend: GraphBackend, way: 
     model = Model(backend, way, double, double)
     model.segments = tuple(CUDAGraphWrapper(double, PIECEWISE, backend=backend) for _ in range(2))
     runner = open_runner(backend, model, "wrappers")
-    with pytest.raises(AddressError, match=r"args\[0\]"):
+    with pytest.raises(AddressError, match=r"args\[0\]") as caught:
         runner(x=full(backend, 1))
+    assert "copied_arguments=(0,)" in str(caught.value.remedy)
 
 
 @all_ways

@@ -81,10 +81,44 @@ def kinds(pieces: tuple[Piece, ...]) -> list[tuple[bool, int]]:
 def test_segments_stand_around_a_splitting_op() -> None:
     pieces = pieces_of(lambda x: (x * 2).softmax(-1).relu() + 1, "aten::softmax")
     assert [(p.eager, p.operators) for p in pieces] == [
-        (False, ("python::mul",)),
+        (False, ("aten::mul",)),
         (True, ("aten::softmax",)),
-        (False, ("aten::relu", "python::add")),
+        (False, ("aten::relu", "aten::add")),
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        (lambda x: x @ x.T, "aten::matmul"),
+        (lambda x: x + x, "aten::add"),
+        (lambda x: x - 1, "aten::sub"),
+        (lambda x: 2 * x, "aten::mul"),
+        (lambda x: x / 3, "aten::div"),
+        (lambda x: x[:, :4], "aten::slice"),
+        (lambda x: x[0], "aten::select"),
+        (lambda x: x[x[:, 0].argsort()], "aten::index"),
+    ],
+)
+def test_python_operators_have_the_names_of_pytorch(written: Callable[[Tensor], Tensor], name: str) -> None:
+    pieces = pieces_of(lambda x: written(x.exp()).relu().sum(), name)
+    assert [p.eager for p in pieces] == [False, True, False]
+    assert name in pieces[1].operators
+    assert "aten::exp" in pieces[0].operators
+    assert "aten::relu" in pieces[2].operators
+
+
+def test_arithmetic_with_sizes_is_no_operator_of_tensors() -> None:
+    with pytest.raises(ConfigError, match="'aten::add' does not occur") as caught:
+        pieces_of(lambda x: x.new_zeros(x.shape[0] + 1).relu() * x[0, 0], "aten::add")
+    assert "aten::mul, aten::new_zeros, aten::relu, aten::select" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("name", ["softmax", "aten.softmax", ""])
+def test_an_operator_without_a_namespace(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        pieces_of(lambda x: x.softmax(-1), name)
+    assert str(caught.value.remedy).startswith("Operators are named namespace::name, as in aten::softmax. ")
 
 
 def test_consecutive_splitting_ops_stay_together() -> None:

@@ -374,6 +374,21 @@ def test_descriptors_print_what_matters() -> None:
     assert BatchDescriptor(8, 4).query_len is None
 
 
+@pytest.mark.parametrize(
+    ("piecewise", "unused"),
+    [("auto", ["ops"]), ("modules", ["ops"]), ("ops", ["modules"]), ("wrappers", ["ops", "modules"])],
+)
+def test_splits_that_nothing_looks_at_are_pointed_out(piecewise: str, unused: list[str]) -> None:
+    split = {"piecewise": piecewise, "splitting_ops": ["aten::softmax"], "splitting_modules": ["attend"]}
+    warnings = plan_of("PIECEWISE", [1, 4], **split).warnings
+    assert [warning.partition(" are not looked at")[0] for warning in warnings] == [
+        f"compilation.splitting_{kind}" for kind in unused
+    ]
+    assert not plan_of("PIECEWISE", [1, 4], **{**split, f"splitting_{unused[0]}": []}).warnings[1:]
+    assert not plan_of("FULL", [1, 4], **split).warnings
+    assert not plan_of("PIECEWISE", [1, 4], splitting_ops=["aten::softmax"]).warnings
+
+
 def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
     sections = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 16]}
     plan = build_plan(Config(compilation=sections, scheduler={"max_num_seqs": 4}))

@@ -19,6 +19,7 @@ from rich.text import Text
 from cgplan.cli.output import note, show
 from cgplan.config import LoadedConfig, read_config
 from cgplan.errors import ConfigError, ReportError
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.case_costs import case_costs
 from cgplan.planning.plan import Predicted
@@ -61,6 +62,9 @@ def inspect_config(
             note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
+    named = loaded.config.compilation.splitting_ops or loaded.config.compilation.splitting_modules
+    if named and not split and plan.mode.has_mode(CUDAGraphMode.PIECEWISE):
+        note("note: what the model has of the splitting operators and modules is seen at capture, and with --split")
     parts: list[RenderableType] = [_origins(path, origin_rows(loaded, plan), brief=costs is not None), render(plan)]
     if plan.predicted is not None and plan.keys:
         parts.append(lane_table(plan))

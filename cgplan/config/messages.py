@@ -108,7 +108,7 @@ def _message(
         return f"{where}{dotted!r} is missing"
     if detail["type"] in _IN_OUR_WORDS:
         return f"{where}{dotted + ': ' if dotted else ''}{detail['msg'].removeprefix('Value error, ')}"
-    texts = dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details)
+    texts = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
     return f"{where}{dotted}: found {detail['input']!r}, expected {' or '.join(texts)}"
 
 

@@ -138,8 +138,9 @@ class CompilationConfig(Section):
     )
     splitting_ops: tuple[str, ...] | None = Field(
         default=None,
-        description="Operators kept out of PIECEWISE segments, as `namespace::name`. Absent: PyTorch's attention "
-        "operators and cgplan::attention; empty: nothing to split at.",
+        description="Operators kept out of PIECEWISE segments, as `namespace::name`; Python's operators by PyTorch's "
+        "names for them (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's attention operators "
+        "and cgplan::attention; empty: nothing to split at.",
     )
     splitting_modules: tuple[str, ...] = Field(
         default=(),

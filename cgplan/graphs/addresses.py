@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from cgplan.graphs.address_difference import AddressDifference, Path, difference
 from cgplan.graphs.address_walk import Entry, Form, Leaf, Node, Walk
 
 _SHOWN = 10
+_ARGUMENT = re.compile(r"args\[(\d+)\]")
 _MAX_REBINDS = 8
 _FREED = -1
 _REMEDY = (
@@ -174,7 +176,7 @@ class AddressManifest:
             self._ignored |= frozenset(difference.added)  # they may move as they like
             difference = replace(difference, added=())
         if difference:
-            raise AddressError(_message(what, difference, self._count), remedy=_REMEDY)
+            raise AddressError(_message(what, difference, self._count), remedy=_remedy(difference))
         if not holds and self._rebinds <= _MAX_REBINDS:
             self._rebinds += 1
             if self._ignored:
@@ -223,6 +225,17 @@ def _form(form: Form) -> str:
     dtype, shape, stride, is_conj, is_neg = form
     bits = f"{', conjugated' if is_conj else ''}{', negated' if is_neg else ''}"
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(stride)}{bits}"
+
+
+def _remedy(difference: AddressDifference) -> str:
+    moved = sorted({int(found[1]) for path in difference.paths if (found := _ARGUMENT.fullmatch(path))})
+    if not moved:
+        return _REMEDY
+    positions = f"({moved[0]},)" if len(moved) == 1 else str(tuple(moved))
+    return (
+        f"{_REMEDY} Where it is an argument of a CUDAGraphWrapper that eager code makes anew on each call, "
+        f"options=CUDAGraphOptions(copied_arguments={positions}) copies it to where the graph reads it."
+    )
 
 
 def _message(what: str, difference: AddressDifference, count: int) -> str:

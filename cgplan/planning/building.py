@@ -35,7 +35,7 @@ def build_plan(config: Config) -> Plan:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
-        warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys)),
+        warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys), *_unused_splits(config, mode)),
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
@@ -50,6 +50,22 @@ def _unused_sizes(config: Config, sizes: Sequence[int], keys: Sequence[Key]) -> 
     return (
         f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
         f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens",
+    )
+
+
+def _unused_splits(config: Config, mode: CUDAGraphMode) -> tuple[str, ...]:
+    """Warnings about splits that the user named and the way to PIECEWISE segments does not look at."""
+    compilation = config.compilation
+    if not mode.has_mode(CUDAGraphMode.PIECEWISE):
+        return ()
+    way = compilation.piecewise
+    if way == "auto":
+        way = "modules" if compilation.splitting_modules else "ops"
+    given = {"ops": compilation.splitting_ops, "modules": compilation.splitting_modules}
+    return tuple(
+        f"compilation.splitting_{kind} are not looked at: segments come from {way} (compilation.piecewise)"
+        for kind, names in given.items()
+        if names and kind != way
     )
 
 

@@ -18,12 +18,14 @@ from torch import nn
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CgplanError, ConfigError
 from cgplan.graphs import GraphBackend
+from cgplan.graphs.host_sync import tensors_in
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.breakable import BreakableCUDAGraphCapture, recording_capture
 from cgplan.runtime.breaks import broken_out
 from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 
 _DEFAULTS = CUDAGraphOptions()
+_NO_FORWARD = nn.Module.forward  # a ModuleList has this one, say
 
 
 class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
@@ -37,6 +39,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         runtime_mode: PIECEWISE or FULL.
         backend, pool, options: As for CUDAGraphWrapper.
         key_fn: Called with the arguments on every call; its hashable result is part of the key, beside the descriptor.
+            It holds no tensor: that would be another key on each call.
     """
 
     _computes_while_capturing: ClassVar[bool] = True
@@ -63,9 +66,14 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             return descriptor
         key = (descriptor, self._key_fn(*args, **kwargs))
         try:
-            hash(key)
+            is_known = key in self.entries
         except TypeError as error:
             raise CgplanError(f"key_fn returned {key[1]!r:.200}: {error}", remedy="Return a hashable value.") from None
+        if not is_known and tensors_in(key[1]):  # they are hashed by identity
+            raise CgplanError(
+                f"key_fn returned a tensor: {key[1]!r:.200}",
+                remedy="Return what tells batches apart on the host: a shape, a dtype, a Python number.",
+            )
         return key
 
     def _record(
@@ -144,10 +152,13 @@ class ModuleBreaks:
 
     Attributes:
         names: Their dotted names.
+        outer: Those of them that have a forward, and are in no other such module: the pieces, if they are called.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.names = tuple(modules)
+        called = [n for n, module in modules.items() if getattr(module.forward, "__func__", None) is not _NO_FORWARD]
+        self.outer = tuple(n for n in called if not any(n.startswith(f"{other}.") for other in called))
         self._holder = object()
         self._forwards: list[_BrokenForward] = []
         for name, module in modules.items():

@@ -232,8 +232,9 @@ class EagerPiece:
     def _changed(self, found: str, wanted: str) -> CaptureError:
         return CaptureError(
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
-            remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key; tell batches that "
-            "differ apart with key_fn.",
+            remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key: a number that "
+            "changes as a tensor, rows that vary padded. A BreakableCUDAGraphWrapper can tell batches apart with "
+            "key_fn; a runner has none, and takes such a batch with runner.run_eagerly.",
         )
 
 

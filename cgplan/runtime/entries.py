@@ -32,7 +32,8 @@ class CUDAGraphOptions:
         copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
             each replay copies them there. All other arguments must lie where they lay at capture.
         address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
-            Arguments are checked, and what graphs read of the forward context's metadata.
+            Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
+            buffers of a module that is wrapped.
     """
 
     borrow_outputs: bool = True

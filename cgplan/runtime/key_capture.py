@@ -22,6 +22,16 @@ from cgplan.runtime.outputs import OutputRows
 from cgplan.runtime.rebound import check_rebound
 from cgplan.runtime.wrapper import CUDAGraphEntry
 
+_WRAP = (
+    "With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., CUDAGraphMode.PIECEWISE); or choose "
+    "piecewise: ops, FULL or FULL_DECODE_ONLY."
+)
+_COMPUTE = (
+    "Outside of eager pieces the forward computed nothing on the padding values of the capture: name fewer of them, or "
+    "choose FULL or NONE. Where it has functions under eager_break_during_capture that it did not call then, set "
+    "piecewise: modules."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedKey:
@@ -143,8 +153,7 @@ class KeyCapture:
         if not entries:
             raise CaptureError(
                 f"nothing in the model captured for {mode} {descriptor}",
-                remedy="With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
-                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY.",
+                remedy=_WRAP if graphed.route.name == "wrappers" else _COMPUTE,
             )
         done = time.perf_counter()
         scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own

@@ -59,11 +59,10 @@ class SplitRoute:
             sides[False].update(_operators_of_one_key(scope))
         for piece in self.pieces:
             sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
-        named = self.breaks.names if self.breaks else ()
-        sides[True].update(named)
-        if capture := next(iter(self._captures), None):  # functions are known once they were called
-            run = [piece.name for piece in capture.segments if isinstance(piece, EagerPiece)]
-            sides[True].update(name for name in run if name not in named)
+        if capture := next(iter(self._captures), None):
+            sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
+        elif self.breaks:
+            sides[True].update(self.breaks.outer)
         kinds = [piece.eager for piece in self.pieces]
         return SplitRecord(
             route=self.name,

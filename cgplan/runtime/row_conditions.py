@@ -30,7 +30,8 @@ def refuse_branches_on_size(max_rows: int, dims: Mapping[int, Dim]) -> bool:
         if len(condition.free_symbols) > 1 or not _holds(condition, range(first, max_rows + 1)):
             raise CaptureError(
                 f"the model's Python code depends on the number of rows ({expression}), at {place}",
-                remedy="Other sizes would take another way. Avoid the branch, or use compilation.splitting_modules.",
+                remedy="Other sizes would take another way. Avoid the branch, or use compilation.splitting_modules; or "
+                "piecewise: modules, for functions under eager_break_during_capture.",
             )
         bounded = True
     return bounded

@@ -141,7 +141,7 @@ class RunnerState:
         """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
 
         Calls that a graph would serve raise AddressError with that name until ``recapture``; so does leaving a block of
-        staged buffers that is under way.
+        staged buffers that is under way. The name is a label for that message alone: all graphs are refused.
         Raises InputError for what is no name, CgplanError if the runner is closed.
         """
         self._check_open()

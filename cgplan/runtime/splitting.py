@@ -15,6 +15,22 @@ from torch.fx.passes.split_module import split_module
 from cgplan.errors import ConfigError
 from cgplan.planning.resolution import DEFAULT_SPLITTING_OPS
 
+_OF_PYTHON: dict[Any, str] = {  # what PyTorch calls Python's operators on tensors
+    **{f: f.__name__ for f in (operator.add, operator.sub, operator.mul, operator.matmul, operator.neg, operator.pow)},
+    **{f: f.__name__ for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)},
+    operator.truediv: "div",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.xor: "bitwise_xor",
+    operator.invert: "bitwise_not",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -65,8 +81,9 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
 
     Args:
         gm: What Dynamo traced.
-        splitting_ops: ``namespace::name`` or ``namespace::name.overload``; None for PyTorch's attention operators and
-            cgplan::attention, of which any may be missing.
+        splitting_ops: ``namespace::name`` or ``namespace::name.overload``, Python's operators by PyTorch's names for
+            them (``aten::matmul`` for ``@``, ``aten::slice`` for ``x[:, :4]``); None for PyTorch's attention operators
+            and cgplan::attention, of which any may be missing.
 
     Returns:
         A module that calls one submodule a piece, and the pieces in the order of their calls.
@@ -92,11 +109,31 @@ def _names(node: fx.Node) -> set[str]:
     if name is None:
         return set()
     overload = node.target._overloadname if isinstance(node.target, torch._ops.OpOverload) else "default"
-    return {name, f"{name}.{overload}"}
+    return {name, f"{name}.{overload}", *_aten_names(node)}
+
+
+def _aten_names(node: fx.Node) -> set[str]:
+    """What PyTorch calls the Python operator of a node that makes a tensor; with an index it may be several."""
+    if node.op != "call_function" or not isinstance(value_of(node), torch.Tensor):
+        return set()
+    if node.target is operator.getitem and isinstance(value_of(node.args[0]), torch.Tensor):  # type: ignore[arg-type]
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return {f"aten::{_index_name(step)}" for step in index if step is not None and step is not Ellipsis}
+    return {f"aten::{_OF_PYTHON[node.target]}"} if node.target in _OF_PYTHON else set()
+
+
+def _index_name(step: Any) -> str:
+    """The operator of one part of an index."""
+    if isinstance(step, slice):
+        return "slice"
+    is_number = isinstance(step, int) or (isinstance(step, fx.Node) and not isinstance(value_of(step), torch.Tensor))
+    return "select" if is_number and not isinstance(step, bool) else "index"
 
 
 def _operators(module: fx.GraphModule) -> tuple[str, ...]:
-    return tuple(name for name in map(operator_name, module.graph.nodes) if name is not None)
+    """Names that splitting ops may be given by, one for each operator."""
+    named = [(operator_name(node), sorted(_aten_names(node))) for node in module.graph.nodes]
+    return tuple(in_aten[0] if in_aten else name for name, in_aten in named if name is not None)
 
 
 def _runs(nodes: Iterable[fx.Node], splits: Callable[[fx.Node], bool]) -> list[_Run]:
@@ -175,6 +212,8 @@ def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx
             continue
         near = difflib.get_close_matches(wanted, listed, n=2)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        if "::" not in wanted:
+            hint = f"Operators are named namespace::name, as in aten::softmax. {hint}"
         what = "does not occur in the model" if _exists(wanted) else "does not exist"
         raise ConfigError(
             f"compilation.splitting_ops: the operator {wanted!r} {what}",

@@ -152,8 +152,8 @@ class PiecewiseModel:
                 ) from error
             raise CaptureError(
                 f"the model cannot be traced as one graph, at {_user_line(error)}: {str(error).splitlines()[0]}",
-                remedy="Change that line, or split by modules: compilation.splitting_modules breaks the capture at "
-                "modules and needs no trace.",
+                remedy="Change that line, or split without a trace: compilation.splitting_modules breaks the capture "
+                "at modules, piecewise: modules at functions under eager_break_during_capture.",
             ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = error.inner_exception
@@ -161,7 +161,8 @@ class PiecewiseModel:
         except torch._dynamo.exc.UserError as error:
             raise CaptureError(
                 f"the number of rows is not free in this model: {str(error).splitlines()[0]}",
-                remedy="Avoid Python code that depends on the number of rows, or use compilation.splitting_modules.",
+                remedy="Avoid Python code that depends on the number of rows or on values, or split without a trace: "
+                "compilation.splitting_modules, or piecewise: modules for functions under eager_break_during_capture.",
             ) from error
 
 

@@ -33,7 +33,8 @@ class CUDAGraphWrapper:
 
     The first call with a new descriptor captures, if capturing is allowed: outside of any runner it is, inside a
     session it is, and once a runner is sealed it is an error. Later calls replay: arguments are not looked at, so
-    they must lie where they lay at capture. Wrappers can be nested: FULL outside, PIECEWISE inside.
+    they must lie where they lay at capture, and those that are no tensors stay what they were then. Wrappers can be
+    nested: FULL outside, PIECEWISE inside.
 
     A wrapper is no nn.Module: a module that is held by its wrapper alone is not seen by ``parameters()``, ``eval()`` or
     ``to()``. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
