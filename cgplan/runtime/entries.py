@@ -71,6 +71,7 @@ class CUDAGraphEntry:
         segments: The backend's graphs that it consists of, in order.
         eager_pieces: How many functions run eagerly between them.
         ambient: Torch's state around the capture.
+        pooled: What of the output lies in the pool: while somebody holds that, the graph must not be freed.
     """
 
     descriptor: BatchDescriptor
@@ -86,3 +87,4 @@ class CUDAGraphEntry:
     segments: tuple[Any, ...] = ()
     eager_pieces: int = 0
     ambient: AmbientState | None = None
+    pooled: tuple[torch.Tensor, ...] = ()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from cgplan.graphs.address_layout import SCALARS
+from cgplan.graphs.host_sync import tensors_in
 
 # What cannot change, and what stands for code or for a whole model: nothing inside is looked at.
 _WHOLE = (type, Enum, torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, types.MethodType)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
 _WHOLE_TYPES = SCALARS | {type(None), range, slice, type(...), torch.layout, torch.memory_format}
 
 
@@ -81,7 +84,27 @@ def modules_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def state_of(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """Parameters, buffers and tensors in attributes. Tensor subclasses may have no memory of their own."""
     held = (t for m in modules for t in (*vars(m).values(), *m._parameters.values(), *m._buffers.values()))
-    return [t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    return [t for t in held if type(t) in _PLAIN]
+
+
+class Given:
+    """What a call was given, and the state of its modules: objects that eager calls would hand out each time, too."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    @cached_property
+    def _tensors(self) -> list[torch.Tensor]:  # to look through all modules takes milliseconds, and few ask for it
+        return [*tensors_in(self._call[1:]), *state_of(modules_of(*self._call))]
+
+    def are_seen_by(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on their memory and is none of them: an eager call makes it anew."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        start = tensor.untyped_storage().data_ptr()
+        plain = [t for t in self._tensors if type(t) in _PLAIN and t.layout is torch.strided]
+        same = [t for t in plain if t.untyped_storage().data_ptr() == start]
+        return bool(same) and all(tensor is not one for one in same)
 
 
 class Containers:
@@ -120,4 +143,4 @@ def _has_new(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
     return not all(any(key is k and item is i for k, i in rest) for key, item in now)
 
 
-__all__ = ["Containers", "contents", "modules_of", "state_of"]
+__all__ = ["Containers", "Given", "contents", "modules_of", "state_of"]

@@ -21,7 +21,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
 from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
-from cgplan.runtime.frozen import modules_of, state_of
+from cgplan.runtime.frozen import Given
 from cgplan.runtime.handed_outputs import HandedOutput
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -144,13 +144,18 @@ class CUDAGraphWrapper:
     def take_out(
         self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
     ) -> list[tuple[Any, Callable[[], None]]]:
-        """Forget the graphs of these batches of one scope; for each its output, and a function that frees it."""
+        """Forget the graphs of these batches of one scope; for each what of its output lies in the pool, and a function
+        that frees it.
+        """
         taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
         # Whoever frees it later must not hold the output, whose end is waited for.
         return [
-            (e.output, partial(self._free, replace(e, output=None, handed=_NO_OUTPUT, slots={}, manifest=None)))
+            (
+                e.pooled,
+                partial(self._free, replace(e, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)),
+            )
             for e in entries
         ]
 
@@ -256,16 +261,16 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
-        ours: set[int] = set()
+        ours: dict[int, bool] = {}
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours, args, kwargs), output)
+            theirs = Given(self.runnable, args, kwargs)
+            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours, theirs), output)
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
-        handed, device = HandedOutput(kept, ours), self.backend
-        entry = CUDAGraphEntry(
-            context.descriptor, graph, kept, handed, slots, None, seconds, device, scope, read, *parts, ambient=ambient
-        )
+        handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
+        made = (slots, None, seconds, self.backend, scope, read, *parts)
+        entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
         if self.options.address_check != "off":
             roots = self._roots(entry, context, args, kwargs)
             always = self.options.address_check == "always"
@@ -287,27 +292,18 @@ class CUDAGraphWrapper:
         """A slot without its hold on the pool."""
         return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
 
-    def _kept(
-        self, tensor: torch.Tensor, pool: Any, ours: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """A tensor of the output, as it is kept; one that lies elsewhere stays as it is, unless the forward made it.
-        Objects that were given, or are of a module's state, eager calls would return each time, too.
+    def _kept(self, tensor: torch.Tensor, pool: Any, ours: dict[int, bool], theirs: Given) -> torch.Tensor:
+        """A tensor of the output, as it is kept: one in the pool without its hold on it; one that the forward made of
+        other memory as an object of our own, for callers may change it; others as they are. ``ours`` takes the ids of
+        the first two, and whether they are in the pool.
         """
         in_pool = self.backend.in_pool(tensor, pool)
-        if any(tensor is given for given in tensors_in((args, kwargs))):
-            return tensor
-        if not in_pool and not self._is_view_made(tensor, args, kwargs):
+        if not in_pool and not theirs.are_seen_by(tensor):
             return tensor
         borrows = self.options.borrow_outputs and in_pool
-        kept = (self.backend.borrow(tensor) if borrows else tensor).detach()  # an object of our own
-        ours.add(id(kept))
+        kept = (self.backend.borrow(tensor) if borrows else tensor).detach()
+        ours[id(kept)] = in_pool
         return kept
-
-    def _is_view_made(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the forward has made this view. All modules are looked through last: that takes milliseconds."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor._is_view():
-            return False
-        return all(tensor is not held for held in state_of(modules_of(self.runnable, args, kwargs)))
 
     def _choose_pool(self, scope: CaptureScope | None) -> Any:
         if self._pool is not None:
