@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from cgplan.errors import ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.runtime.ambient import AmbientState
-from cgplan.runtime.context import CaptureScope
+from cgplan.runtime.context import AddressPolicy, CaptureScope
 from cgplan.runtime.handed_outputs import HandedOutput
 
 
@@ -32,13 +32,14 @@ class CUDAGraphOptions:
         copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
             each replay copies them there. All other arguments must lie where they lay at capture.
         address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
-            Arguments are checked, and what graphs read of the forward context's metadata.
+            Arguments are checked, and what graphs read of the forward context's metadata. Inside of a runner its
+            ``compilation.address_check`` counts as well: see ``policy``.
     """
 
     borrow_outputs: bool = True
     num_of_warmups: int = 1
     copied_arguments: tuple[int, ...] = ()
-    address_check: Literal["off", "first", "always"] = "first"
+    address_check: AddressPolicy = "first"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are not as described."""
@@ -51,6 +52,13 @@ class CUDAGraphOptions:
                 f"copied_arguments is {self.copied_arguments!r:.100}",
                 remedy="Give a tuple of positions from 0, such as (0, 2).",
             )
+
+    def policy(self, scope: CaptureScope | None) -> AddressPolicy:
+        """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of either is always."""
+        ruling = None if scope is None else scope.address_check
+        if ruling == "off":
+            return ruling
+        return "always" if ruling == "always" else self.address_check
 
 
 @dataclass(frozen=True, slots=True, eq=False)
