@@ -12,7 +12,15 @@ from checks import same
 from torch import Tensor
 
 import cgplan
-from cgplan import GraphRunner, Input
+from cgplan import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    CUDAGraphOptions,
+    CUDAGraphWrapper,
+    GraphRunner,
+    Input,
+    forward_context,
+)
 from cgplan.errors import AddressError, CgplanError, InputError
 from cgplan.graphs import GraphBackend
 from cgplan.runtime.views import HandedViews
@@ -458,3 +466,75 @@ def test_static_buffers_are_not_written_behind_the_back_of_a_busy_stream() -> No
         with runner.stage(3) as buffers:
             buffers["x"].fill_(5)
         same(buffers.output, x * 10)
+
+
+# --- outputs that lie in what a call was given ------------------------------------------------------------------
+
+
+class Chain(torch.nn.Module):
+    """A segment, and one that writes into what the first one made and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = CUDAGraphWrapper(lambda x: x * 2, CUDAGraphMode.PIECEWISE)
+        self.second = CUDAGraphWrapper(lambda h: h.add_(1), CUDAGraphMode.PIECEWISE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        return y.unsqueeze_(1) * 3
+
+
+WRAPPERS = {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers", "outputs": "clone"}
+
+
+@pytest.mark.parametrize("policy", ["off", "first", "always"])
+def test_an_argument_that_comes_back_is_an_object_of_its_own(backend: GraphBackend, policy: str) -> None:
+    """What the code between segments does to it meets no later replay."""
+    runner = open_runner(backend, Chain(), compilation={**WRAPPERS, "address_check": policy})
+    for rows in (3, 3, 8, 1, 3):
+        x = torch.randn(rows, 3, device=backend.device)
+        same(runner(x=x), (x * 2 + 1)[:, None] * 3)
+    runner.close()
+
+
+def test_an_argument_that_comes_back_gives_its_memory_to_later_captures(backend: GraphBackend) -> None:
+    specs = {"x": Input(shape=("num_tokens", 1 << 16), dtype="float32", pad=0)}
+    used = []
+    for sizes in ([8], [8, 7, 6, 5, 4, 3]):
+        compilation = {**WRAPPERS, "cudagraph_capture_sizes": sizes}
+        runner = open_runner(backend, Chain(), specs=specs, compilation=compilation)
+        used.append(runner.report.pool_bytes)
+        runner.close()
+    assert used[0] == used[1]
+
+
+class Gives(torch.nn.Module):
+    """Returns memory that no graph owns, by an object that each eager call makes anew."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 3))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("input", "detached"):
+            x.mul_(2)
+            return x[:, :3] if self.kind == "input" else x.detach()
+        self.cache[: len(x)].copy_(x * 2)
+        return self.cache[: len(x)]
+
+
+@pytest.mark.parametrize("kind", ["input", "detached", "state"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_of_other_memory_are_handed_out_anew(backend: GraphBackend, kind: str, inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        model = Gives(kind).to(backend.device)
+        options = CUDAGraphOptions(num_of_warmups=0, address_check="always")
+        wrapped = CUDAGraphWrapper(model, CUDAGraphMode.FULL, backend=backend, options=options)
+        x = torch.ones(4, 3, device=backend.device)
+        for _ in range(4):
+            x.fill_(1)
+            with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
+                y = wrapped(x)
+            same(y.unsqueeze_(1).clone(), torch.full_like(x, 2)[:, None])
+    wrapped.reset()

@@ -761,6 +761,33 @@ def test_no_graph_is_kept_by_the_runners_own_hold_on_its_output() -> None:
     runner.close()
 
 
+@pytest.mark.parametrize("kind", ["its input", "its input besides", "a view of its cache"])
+def test_outputs_outside_of_the_pool_keep_no_graph(kind: str) -> None:
+    """The static buffers and the model hold that memory for ever."""
+
+    class Returns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4096, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = (x * 3).relu()
+            if kind == "a view of its cache":
+                self.cache[: len(x)].copy_(y)
+                return self.cache[: len(x)]
+            return x.add_(y) if kind == "its input" else (y, x)
+
+    backend = Unowned()
+    runner = open_runner(backend, "adaptive", Returns(), sizes=(4096,), outputs="clone")
+    for _ in range(2):
+        for size in (64, 4096):
+            for _ in range(5):
+                runner(x=rows(backend, size))
+            runner.replan(times=TIMES)
+            assert not runner._graphed._retired
+    runner.close()
+
+
 def test_a_capture_inside_a_call_holds_no_older_output() -> None:
     """A larger key that fails half-way has grown the pool, so what was captured before goes to a new one."""
 
