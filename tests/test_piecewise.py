@@ -429,6 +429,30 @@ def test_wrappers_inside_a_traced_model_are_pointed_out(backend: GraphBackend) -
     assert "piecewise: wrappers" in caught.value.remedy
 
 
+class Wrapped(torch.nn.Module):
+    """Two segments of its own."""
+
+    def __init__(self, mode: CUDAGraphMode) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.run_first, self.run_second = (CUDAGraphWrapper(m, mode) for m in (self.first, self.second))
+        self.middle = torch.nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run_second(self.middle(self.run_first(x)))
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_wrappers_inside_a_capture_of_the_whole_are_pointed_out(backend: GraphBackend, mode: str) -> None:
+    model = Wrapped(CUDAGraphMode[mode]).to(backend.device)
+    words = r"graph wrappers of its own, and is to be captured as a whole as well, at .*test_piecewise\.py:\d+: `return"
+    modules = {"splitting_modules": ["middle"]} if mode == "PIECEWISE" else {}
+    with pytest.raises(CaptureError, match=words) as caught:
+        open_runner(backend, model, cudagraph_mode=mode, **modules)
+    assert type(caught.value) is CaptureError
+    assert "piecewise: wrappers" in caught.value.remedy
+
+
 def test_a_trace_is_not_run_under_another_autocast_state(backend: GraphBackend) -> None:
     model = Attends(1).to(backend.device)
     runner = open_runner(backend, model)

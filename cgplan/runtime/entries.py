@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import ConfigError
+from cgplan.errors import CaptureError, ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
+from cgplan.graphs.source import current_line
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import AddressPolicy, CaptureScope
 from cgplan.runtime.handed_outputs import HandedOutput
@@ -59,6 +60,16 @@ class CUDAGraphOptions:
         if ruling == "off":
             return ruling
         return "always" if ruling == "always" else self.address_check
+
+
+def refuse_nested(backend: GraphBackend) -> None:
+    """Raise CaptureError where a wrapper is to capture inside of another one's capture."""
+    if backend.is_capturing():
+        raise CaptureError(
+            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {current_line()}",
+            remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
+            "another one needs another runtime mode.",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from cgplan.graphs.host_sync import tensors_in
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
-from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions, refuse_nested
 from cgplan.runtime.frozen import Given
 from cgplan.runtime.handed_outputs import HandedOutput
 
@@ -243,6 +243,7 @@ class CUDAGraphWrapper:
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
             self._backend = scope.backend  # another object of the same device has other pools and another stream
+        refuse_nested(self.backend)
         self._check_copied(args)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
