@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from types import CodeType, FunctionType
@@ -165,6 +166,16 @@ class PiecewiseModel:
                 remedy="Change that line, or split by modules: compilation.splitting_modules breaks the capture at "
                 "modules and needs no trace.",
             ) from error
+        except torch._dynamo.exc.TorchRuntimeError as error:  # it hides what an operator raised, and the model's line
+            try:
+                self.model(**inputs)
+            except Exception as own:
+                raise own from None
+            raise CaptureError(
+                f"the model runs, but cannot be traced, at {_user_line(error)}: {_cause(error)}",
+                remedy="See that the operator there has a fake kernel (torch.library.register_fake) that agrees with "
+                "its real one, or use compilation.splitting_modules, which needs no trace.",
+            ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = error.inner_exception
             raise inner if isinstance(inner, CgplanError) else error from None
@@ -258,6 +269,13 @@ def forget_trace(code: CodeType, backend: PiecewiseBackend) -> None:
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
+
+
+def _cause(error: BaseException) -> str:
+    """What an operator raised while Dynamo traced it."""
+    text = str(error)
+    found = re.search(r": got (\w+\(.*\))$", text, re.MULTILINE)
+    return found[1] if found else text.splitlines()[0]
 
 
 def _user_line(error: BaseException) -> str:
