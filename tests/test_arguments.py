@@ -59,6 +59,10 @@ def compiled(**given: Any) -> Any:
     return compile_piecewise(Model(), CONFIG, **given)
 
 
+def told(**compilation: Any) -> Any:
+    return compile_piecewise(Model(), {**CONFIG, "compilation": {**CONFIG["compilation"], **compilation}})  # type: ignore[dict-item]
+
+
 def entered(*args: Any, **kwargs: Any) -> None:
     with forward_context(*args, **kwargs):
         pass
@@ -89,6 +93,14 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     ),  # type: ignore[arg-type]
     "no configuration": (lambda: compile_piecewise(Model(), None), ConfigError, "a NoneType as"),  # type: ignore[arg-type]
     "no model": (lambda: compile_piecewise(3, CONFIG), ModelError, "the model is 3"),  # type: ignore[arg-type]
+    "the mode NONE": (lambda: told(cudagraph_mode="NONE"), ConfigError, "but compilation.cudagraph_mode is NONE"),
+    "the mode FULL": (lambda: told(cudagraph_mode="FULL"), ConfigError, "but compilation.cudagraph_mode is FULL"),
+    "modules for operators": (
+        lambda: told(splitting_modules=["*"]),
+        ConfigError,
+        "but compilation.splitting_modules are given",
+    ),
+    "wrappers for operators": (lambda: told(piecewise="wrappers"), ConfigError, "compilation.piecewise is wrappers"),
     "compiled twice": (lambda: compile_piecewise(compiled(), CONFIG), ModelError, "compile_piecewise before"),
     "a size in words": (lambda: compiled(max_tokens="four"), ConfigError, "max_tokens is 'four'"),
     "no size": (lambda: compiled(max_tokens=0), ConfigError, "max_tokens is 0"),
@@ -239,6 +251,36 @@ def test_wrong_options_of_torch_compile(given: dict[str, Any], said: str) -> Non
 
 
 # --- models that are compiled, or break, already ---------------------------------------------------------------
+
+
+class BreaksGraph(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x.softmax(-1) * 3
+
+
+def test_an_operator_behind_a_graph_break_points_to_the_break() -> None:
+    options = {"splitting_ops": ["aten::softmax"]}
+    with pytest.raises(ConfigError, match="'aten::softmax' does not occur") as caught:
+        torch.compile(BreaksGraph(), backend="cgplan", options=options)(X)
+    assert "fullgraph=True" in caught.value.remedy
+    with pytest.raises(ConfigError) as caught:  # it is another matter there
+        torch.compile(BreaksGraph(), backend="cgplan", options={"splitting_ops": ["aten::sotfmax"]})(X)
+    assert "fullgraph" not in caught.value.remedy
+
+
+def test_a_model_under_torch_compile_is_split_as_the_model_that_it_holds() -> None:
+    model = Model().eval()
+    split: Any = compile_piecewise(torch.compile(model), {**CONFIG, "device": "cpu"})
+    x = X.clone()
+    with torch.no_grad():
+        split(x=x)
+        assert [piece.eager for piece in split.backend.pieces[0]] == [False, True, False]
+        for _ in range(3):
+            x.copy_(torch.randn(2, 3))
+            with forward_context(CUDAGraphMode.PIECEWISE, BatchDescriptor(2)):
+                assert torch.equal(split(x=x), model(x))
 
 
 @pytest.mark.parametrize("by", ["torch.compile", "compile_piecewise"])

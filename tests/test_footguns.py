@@ -597,6 +597,31 @@ def test_a_capture_error_that_names_no_operator(backend: GraphBackend, way: str,
     same(x + 1, full(backend, 2))  # and the device works as before
 
 
+@pytest.mark.parametrize("what", ["operator", "method"])
+@each_size
+def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, what: str) -> None:
+    """The model prints a value inside try, and goes on. On a GPU that has made the capture invalid; a graph without the
+    rest of the block must not come of it elsewhere.
+    """
+    ran = []
+
+    def shown(x: Tensor) -> Tensor:
+        try:
+            ran.append(float(x.sum()) if what == "operator" else x.cpu())
+        except Exception:
+            ran.append(None)
+        return x * 2
+
+    where = "" if backend.device.type == "cuda" else r"needs the host .*test_footguns\.py:\d+: `ran\.append\(float"
+    with pytest.raises(CaptureError, match=where):
+        open_runner(backend, Model(backend, way, shown), way)
+    assert ran[-1] is None or backend.device.type == "cuda", "the forward went on"
+    x = full(backend, 1)
+    graph, out = bare(backend, lambda: x * 2)  # the device captures as before
+    backend.replay(graph)
+    same(out, x * 2)
+
+
 @pytest.mark.parametrize("way", ["full", "ops", "modules"])
 def test_a_capture_in_inference_mode(backend: GraphBackend, way: str) -> None:
     """A buffer made in inference mode can be written to only there, so serving fails with "Inplace update to inference

@@ -21,6 +21,7 @@ from cgplan import (
     CUDAGraphMode,
     CUDAGraphWrapper,
     GraphRunner,
+    ModelError,
     NumbersError,
     build_plan,
     forward_context,
@@ -460,6 +461,60 @@ def test_wrappers_inside_a_traced_model_are_pointed_out(backend: GraphBackend) -
     inner = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, backend=backend)
     with pytest.raises(CaptureError, match="graph wrappers of its own") as caught:
         open_runner(backend, lambda x: inner(x) + 1)
+    assert "piecewise: wrappers" in caught.value.remedy
+
+
+def test_what_an_operator_raises_in_a_trace_is_told_with_its_line(backend: GraphBackend) -> None:
+    weight = torch.ones(7, 8, device=backend.device)
+
+    def model(x: Tensor) -> Tensor:
+        return torch.softmax(x, -1) @ weight
+
+    said = r"at .*test_piecewise\.py:\d+: `return torch\.softmax\(x, -1\) @ weight`: RuntimeError: .*7x8"
+    with pytest.raises(ModelError, match=said):
+        open_runner(backend, model, splitting_ops=["aten::softmax"])
+
+
+def test_an_operator_that_fails_in_the_trace_alone_is_told_with_its_line(backend: GraphBackend) -> None:
+    def fake(x: Tensor) -> Tensor:
+        raise RuntimeError("no fake today")
+
+    with torch.library._scoped_library("pwfake", "FRAGMENT") as library:
+        library.define("half(Tensor x) -> Tensor")
+        library.impl("half", lambda x: x / 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("pwfake::half", fake, lib=library)
+
+        def model(x: Tensor) -> Tensor:
+            y: Tensor = torch.ops.pwfake.half(torch.softmax(x, -1))
+            return y
+
+        said = r"the model runs, but cannot be traced, at .*test_piecewise\.py:\d+: .*no fake today"
+        with pytest.raises(CaptureError, match=said) as caught:
+            open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert "register_fake" in caught.value.remedy
+
+
+class Wrapped(torch.nn.Module):
+    """Two segments of its own."""
+
+    def __init__(self, mode: CUDAGraphMode) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.run_first, self.run_second = (CUDAGraphWrapper(m, mode) for m in (self.first, self.second))
+        self.middle = torch.nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run_second(self.middle(self.run_first(x)))
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_wrappers_inside_a_capture_of_the_whole_are_pointed_out(backend: GraphBackend, mode: str) -> None:
+    model = Wrapped(CUDAGraphMode[mode]).to(backend.device)
+    words = r"graph wrappers of its own, and is to be captured as a whole as well, at .*test_piecewise\.py:\d+: `return"
+    modules = {"splitting_modules": ["middle"]} if mode == "PIECEWISE" else {}
+    with pytest.raises(CaptureError, match=words) as caught:
+        open_runner(backend, model, cudagraph_mode=mode, **modules)
+    assert type(caught.value) is CaptureError
     assert "piecewise: wrappers" in caught.value.remedy
 
 

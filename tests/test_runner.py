@@ -602,6 +602,52 @@ def test_piecewise_wrappers_inside_a_model(backend: GraphBackend, mode: str) -> 
     assert model.eager_runs == 5 - uniform, "the eager piece runs in PIECEWISE, and is part of a FULL graph"
 
 
+@pytest.mark.parametrize(
+    ("runners", "own", "refused_at"),
+    [
+        ({}, "first", None),
+        ({"address_check": "always"}, "first", 2),
+        ({"address_check": "always"}, "off", 2),
+        ({"debug": True}, "first", 2),
+        ({}, "always", 2),
+        ({"address_check": "off"}, "always", None),
+    ],
+)
+def test_the_runners_policy_of_addresses_rules_the_wrappers_inside(
+    backend: GraphBackend, runners: dict[str, Any], own: Any, refused_at: int | None
+) -> None:
+    """The memory between two segments is the model's own, and here it is another one from the third batch on."""
+    first, second = (
+        CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, options=CUDAGraphOptions(address_check=own)) for k in (2, 3)
+    )
+    buffers = [torch.zeros(4, device=backend.device) for _ in range(2)]
+    turn = [0]
+
+    def between(x: Tensor) -> Tensor:
+        return second(buffers[turn[0]].copy_(first(x)))
+
+    compilation = {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers", **runners}
+    runner = open_runner(backend, between, {"x": ROWS}, sizes=[4], compilation=compilation)
+    for batch_number in range(4):
+        turn[0] = batch_number // 2
+        x = rows(1, 2, 3, batch_number, device=backend.device)
+        if refused_at is not None and batch_number >= refused_at:
+            with pytest.raises(AddressError, match=r"args\[0\]"):
+                runner(x=x)
+        elif batch_number < 2:
+            same(runner(x=x), x * 6)
+        else:
+            runner(x=x)  # nobody looks, and the numbers are old ones
+    with forward_context(PIECEWISE, BatchDescriptor(4)), torch.no_grad():  # outside of runners its own counts
+        second(buffers[0])
+        second(buffers[0])
+        if own == "off":
+            second(buffers[1])
+        if own == "always":
+            with pytest.raises(AddressError):
+                second(buffers[1])
+
+
 def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> None:
     model = Pieces(backend)
     before = reserved(backend)

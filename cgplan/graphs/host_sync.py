@@ -69,8 +69,30 @@ def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
             yield from ((name, int(lineno)) for name, lineno in reversed(found))
 
 
+class Refusals:
+    """What one look at a forward has refused.
+
+    Attributes:
+        first: An error like the first that was raised, without its frames. A forward that catches that one goes on, but
+            on a GPU its capture is invalid.
+    """
+
+    def __init__(self) -> None:
+        self.first: HostSyncError | None = None
+
+    def noted(self, message: str) -> HostSyncError:
+        """The error to raise."""
+        if self.first is None:
+            self.first = HostSyncError(message, remedy=_REMEDY)
+        return HostSyncError(message, remedy=_REMEDY)
+
+
 class HostGuard(TorchFunctionMode):
     """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        super().__init__()
+        self._refusals = refusals
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,7 +100,7 @@ class HostGuard(TorchFunctionMode):
         """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
         name = _HOST_METHODS.get(func)
         if name is not None:
-            raise HostSyncError(f"Tensor.{name}() needs the host inside a capture, at {blamed_line()}", remedy=_REMEDY)
+            raise self._refusals.noted(f"Tensor.{name}() needs the host inside a capture, at {blamed_line()}")
         return func(*args, **(kwargs or {}))
 
 
@@ -118,6 +140,7 @@ class _Probe(Onlooker):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._key = device.type.upper()
+        self.refusals = Refusals()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -132,21 +155,22 @@ class _Probe(Onlooker):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        refuse_host(func, args, kwargs)
+        refuse_host(func, args, kwargs, self.refusals)
         return func(*args, **kwargs)
 
 
 def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostSyncError | None:
     """Run a forward eagerly and name its first operator that needs the host; None if there is none to be seen."""
+    probe = _Probe(device)
     try:
-        with _Probe(device):
+        with probe:
             forward()
     except HostSyncError as error:
         traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
         return error.with_traceback(None)
     except Exception:  # the forward fails in its own way here; the caller has the failure that matters
-        return None
-    return None
+        return probe.refusals.first
+    return probe.refusals.first
 
 
 def is_probing() -> bool:
@@ -163,8 +187,8 @@ def sees_operators() -> bool:
     return isinstance(_get_current_dispatch_mode(), Onlooker)
 
 
-def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise HostSyncError for an operator whose result the host would have to wait for."""
+def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:
+    """Raise HostSyncError, noted, for an operator whose result the host would have to wait for."""
     schema, detail = func._schema.name, ""
     if schema in _INDEXING:
         masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
@@ -180,9 +204,7 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     else:
         needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     if needs:
-        raise HostSyncError(
-            f"operator {schema}{detail} needs the host inside a capture, at {blamed_line()}", remedy=_REMEDY
-        )
+        raise refusals.noted(f"operator {schema}{detail} needs the host inside a capture, at {blamed_line()}")
 
 
 def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cgplan.errors import CaptureError
-from cgplan.graphs.host_sync import implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.graphs.host_sync import Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
 from cgplan.graphs.source import current_line
 from cgplan.graphs.tape_pool import TapePool
 
@@ -39,12 +39,17 @@ class Recorder(TorchDispatchMode):
     Tensors that operators make are placed in the pool. Views make no step, because addresses do not change. Memory
     from before the recording that is written to gets its old bytes back in ``finish``, and so do random generators:
     on a GPU, too, a capture runs nothing. Without ``restores`` memory keeps what was written.
+
+    Attributes:
+        steps: What was recorded.
+        refusals: Operators that need the host.
     """
 
     def __init__(self, pool: TapePool, *, restores: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._restores = restores
         self.steps: list[Step] = []
+        self.refusals = Refusals()
         self._pool = pool
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._held = pool.taken()
@@ -75,7 +80,7 @@ class Recorder(TorchDispatchMode):
         if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
             with self:
                 return func.decompose(*args, **kwargs)
-        refuse_host(func, args, kwargs)
+        refuse_host(func, args, kwargs, self.refusals)
         given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
         self._save_written(func, args, kwargs)

@@ -86,14 +86,18 @@ class TapeBackend(GraphBackend):
         if graph.steps is not None or graph.recording is not None:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
-            modes.enter_context(HostGuard())
-            recorder = modes.enter_context(Recorder(graph.pool, restores=self._restores))
+            recorder = Recorder(graph.pool, restores=self._restores)
+            modes.enter_context(HostGuard(recorder.refusals))
+            modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())
         self._recording.add(get_ident())
 
     def end(self, graph: TapeGraph) -> None:
-        """Stop recording."""
+        """Stop recording. Raises HostSyncError for what needed the host, also if the forward caught the error then."""
         recorder = self._stop(graph)
+        if recorder.refusals.first is not None:
+            self._trim(graph.pool)
+            raise recorder.refusals.first
         graph.steps = recorder.steps
         self._pools[graph.pool].add(graph)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from cgplan.errors import CaptureError, CgplanError
+from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.source import current_line
 from cgplan.runtime.context import current_forward_context
@@ -264,6 +264,8 @@ class BreakableCUDAGraphCapture:
         try:
             with _quiet_about_empty_graphs():
                 capturing.__exit__(None, None, None)
+        except HostSyncError:  # it names its line
+            raise
         except CaptureError as error:
             raise _explain(error, before) from error
         is_empty = self._backend.is_empty(graph)

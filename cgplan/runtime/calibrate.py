@@ -146,7 +146,7 @@ def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[
     nodes = nbytes = chunks = since = 0
     while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
         # Wrappers capture a key again for another scope; the pool is the same.
-        graphed.scope = CaptureScope(graphed.scope.pool, backend)
+        graphed.scope = CaptureScope(graphed.scope.pool, backend, address_check=graphed.scope.address_check)
         captured = KeyCapture.of(graphed).capture(*key)
         held.append(captured)
         growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from cgplan.graphs.source import current_line
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 
 T = TypeVar("T")
+AddressPolicy = Literal["off", "first", "always"]
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class CaptureScope:
         is_open: Whether wrappers may capture; a sealed runner's is closed.
         entries: The entries that were captured since the session last took them.
         wrappers: The wrappers that captured; those inside the model outlive the scope, their graphs must not.
+        address_check: The runner's policy, which rules that of wrappers inside the model; None leaves them their own.
     """
 
     pool: Any
@@ -35,6 +37,7 @@ class CaptureScope:
     is_open: bool = True
     entries: list[Any] = field(default_factory=list)
     wrappers: list[Any] = field(default_factory=list)
+    address_check: AddressPolicy | None = None
 
 
 class WatchedMetadata(Mapping[str, Any]):

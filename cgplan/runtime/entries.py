@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import ConfigError
+from cgplan.errors import CaptureError, ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
+from cgplan.graphs.source import current_line
 from cgplan.runtime.ambient import AmbientState
-from cgplan.runtime.context import CaptureScope
+from cgplan.runtime.context import AddressPolicy, CaptureScope
 from cgplan.runtime.handed_outputs import HandedOutput
 
 
@@ -33,13 +34,14 @@ class CUDAGraphOptions:
             each replay copies them there. All other arguments must lie where they lay at capture.
         address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
             Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
-            buffers of a module that is wrapped.
+            buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
+            see ``policy``.
     """
 
     borrow_outputs: bool = True
     num_of_warmups: int = 1
     copied_arguments: tuple[int, ...] = ()
-    address_check: Literal["off", "first", "always"] = "first"
+    address_check: AddressPolicy = "first"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are not as described."""
@@ -52,6 +54,23 @@ class CUDAGraphOptions:
                 f"copied_arguments is {self.copied_arguments!r:.100}",
                 remedy="Give a tuple of positions from 0, such as (0, 2).",
             )
+
+    def policy(self, scope: CaptureScope | None) -> AddressPolicy:
+        """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of either is always."""
+        ruling = None if scope is None else scope.address_check
+        if ruling == "off":
+            return ruling
+        return "always" if ruling == "always" else self.address_check
+
+
+def refuse_nested(backend: GraphBackend) -> None:
+    """Raise CaptureError where a wrapper is to capture inside of another one's capture."""
+    if backend.is_capturing():
+        raise CaptureError(
+            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {current_line()}",
+            remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
+            "another one needs another runtime mode.",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

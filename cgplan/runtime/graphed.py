@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 from weakref import finalize
 
 import torch
@@ -38,6 +38,13 @@ class _Metadata(dict[str, Any]):
             f"the model reads metadata {name!r}, which is not declared",
             remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
         )
+
+
+class _Unchecked(CUDAGraphOptions):
+    """Of the runner's own wrapper: static buffers do not move; what may is looked at in check_addresses."""
+
+    def policy(self, scope: CaptureScope | None) -> Literal["off"]:  # noqa: ARG002
+        return "off"
 
 
 class GraphedModel:
@@ -74,15 +81,13 @@ class GraphedModel:
         self.backend = backend
         self.most_tokens = plan.max_capture_size
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
-        self.scope = CaptureScope(None, backend)
+        self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self._is_traced = True  # unless the route traces
         self.model = model
         self.find_generators()
         self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
-        # Static buffers do not move; what may is looked at in check_addresses.
-        options = CUDAGraphOptions(address_check="off")
-        self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=options)
+        self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
         self.returns_nothing = False
         self.notes: list[str] = []
         self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)

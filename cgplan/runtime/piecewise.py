@@ -136,6 +136,12 @@ _OPTIONS = {
 }
 
 
+_BROKEN_GRAPH = (
+    "Those are the operators of one graph: where Dynamo breaks the model's graph it hands over several, and each has "
+    "to hold the operator. torch.compile(..., fullgraph=True) names the line that it breaks at."
+)
+
+
 def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
@@ -149,6 +155,8 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
     try:
         return PiecewiseBackend(**_checked(given))(gm, example_inputs)
     except CgplanError as error:
+        if isinstance(error, ConfigError) and "does not occur" in error.message:
+            error = ConfigError(error.message, remedy=f"{error.remedy} {_BROKEN_GRAPH}")
         raise _passing(error) from None
 
 

@@ -21,7 +21,7 @@ from cgplan.runtime.context import CaptureScope
 from cgplan.runtime.eager_pieces import EagerPiece
 from cgplan.runtime.piecewise import PiecewiseBackend
 from cgplan.runtime.splitting import Piece
-from cgplan.runtime.traced import compile_piecewise
+from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions
 
 
@@ -123,7 +123,7 @@ def choose_route(
         plan, config, model, backend: As for a session.
         calls_breaks: Says whether the model calls functions under ``eager_break_during_capture``; it may run the model.
 
-    Raises ConfigError where the way does not fit the model, ModelError for one that is compiled already.
+    Raises ConfigError where the way does not fit the model, ModelError for one that compile_piecewise made.
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
@@ -137,7 +137,7 @@ def choose_route(
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
-        compiled = compile_piecewise(model, config, backend=backend, max_tokens=plan.max_capture_size)
+        compiled = PiecewiseModel(model, config, backend, plan.max_capture_size)
         return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
     if not piecewise or name == "wrappers":
         return SplitRoute("wrappers" if piecewise else "full", model)

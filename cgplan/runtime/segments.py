@@ -209,7 +209,7 @@ class SplitForward:
             entries[name] = entry
         manifest, some = None, next(iter(self._segments.values()))
         metadata = frozenset[str]().union(*(entry.metadata for entry in entries.values()))
-        if some.options.address_check == "always":
+        if some.options.policy(context.scope) == "always":
             roots = _roots(program.read, metadata, args, context)
             manifest = AddressManifest.of(roots, some.backend.device, repeats=True)
             manifest.check(roots, what=f"{CUDAGraphMode.PIECEWISE} {context.descriptor}")  # compiles itself

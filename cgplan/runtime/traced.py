@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from types import CodeType, FunctionType
@@ -13,6 +14,7 @@ from cgplan.config import CompilationConfig, Config, Dim, validate_config
 from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, InputError, ModelError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.source import users_line
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.batch import BatchReader
@@ -36,6 +38,15 @@ class PiecewiseModel:
     """
 
     def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend, max_tokens: int) -> None:
+        if not callable(model):
+            raise ModelError(
+                f"the model is {model!r:.100}, which cannot be called", remedy="Pass a function or module."
+            )
+        if isinstance(model, PiecewiseModel):
+            raise ModelError(
+                "the model was compiled by compile_piecewise before",
+                remedy="Pass the model itself, or, to capture it as it is, set compilation.piecewise: wrappers.",
+            )
         compilation: CompilationConfig = config.compilation
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._declared = {name: config.inputs[name].dims[dim] for name, dim in self._rows.items()}
@@ -155,6 +166,16 @@ class PiecewiseModel:
                 remedy="Change that line, or split without a trace: compilation.splitting_modules breaks the capture "
                 "at modules, piecewise: modules at functions under eager_break_during_capture.",
             ) from error
+        except torch._dynamo.exc.TorchRuntimeError as error:  # it hides what an operator raised, and the model's line
+            try:
+                self.model(**inputs)
+            except Exception as own:
+                raise own from None
+            raise CaptureError(
+                f"the model runs, but cannot be traced, at {_user_line(error)}: {_cause(error)}",
+                remedy="See that the operator there has a fake kernel (torch.library.register_fake) that agrees with "
+                "its real one, or use compilation.splitting_modules, which needs no trace.",
+            ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = error.inner_exception
             raise inner if isinstance(inner, CgplanError) else error from None
@@ -178,13 +199,17 @@ def compile_piecewise(
     Args:
         model: Any callable or nn.Module that Dynamo can trace as one graph.
         config: Its inputs say which dimensions count rows; its compilation says where to split and how to compile. A
-            mapping is validated as a YAML file would be.
+            mapping is validated as a YAML file would be. Sizes and policies of a session mean nothing here: the
+            forward context says what is captured.
         backend: Device of the graphs; chosen by ``config.device`` if absent.
         max_tokens: Largest capture size; that of ``build_plan(config)`` if absent.
 
     Raises:
-        ConfigError: the configuration is wrong; at the first call, for a splitting op that does not occur.
-        ModelError: the model cannot be called, or is compiled already.
+        ConfigError: the configuration is wrong, or asks for another way than to split at operators (a cudagraph_mode
+            without PIECEWISE, splitting_modules, another ``piecewise``); at the first call, for a splitting op that
+            does not occur.
+        ModelError: the model cannot be called, or comes from compile_piecewise. One under torch.compile is split as the
+            model that it holds.
         BackendError: ``backend`` is no backend.
         CaptureError: at the first call, where the model cannot be traced, or branches on the number of rows.
     """
@@ -195,13 +220,7 @@ def compile_piecewise(
             f"compile_piecewise was given a {type(config).__name__} as its configuration",
             remedy="Pass a cgplan.Config, or a mapping such as {'inputs': {...}, 'compilation': {...}}.",
         )
-    if not callable(model):
-        raise ModelError(f"the model is {model!r:.100}, which cannot be called", remedy="Pass a function or module.")
-    if isinstance(model, PiecewiseModel):
-        raise ModelError(
-            "the model was compiled by compile_piecewise before",
-            remedy="Pass the model itself, or, to capture it as it is, set compilation.piecewise: wrappers.",
-        )
+    _refuse_other_ways(config.compilation)
     if backend is not None and not isinstance(backend, GraphBackend):
         raise BackendError(
             f"{backend!r:.100} is no backend", remedy='Make one with cgplan.graphs.select_backend("auto").'
@@ -210,6 +229,23 @@ def compile_piecewise(
         raise ConfigError(f"max_tokens is {max_tokens!r:.100}", remedy="Give the largest capture size, in tokens.")
     most = build_plan(config).max_capture_size if max_tokens is None else max_tokens
     return PiecewiseModel(model, config, backend or select_backend(config.device), most)
+
+
+def _refuse_other_ways(compilation: CompilationConfig) -> None:
+    """Raise ConfigError for a configuration whose PIECEWISE segments do not come from operators, or that has none."""
+    mode, way = compilation.cudagraph_mode, compilation.piecewise
+    found = None
+    if "cudagraph_mode" in compilation.model_fields_set and not mode.has_mode(CUDAGraphMode.PIECEWISE):
+        found = f"cudagraph_mode is {mode}"  # the default is a session's
+    elif compilation.splitting_modules:
+        found = "splitting_modules are given"
+    elif way not in ("auto", "ops"):
+        found = f"piecewise is {way}"
+    if found is not None:
+        raise ConfigError(
+            f"compile_piecewise splits at operators and captures PIECEWISE graphs, but compilation.{found}",
+            remedy="Leave it out, or use cgplan.capture, which knows all modes and ways.",
+        )
 
 
 def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,6 +270,13 @@ def forget_trace(code: CodeType, backend: PiecewiseBackend) -> None:
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
+
+
+def _cause(error: BaseException) -> str:
+    """What an operator raised while Dynamo traced it."""
+    text = str(error)
+    found = re.search(r": got (\w+\(.*\))$", text, re.MULTILINE)
+    return found[1] if found else text.splitlines()[0]
 
 
 def _user_line(error: BaseException) -> str:

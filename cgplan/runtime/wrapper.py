@@ -20,7 +20,7 @@ from cgplan.graphs.host_sync import tensors_in
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
-from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgplan.runtime.entries import CUDAGraphEntry, CUDAGraphOptions, refuse_nested
 from cgplan.runtime.frozen import Given
 from cgplan.runtime.handed_outputs import HandedOutput
 
@@ -106,7 +106,7 @@ class CUDAGraphWrapper:
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
             now = AmbientState.now(self.backend.device.type)
             entry.ambient.refuse_other(now, "captured", ("autocast",))
-        if entry.manifest is not None and (self.options.address_check == "always" or key not in self._checked):
+        if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
             entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
             self._checked.add(key)
         self._fill(entry, args)
@@ -244,6 +244,7 @@ class CUDAGraphWrapper:
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
             self._backend = scope.backend  # another object of the same device has other pools and another stream
+        refuse_nested(self.backend)
         self._check_copied(args)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
@@ -272,10 +273,10 @@ class CUDAGraphWrapper:
         handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
         made = (slots, None, seconds, self.backend, scope, read, *parts)
         entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
-        if self.options.address_check != "off":
+        if (policy := self.options.policy(scope)) != "off":
             roots = self._roots(entry, context, args, kwargs)
-            always = self.options.address_check == "always"
-            entry = replace(entry, manifest=AddressManifest.of(roots, self.backend.device, repeats=always))
+            manifest = AddressManifest.of(roots, self.backend.device, repeats=policy == "always")
+            entry = replace(entry, manifest=manifest)
         self.entries[key] = entry
         if scope is not None:
             scope.entries.append(entry)
