@@ -175,10 +175,12 @@ def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
         ({"num_active_loras": "two"}, "num_active_loras is 'two'"),
         ({"num_active_loras": None}, "num_active_loras is None"),
         ({"num_active_loras": 0.5}, "num_active_loras is 0.5"),
+        ({"num_active_loras": False}, "num_active_loras is False, a bool"),
     ],
 )
 def test_words_of_a_call(given: dict[str, Any], said: str) -> None:
     runner = open_runner(Model())
+    runner(x=X)  # False is equal to the adapters of this batch
     for call in (runner, runner.run_eagerly):
         with pytest.raises(InputError, match=said):
             call(x=X, **given)

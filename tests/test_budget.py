@@ -329,7 +329,7 @@ def test_a_budget_that_pays_for_nothing_leaves_a_runner_without_graphs() -> None
     assert reserved(backend) == before
     assert (runner.report.graph_bytes, runner.report.static_bytes) == (0, 0)
     check_numbers(runner)
-    assert set(runner.stats.eager) == {MissReason.NOTHING_CAPTURED}
+    assert set(runner.stats.eager) == {MissReason.OVER_BUDGET, MissReason.TOO_LARGE}
     check_report(runner)
 
 
@@ -567,8 +567,18 @@ def test_a_miss_can_still_be_an_error() -> None:
     runner = open_runner({"capture_time": "2s"}, compilation={"on_miss": "error"}, predicted=predict(1.0))
     assert captured_sizes(runner) == [2, 1]
     same(runner(x=torch.ones(2, WIDTH)), torch.zeros(2, WIDTH))
-    with pytest.raises(DispatchMissError, match="3 tokens"):
+    with pytest.raises(DispatchMissError, match="3 tokens: the budget has no room for its graph") as caught:
         runner(x=torch.ones(3, WIDTH))
+    assert "Raise the budget" in caught.value.remedy
+    with pytest.raises(DispatchMissError, match="17 tokens: larger than the largest capture size"):
+        runner(x=torch.ones(17, WIDTH))
+
+
+@pytest.mark.parametrize("policy", ["eager", "adaptive"])
+def test_what_a_budget_dropped_is_counted_as_such(policy: str) -> None:
+    runner = open_runner({"capture_time": "2s"}, compilation={"capture_policy": policy}, predicted=predict(1.0))
+    runner(x=torch.ones(9, WIDTH))
+    assert runner.stats.eager == {MissReason.OVER_BUDGET: 1}
 
 
 # --- plans with some of their keys ----------------------------------------------------------------------------

@@ -150,6 +150,15 @@ def test_what_the_plan_decides_does_not_matter(sections: dict[str, Any]) -> None
     assert found.warnings == ()
 
 
+def test_a_plan_with_graphs_is_refused_where_no_graph_is_wanted() -> None:
+    plan, config = build_plan(Config()), config_of(compilation={"cudagraph_mode": "NONE"})
+    with pytest.raises(PlanMismatchError, match=r"compilation\.cudagraph_mode: FULL in the plan, NONE now"):
+        fitted(plan, config)
+    assert fitted(plan, config, force=True).keys == plan.keys
+    none = build_plan(config)
+    assert fitted(none, config) == none
+
+
 def test_settings_that_the_plan_overrules_are_named() -> None:
     plan = build_plan(Config())
     config = config_of(compilation={"cudagraph_capture_sizes": [1, 2], "outputs": "clone"})

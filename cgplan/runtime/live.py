@@ -70,9 +70,10 @@ class LiveGraphs:
     def reason_against(self, key: Key) -> MissReason:
         """Why a wanted key has no graph."""
         failed = self.failed.get(key)
-        if failed is None:
-            return MissReason.NOT_CAPTURED_YET
-        return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
+        if failed is not None:
+            return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
+        waits = self.graphed.config.compilation.capture_policy == "lazy" and key in self.wanted.keys
+        return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
 
     def check(self, key: Key) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where
