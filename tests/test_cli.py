@@ -329,6 +329,7 @@ def test_lazy_captures_nothing_and_says_so(home: Path) -> None:
     report = CaptureReport.model_validate_json(good("capture", *lazy, "--json").stdout)
     assert (report.records, report.pool_bytes, report.capture_policy, report.waiting) == ((), 0, "lazy", 3)
     assert "lazy: when a batch first asks for a key; 3 are waiting" in render_text(report)
+    assert "none captured of those from " in render_text(report)
     found = good("bench", *lazy, "--output", "bench.json")
     measured = load_report("bench.json")
     assert isinstance(measured, BenchReport)

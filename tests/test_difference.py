@@ -81,7 +81,7 @@ def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
     old = priced(plan_of("FULL", [1]), 10, 5.0)
     new = priced(plan_of("FULL", [1]), 10, 5.0, source="the allocator's model", traffic="b.csv")
     assert compare(old, new).notes == (
-        "memory and start-up come from captures before, from the allocator's model after",
+        "memory and start-up have other sources: captures before, the allocator's model after",
         "the expected steps are of different traffic: a.csv before, b.csv after",
     )
 

@@ -217,7 +217,7 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
     if old.predicted is not None and new.predicted is not None and old.predicted.source != new.predicted.source:
-        yield f"memory and start-up come from {old.predicted.source} before, from {new.predicted.source} after"
+        yield f"memory and start-up have other sources: {old.predicted.source} before, {new.predicted.source} after"
     traffic = [(plan.evidence or {}).get("traffic_source") for plan in (old, new)]
     if None not in traffic and traffic[0] != traffic[1]:
         yield f"the expected steps are of different traffic: {traffic[0]} before, {traffic[1]} after"

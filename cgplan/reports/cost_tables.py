@@ -146,13 +146,12 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
             f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used{_passed(budget)}"
         )
     if budget.max_graphs is not None:
-        limits.append(f"at most {budget.max_graphs} graphs")
+        limits.append(f"at most {budget.max_graphs} graph{'s' * (budget.max_graphs != 1)}")
     if budget.reserve is not None:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rule = "the largest first" if budget.max_graphs is None else "of what fits, max_graphs keeps what pads least"
-        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit; {rule}"))
+        rows.append(("left out", f"{_counted(budget.left_out)}: {_rule(budget)}"))
     for stop in budget.stops[:MOST_STOPS]:
         key = f"{_lane_of((stop.mode, stop.descriptor))}, {stop.descriptor.num_tokens} tokens"
         rows.append(("stopped by", f"{stop.limit} at {key}: {stop.detail}"))
@@ -163,6 +162,15 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     if budget.left_out or budget.skipped:
         rows.append(("advice", "`cgplan plan` chooses the keys that gain most within the budget"))
     return rows
+
+
+def _rule(budget: BudgetRecord) -> str:
+    """Why keys were left out before the first capture."""
+    if budget.max_graphs is None:
+        return "known before not to fit; the largest first"
+    if budget.memory is None and budget.capture_time is None and budget.reserve is None:
+        return "max_graphs keeps what pads least"
+    return "known before not to fit; of what fits, max_graphs keeps what pads least"
 
 
 def _counted(keys: Sequence[Key]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from cgplan.config import Config, validate_config
+from cgplan.errors import ConfigError
 from cgplan.graphs import select_backend
 from cgplan.planning import build_plan
 from cgplan.runtime.runner import GraphRunner
@@ -42,7 +43,7 @@ def capture(
         progress: Called before each key.
 
     Raises:
-        ConfigError, PlanError, BackendError: before anything runs.
+        ConfigError, PlanError, BackendError: before anything runs; ModelError: the model cannot be called.
         CaptureError: see CaptureSession.run.
     """
     sections = {
@@ -53,6 +54,11 @@ def capture(
         "speculative": speculative,
         "report": report,
     }
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"inputs is a {type(inputs).__name__}, not a mapping",
+            remedy="Pass a dict of cgplan.Input by name, one for each argument of the forward.",
+        )
     given = {name: value for name, value in sections.items() if value is not None}
     model_section = {"output_rows": output_rows}
     config: Config = validate_config({"model": model_section, "inputs": dict(inputs), "device": device, **given})

@@ -161,7 +161,9 @@ class BatchRouter:
             )
             raise InputError(
                 f"{hold}, asked for {num_tokens}",
-                remedy="Ask for fewer, or call the runner with tensors: it runs larger batches eagerly.",
+                remedy="Ask for at least one."
+                if num_tokens < 1
+                else "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly.",
             )
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
@@ -210,8 +212,11 @@ class BatchRouter:
 
     def _check_loras(self, num_active_loras: int) -> None:
         most = self._plan.max_loras or 0
-        if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
-            raise InputError(
-                f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",
-                remedy="Raise lora.max_loras." if most else "Add a `lora` section to the configuration.",
-            )
+        if 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
+            return
+        allowed = f", lora.max_loras is {most}: 0 to {most} are allowed, and {most + 1} for any number of adapters"
+        remedy = "Raise lora.max_loras." if most else "Add a `lora` section to the configuration."
+        raise InputError(
+            f"num_active_loras is {num_active_loras}{allowed if most else ', and no `lora` section allows adapters'}",
+            remedy=remedy if num_active_loras > 0 else "Pass the number of distinct adapters in the batch, 0 for none.",
+        )
