@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cgplan.config import Config, validate_config
+import cgplan
+from cgplan.config import Config, Input, validate_config
 from cgplan.errors import CaptureMemoryError, DispatchMissError, HostSyncError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.tape import TapeBackend
@@ -575,6 +576,15 @@ def test_a_miss_can_still_be_an_error() -> None:
     assert "Raise the budget" in caught.value.remedy
     with pytest.raises(DispatchMissError, match="17 tokens: larger than the largest capture size"):
         runner(x=torch.ones(17, WIDTH))
+
+
+def test_a_capture_in_one_call_takes_a_budget() -> None:
+    specs = {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)}
+    sizes = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": list(SIZES)}
+    with torch.no_grad():
+        runner = cgplan.capture(Model().eval(), specs, compilation=sizes, budget={"max_graphs": 2}, device="cpu")
+    assert captured_sizes(runner) == [16, 8]
+    runner.close()
 
 
 @pytest.mark.parametrize("policy", ["eager", "adaptive"])

@@ -553,6 +553,19 @@ def test_lora_cases_have_graphs_of_their_own(backend: GraphBackend) -> None:
     assert "`lora` section" in caught.value.remedy
 
 
+def test_a_model_in_training_mode_is_changed_by_its_capture_and_warned_of() -> None:
+    specs = {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    for training in (True, False):
+        model = torch.nn.BatchNorm1d(8).train(training)
+        runner = cgplan.capture(
+            model, {"input": specs["x"]}, compilation={"cudagraph_capture_sizes": [4]}, device="cpu"
+        )
+        warned = any("have changed what it counts" in warning for warning in runner.report.warnings)
+        assert warned is training
+        assert (int(model.num_batches_tracked) > 0) is training
+        runner.close()
+
+
 def test_mode_none_captures_nothing_and_runs(backend: GraphBackend) -> None:
     runner = open_runner(backend, lambda x: x * 2, compilation={"cudagraph_mode": "NONE"})
     assert runner.plan.keys == ()

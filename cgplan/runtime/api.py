@@ -27,6 +27,7 @@ def capture(
     lora: Section | None = None,
     speculative: Section | None = None,
     report: Section | None = None,
+    budget: Section | None = None,
     device: str = "auto",
     output_rows: str = "num_tokens",
     progress: Callable[[CaptureProgress], None] | None = None,
@@ -37,7 +38,7 @@ def capture(
         model: Any callable or nn.Module, on the device already; it is called with the inputs by name.
         inputs: ``cgplan.Input`` by name, one for each argument of the forward.
         metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
-        compilation, scheduler, lora, speculative, report: Sections of the configuration, as mappings or models.
+        compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
         progress: Called before each key.
@@ -53,6 +54,7 @@ def capture(
         "lora": lora,
         "speculative": speculative,
         "report": report,
+        "budget": budget,
     }
     if not isinstance(inputs, Mapping):
         raise ConfigError(

@@ -270,7 +270,10 @@ class CaptureSession:
         if graphed.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(self._model, torch.nn.Module) and self._model.training:
-            warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
+            warnings.append(
+                "the model is in training mode: dropout and batch norm run as in training, and warm-ups on padding "
+                "have changed what it counts, running means say; call .eval() before the capture"
+            )
         if not self._backend.supports("borrow"):
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
         return warnings + graphed.route.warnings() + graphed.notes
