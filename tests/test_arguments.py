@@ -30,6 +30,7 @@ from cgplan import (
     forward_context,
 )
 from cgplan.graphs import GraphBackend, select_backend
+from cgplan.runtime.managers import CudaGraphManager, GraphPool, capture_together
 from cgplan.runtime.piecewise import cgplan_backend
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -80,6 +81,12 @@ def captured(block: Callable[[BreakableCUDAGraphCapture], object], pool: Any = N
         block(capture)
 
 
+def adaptive() -> GraphRunner:
+    runner = open_runner(Model(), capture_policy="adaptive")
+    runner(x=X)
+    return runner
+
+
 CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "no such section": (
         lambda: compile_piecewise(Model(), {"compilatoin": {}}),
@@ -112,6 +119,27 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "a number": (lambda: compiled()(x=torch.tensor(1.0)), InputError, r"has shape \[\]"),
     "another type": (lambda: compiled()(x=X.double()), InputError, "dtype torch.float64"),
     "a sparse input": (lambda: compiled()(x=X.to_sparse()), InputError, "torch.sparse_coo"),
+    "capture of nothing": (lambda: open_runner(None), ModelError, "the model is None"),  # type: ignore[arg-type]
+    "capture of a name": (lambda: open_runner("a.py:build"), ModelError, "'a.py:build', which cannot"),  # type: ignore[arg-type]
+    "inputs in a list": (lambda: cgplan.capture(Model(), [X]), ConfigError, "inputs is a list"),  # type: ignore[arg-type]
+    "inputs of none": (lambda: cgplan.capture(Model(), None), ConfigError, "inputs is a NoneType"),  # type: ignore[arg-type]
+    "progress": (
+        lambda: cgplan.capture(Model(), CONFIG["inputs"], progress=3),  # type: ignore[arg-type]
+        ConfigError,
+        "progress is 3",
+    ),
+    "replan for a word": (lambda: adaptive().replan(traffic="x"), InputError, "traffic='x' where a Traffic"),  # type: ignore[arg-type]
+    "replan by a word": (lambda: adaptive().replan(times="x"), InputError, "times='x' where a StepTimes"),  # type: ignore[arg-type]
+    "replan at a price": (lambda: adaptive().replan(costs={}), InputError, "costs={} where a GraphCosts"),  # type: ignore[arg-type]
+    "replan if no": (lambda: adaptive().replan(apply="no"), InputError, "apply='no' where a bool"),  # type: ignore[arg-type]
+    "managed by a dict": (lambda: CudaGraphManager(CONFIG, Model()), ConfigError, "a dict as its"),  # type: ignore[arg-type]
+    "a pool by name": (
+        lambda: CudaGraphManager(cgplan.Config.model_validate(CONFIG), Model(), pool="shared"),  # type: ignore[arg-type]
+        BackendError,
+        "'shared' as its pool",
+    ),
+    "a pool on nothing": (lambda: GraphPool(None), BackendError, "GraphPool on None"),  # type: ignore[arg-type]
+    "no managers": (lambda: capture_together([]), CgplanError, "an empty list cannot be"),
     "wrapper of nothing": (lambda: CUDAGraphWrapper(None, FULL), CgplanError, "around None"),  # type: ignore[arg-type]
     "mode by name": (lambda: CUDAGraphWrapper(abs, "FULL"), CgplanError, "mode 'FULL'"),  # type: ignore[arg-type]
     "mode of a plan": (
@@ -173,6 +201,13 @@ def test_a_wrong_argument_is_a_typed_error_and_leaves_nothing_behind(name: str) 
         assert torch.equal(compiled()(x=X), Model()(X))
 
 
+def test_a_tensor_in_place_of_its_declaration_is_not_printed_whole() -> None:
+    with pytest.raises(ConfigError, match=r"found tensor\(.*\.\.\., a Tensor, expected") as caught:
+        cgplan.capture(Model(), {"x": torch.zeros(3, 64)})
+    assert len(str(caught.value).splitlines()) == 2
+    assert len(str(caught.value)) < 700
+
+
 def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     sizes = {"cudagraph_capture_sizes": [2, 4], **compilation}
     return cgplan.capture(model, CONFIG["inputs"], compilation=sizes, device="cpu")  # type: ignore[arg-type]
@@ -187,10 +222,12 @@ def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
         ({"num_active_loras": "two"}, "num_active_loras is 'two'"),
         ({"num_active_loras": None}, "num_active_loras is None"),
         ({"num_active_loras": 0.5}, "num_active_loras is 0.5"),
+        ({"num_active_loras": False}, "num_active_loras is False, a bool"),
     ],
 )
 def test_words_of_a_call(given: dict[str, Any], said: str) -> None:
     runner = open_runner(Model())
+    runner(x=X)  # False is equal to the adapters of this batch
     for call in (runner, runner.run_eagerly):
         with pytest.raises(InputError, match=said):
             call(x=X, **given)

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cgplan.config import Config, validate_config
+import cgplan
+from cgplan.config import Config, Input, validate_config
 from cgplan.errors import CaptureMemoryError, DispatchMissError, HostSyncError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.tape import TapeBackend
@@ -168,8 +169,11 @@ def test_of_too_many_graphs_those_stay_that_pad_least(most: int, kept: list[int]
     budget = runner.report.budget
     assert budget is not None
     assert sizes(budget.left_out) == sorted({*SIZES} - {*kept}, reverse=True)
-    assert f"at most {most} graphs" in str(runner.report)
-    assert "of what fits, max_graphs keeps what pads least" in " ".join(str(runner.report).split())
+    assert f"at most {most} graph{'' if most == 1 else 's'}\n" in str(runner.report)
+    if len(kept) < len(SIZES):
+        said = " ".join(str(runner.report).partition("left out")[2].split())
+        assert "): max_graphs keeps what pads least" in said
+        assert "not to fit" not in said
     assert budget.stops == ()
     check_numbers(runner)
     check_report(runner)
@@ -329,7 +333,7 @@ def test_a_budget_that_pays_for_nothing_leaves_a_runner_without_graphs() -> None
     assert reserved(backend) == before
     assert (runner.report.graph_bytes, runner.report.static_bytes) == (0, 0)
     check_numbers(runner)
-    assert set(runner.stats.eager) == {MissReason.NOTHING_CAPTURED}
+    assert set(runner.stats.eager) == {MissReason.OVER_BUDGET, MissReason.TOO_LARGE}
     check_report(runner)
 
 
@@ -451,7 +455,7 @@ def test_when_time_is_over_the_rest_is_not_captured(monkeypatch: pytest.MonkeyPa
     budget = runner.report.budget
     assert budget is not None
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("capture_time", 2)]
-    assert re.match(r"\d0\.0 s are over", budget.stops[0].detail)
+    assert re.match(r"\d0\.0 s are used", budget.stops[0].detail)
     monkeypatch.undo()
     check_numbers(runner)
     check_report(runner)
@@ -567,8 +571,27 @@ def test_a_miss_can_still_be_an_error() -> None:
     runner = open_runner({"capture_time": "2s"}, compilation={"on_miss": "error"}, predicted=predict(1.0))
     assert captured_sizes(runner) == [2, 1]
     same(runner(x=torch.ones(2, WIDTH)), torch.zeros(2, WIDTH))
-    with pytest.raises(DispatchMissError, match="3 tokens"):
+    with pytest.raises(DispatchMissError, match="3 tokens: the budget has no room for its graph") as caught:
         runner(x=torch.ones(3, WIDTH))
+    assert "Raise the budget" in caught.value.remedy
+    with pytest.raises(DispatchMissError, match="17 tokens: larger than the largest capture size"):
+        runner(x=torch.ones(17, WIDTH))
+
+
+def test_a_capture_in_one_call_takes_a_budget() -> None:
+    specs = {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)}
+    sizes = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": list(SIZES)}
+    with torch.no_grad():
+        runner = cgplan.capture(Model().eval(), specs, compilation=sizes, budget={"max_graphs": 2}, device="cpu")
+    assert captured_sizes(runner) == [16, 8]
+    runner.close()
+
+
+@pytest.mark.parametrize("policy", ["eager", "adaptive"])
+def test_what_a_budget_dropped_is_counted_as_such(policy: str) -> None:
+    runner = open_runner({"capture_time": "2s"}, compilation={"capture_policy": policy}, predicted=predict(1.0))
+    runner(x=torch.ones(9, WIDTH))
+    assert runner.stats.eager == {MissReason.OVER_BUDGET: 1}
 
 
 # --- plans with some of their keys ----------------------------------------------------------------------------

@@ -329,6 +329,7 @@ def test_lazy_captures_nothing_and_says_so(home: Path) -> None:
     report = CaptureReport.model_validate_json(good("capture", *lazy, "--json").stdout)
     assert (report.records, report.pool_bytes, report.capture_policy, report.waiting) == ((), 0, "lazy", 3)
     assert "lazy: when a batch first asks for a key; 3 are waiting" in render_text(report)
+    assert "none captured of those from " in render_text(report)
     found = good("bench", *lazy, "--output", "bench.json")
     measured = load_report("bench.json")
     assert isinstance(measured, BenchReport)
@@ -817,7 +818,9 @@ def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
     report = CaptureReport.model_validate(data if command == "capture" else data["capture"])
     assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
     assert not report.warnings
-    assert "note: plan.json decides compilation.cudagraph_capture_sizes" in result.stderr
+    said = "plan.json decides compilation.cudagraph_capture_sizes; what the configuration says of it is not used"
+    assert f"note: {said}" in result.stderr
+    assert said in report.plan.notes, "the report says it, too"
 
 
 @pytest.mark.parametrize(

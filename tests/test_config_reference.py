@@ -81,6 +81,7 @@ def test_json_schema_uses_only_known_words() -> None:
     words = {
         "maximum",
         "minimum",
+        "exclusiveMinimum",
         "type",
         "items",
         "anyOf",

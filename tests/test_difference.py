@@ -81,7 +81,7 @@ def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
     old = priced(plan_of("FULL", [1]), 10, 5.0)
     new = priced(plan_of("FULL", [1]), 10, 5.0, source="the allocator's model", traffic="b.csv")
     assert compare(old, new).notes == (
-        "memory and start-up come from captures before, from the allocator's model after",
+        "memory and start-up have other sources: captures before, the allocator's model after",
         "the expected steps are of different traffic: a.csv before, b.csv after",
     )
 
@@ -148,6 +148,15 @@ def test_what_the_plan_decides_does_not_matter(sections: dict[str, Any]) -> None
     assert found.mode is plan.mode
     assert found.config_hash == config_hash(config), "the session compares it"
     assert found.warnings == ()
+
+
+def test_a_plan_with_graphs_is_refused_where_no_graph_is_wanted() -> None:
+    plan, config = build_plan(Config()), config_of(compilation={"cudagraph_mode": "NONE"})
+    with pytest.raises(PlanMismatchError, match=r"compilation\.cudagraph_mode: FULL in the plan, NONE now"):
+        fitted(plan, config)
+    assert fitted(plan, config, force=True).keys == plan.keys
+    none = build_plan(config)
+    assert fitted(none, config) == none
 
 
 def test_settings_that_the_plan_overrules_are_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,6 +345,17 @@ def test_the_largest_goes_first() -> None:
     report = capture_together(managers)
     assert seen == [32, 8, 2]
     assert list(report.parts) == ["32", "8", "2"]
+
+
+def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "getting-started.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if "GraphPool" in block)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(page), "exec"), names)
+    assert names["y"].shape == (3, 8)
+    assert "4 graphs in one pool" in capsys.readouterr().out
+    assert not any(manager.is_captured for manager in names["managers"])
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------

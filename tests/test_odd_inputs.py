@@ -76,7 +76,7 @@ def test_flags_and_counts_that_are_refused(backend: GraphBackend) -> None:
 def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> None:
     runner, x = open_runner(backend), torch.ones(3, 3, device=backend.device)
     for _ in range(2):
-        for flag, loras in ((np.True_, np.int64(0)), (True, 0), (np.True_, torch.tensor(0)), (True, False)):
+        for flag, loras in ((np.True_, np.int64(0)), (True, 0), (np.True_, torch.tensor(0))):
             same(runner(x=x, uniform_decode=flag, num_active_loras=loras), x * 2)  # type: ignore[arg-type]
     assert len(runner._batches) == 1
     with runner.stage(np.int64(3), np.int64(3)) as buffers:  # type: ignore[arg-type]
@@ -99,6 +99,9 @@ def test_truth_values_are_no_rows_and_numbers_no_flags(backend: GraphBackend) ->
                 runner.stage(1, wrong)  # type: ignore[arg-type]
             with pytest.raises(InputError, match="num_reqs is "):
                 runner.input_views(1, wrong)  # type: ignore[arg-type]
+            for ask in (runner.stage, lambda _, **asked: runner(x=x, **asked)):
+                with pytest.raises(InputError, match="num_active_loras is "):
+                    ask(1, num_active_loras=wrong)  # type: ignore[arg-type]
         for ask in (runner.stage, lambda _, *asked: runner(x=x, uniform_decode=asked[1])):
             with pytest.raises(InputError, match="uniform_decode is 1"):
                 ask(1, 1, 1)  # type: ignore[arg-type]

@@ -511,6 +511,10 @@ def test_a_replan_captures_what_traffic_wants_and_evicts_the_rest(backend: Graph
     report = runner.replan(times=TIMES)
     assert [d.num_tokens for _, d in report.captured] == [60]
     assert sizes_of(runner) == [8, 60]
+    predicted = runner.plan.predicted
+    assert predicted is not None
+    assert predicted.static_bytes == runner.report.static_bytes == 64 * WIDTH * 4, "the buffers of before are kept"
+    assert "sizes     2 (8, 60), planned for runner.stats" in str(runner.report)
     assert [d.num_tokens for _, d in report.evicted] == [64]
     ask(runner, backend, *[20] * 20, *[33] * 20)
     report = runner.replan(times=TIMES)
@@ -662,7 +666,9 @@ def test_moved_memory_is_refused_by_a_replan_without_graphs(backend: GraphBacken
     runner = open_runner(backend, "adaptive", sizes=(4,))
     ask(runner, backend, *[4] * 3)
     nothing = StepTimes.measured({(CUDAGraphMode.NONE, 0): {1: 1.0, 64: 1.0}, (FULL, 0): {1: 9.0, 64: 9.0}}, "given")
-    runner.replan(times=nothing)
+    text = str(runner.replan(times=nothing))
+    assert "all given up with their pools, and none captured" in text
+    assert "0 captured, 1 evicted" in text
     assert sizes_of(runner) == []
     runner.invalidate("kv")
     ask(runner, backend, *[4] * 3)

@@ -537,14 +537,33 @@ def test_lora_cases_have_graphs_of_their_own(backend: GraphBackend) -> None:
     x = torch.zeros(3, device=backend.device)
     for active, wanted in ((0, 0), (1, 1100), (2, 1200), (3, 1400), (0, 0)):
         same(runner(x=x, num_active_loras=active), torch.full_like(x, wanted))
-    for wrong in (9, -1):
-        with pytest.raises(InputError, match=f"num_active_loras is {wrong}, lora.max_loras is 3"):
+    for wrong, remedy in ((9, "Raise lora.max_loras"), (-1, "0 for none")):
+        said = f"num_active_loras is {wrong}, lora.max_loras is 3: 0 to 3 are allowed, and 4 for any number of adapters"
+        with pytest.raises(InputError, match=said) as caught:
             runner(x=x, num_active_loras=wrong)
+        assert remedy in caught.value.remedy
+    for rows in (0, -1):
+        with pytest.raises(InputError, match=f"asked for {rows}") as caught:
+            runner.stage(num_tokens=rows)
+        assert caught.value.remedy == "Ask for at least one."
     assert not runner.stats.eager
     without = open_runner(backend, model, {"x": ROWS}, sizes=[4])
     with pytest.raises(InputError, match="num_active_loras is 1") as caught:
         without(x=x, num_active_loras=1)
     assert "`lora` section" in caught.value.remedy
+
+
+def test_a_model_in_training_mode_is_changed_by_its_capture_and_warned_of() -> None:
+    specs = {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    for training in (True, False):
+        model = torch.nn.BatchNorm1d(8).train(training)
+        runner = cgplan.capture(
+            model, {"input": specs["x"]}, compilation={"cudagraph_capture_sizes": [4]}, device="cpu"
+        )
+        warned = any("have changed what it counts" in warning for warning in runner.report.warnings)
+        assert warned is training
+        assert (int(model.num_batches_tracked) > 0) is training
+        runner.close()
 
 
 def test_mode_none_captures_nothing_and_runs(backend: GraphBackend) -> None:

@@ -229,3 +229,27 @@ def test_too_few_tokens_to_compare(count: int) -> None:
     speculative = example("speculative")
     with pytest.raises(SystemExit, match=f"--tokens {count}: .* 2 at least"):
         speculative.decode_all(speculative.parse(["--tokens", str(count)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("serving", ["--modes", "FOO"], "error: .*unknown cudagraph_mode 'FOO'"),
+        ("serving", ["--set", "foo"], "error: --set 'foo' is not of the form"),
+        ("serving", ["--step-times", "nope"], "error: no such file: nope"),
+        ("serving", ["--config", str(EXAMPLES.parents[1] / "configs/vision.yaml")], "declares no block_tables"),
+        ("speculative", ["--requests", "40"], "error: the batch has 40 requests"),
+        ("speculative", ["--requests", "-1"], "--requests -1: give 1 at least"),
+        ("speculative", ["--draft-layers", "9"], "error: no first 9 layers"),
+        ("speculative", ["--set", "speculative.num_speculative_tokens=0"], "error: .* nothing is drafted"),
+    ],
+)
+def test_what_is_wrong_is_a_message(name: str, arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        example(name).main(arguments)
+
+
+def test_serving_refuses_no_requests(serving: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serving.main(["--requests", "-3"])
+    assert "--requests is -3 and --budget 0" in capsys.readouterr().err

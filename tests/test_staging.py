@@ -1068,8 +1068,8 @@ def test_batches_that_cannot_be_staged(backend: GraphBackend) -> None:
     runner = open_runner(backend, sums, SUMS, scheduler={"max_num_seqs": 4})
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"num_tokens": 9}, "hold 1 to 8 tokens, asked for 9", "Ask for fewer"),
-        ({"num_tokens": 0}, "asked for 0", "Ask for fewer"),
-        ({"num_tokens": -1}, "asked for -1", "Ask for fewer"),
+        ({"num_tokens": 0}, "asked for 0", "Ask for at least one"),
+        ({"num_tokens": -1}, "asked for -1", "Ask for at least one"),
         ({"num_tokens": 2.5}, "num_tokens is 2.5, a float", "Pass an int"),
         ({"num_tokens": "3"}, "num_tokens is '3', a str", "Pass an int"),
         ({"num_tokens": [3]}, r"num_tokens is \[3\], a list", "Pass an int"),

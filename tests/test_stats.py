@@ -163,6 +163,11 @@ def test_the_planner_reads_saved_statistics(called: GraphRunner, tmp_path: Path)
     path.write_text(called.stats.json().replace('"batches": [', '"batches": [[7, 1],', 1))
     with pytest.raises(TrafficError, match=r"stats.json: not saved traffic: histogram.0"):
         read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    called.stats.reset()
+    path.write_text(called.stats.json())
+    with pytest.raises(TrafficError, match=r"stats\.json: statistics of a runner: no batch") as caught:
+        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    assert str(caught.value).count("stats.json") == 1
 
 
 def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(backend: GraphBackend) -> None:
@@ -177,7 +182,7 @@ def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(
     runner(x=x[:3], num_active_loras=1)
     traffic = runner.stats.traffic()
     assert dict(traffic.histogram) == {Batch(9, 3, True, 3): 1, Batch(9, 5): 1, Batch(3, 3, False, 1): 1}
-    assert traffic.notes == ("batches that tell no number of requests count as many as their tokens allow",)
+    assert traffic.notes == ("no input counts requests: num_reqs of these batches are as many as their tokens allow",)
 
 
 def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:

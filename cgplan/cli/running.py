@@ -123,18 +123,18 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan)
     """A saved plan for this configuration and machine. Raises PlanMismatchError, unless it is forced."""
     from cgplan.runtime.environment import describe_environment
 
-    notes = tuple(_about_budgets(plan, config, saved.path))
-    unused = (
-        f"{saved.path} decides {setting.name}; what the configuration says of it is not used"
-        for setting in unused_settings(plan, config)
-    )
-    for text in (*unused, *notes) if is_first_rank() else ():
-        note(f"note: {text}")
     try:
         machine = describe_environment(backend, plan.config_hash).as_machine
         found = fitted(plan, config, machine, force=saved.force, file=str(saved.path))
     except PlanMismatchError as error:
         raise PlanMismatchError(f"{saved.path}: {error.message}", remedy=error.remedy) from None
+    unused = (
+        f"{saved.path} decides {setting.name}; what the configuration says of it is not used"
+        for setting in unused_settings(plan, config)
+    )
+    notes = (*unused, *_about_budgets(plan, config, saved.path))
+    for text in notes if is_first_rank() else ():
+        note(f"note: {text}")
     return found.model_copy(update={"notes": notes})  # its own are about planning
 
 

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from cgplan.errors import ConfigError
 
 Path_ = tuple[str | int, ...]
+MOST_SHOWN = 200  # characters of a value in a message
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
 _CONTRADICTION: Final = "contradiction"
 _IN_OUR_WORDS = ("value_error", _CONTRADICTION)  # what validators raise
@@ -109,7 +110,13 @@ def _message(
     if detail["type"] in _IN_OUR_WORDS:
         return f"{where}{dotted + ': ' if dotted else ''}{detail['msg'].removeprefix('Value error, ')}"
     texts = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
-    return f"{where}{dotted}: found {detail['input']!r}, expected {' or '.join(texts)}"
+    return f"{where}{dotted}: found {_shown(detail['input'])}, expected {' or '.join(texts)}"
+
+
+def _shown(value: Any) -> str:
+    """A value in one line; a tensor's numbers, say, are cut short."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..., a {type(value).__name__}"
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:

@@ -112,4 +112,6 @@ def _scalar(node: Node, plural: bool) -> str:
     word = names[node["type"]]
     if plural and word != "text":
         word += "s"
+    if "exclusiveMinimum" in node:
+        return f"{word} > {node['exclusiveMinimum']}"
     return f"{word} >= {node['minimum']}" if "minimum" in node else word

@@ -229,7 +229,9 @@ class SchedulerConfig(Section):
 class LoRAConfig(Section):
     """LoRA adapters that a batch may use."""
 
-    max_loras: Count = Field(description="Distinct adapters in one batch at most.")
+    max_loras: Count = Field(
+        description="Distinct adapters in one batch at most; a call may say one more, which stands for any number."
+    )
     rank: Count = Field(default=16, description="Rank of the adapters; informs the model's builder and reports.")
     specialize_active_lora: Flag = Field(
         default=False, description="Capture one graph for each power of two of active adapters up to max_loras."

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from cgplan.errors import ConfigError
 from cgplan.modes import AttentionSupport, CUDAGraphMode
@@ -180,5 +180,23 @@ Seconds = Annotated[
     float,
     BeforeValidator(_parse_seconds),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}),
+]
+
+
+def _above_zero(value: float) -> float:
+    if value == 0:
+        raise ValueError("found 0, which pays for no graph; leave it out for no bound")
+    return value
+
+
+BytesToSpend = Annotated[
+    Bytes,
+    AfterValidator(_above_zero),
+    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string"}]}),
+]
+SecondsToSpend = Annotated[
+    Seconds,
+    AfterValidator(_above_zero),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]}),
 ]
 Length = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # of a prompt or an output, in tokens

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from cgplan.config.section import Section
-from cgplan.config.values import Bytes, Count, CountOrZero, Length, Seconds
+from cgplan.config.values import Bytes, BytesToSpend, Count, CountOrZero, Length, SecondsToSpend
 
 
 class TrafficConfig(Section):
@@ -44,12 +44,12 @@ class TrafficConfig(Section):
 class BudgetConfig(Section):
     """What graphs may cost: bounds of the plan, and of the capture."""
 
-    memory: Bytes | None = Field(
+    memory: BytesToSpend | None = Field(
         default=None,
         description="Device memory for all graphs together, their static buffers included: bytes, or with a unit (B, "
         "kB, MB, GB, KiB, MiB, GiB), as in `2GiB`. Absent: no bound.",
     )
-    capture_time: Seconds | None = Field(
+    capture_time: SecondsToSpend | None = Field(
         default=None,
         description="Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), "
         "as in `30s`. Absent: no bound.",
@@ -63,10 +63,3 @@ class BudgetConfig(Section):
         default=None,
         description="Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free.",
     )
-
-    @field_validator("memory", "capture_time")
-    @classmethod
-    def _above_zero(cls, value: float | None) -> float | None:
-        if value == 0:
-            raise ValueError("found 0, which pays for no graph; leave it out for no bound")
-        return value

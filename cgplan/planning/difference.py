@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from cgplan.config import Config
 from cgplan.config.workload import BudgetConfig
 from cgplan.errors import PlanMismatchError
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning.evidence import LeftOut
 from cgplan.planning.plan import Lane, Machine, Mode, Plan, budget_of, capture_config, config_hash
 
@@ -155,7 +156,7 @@ def fitted(
     Raises:
         PlanMismatchError: the plan was made for something else; the message names each field.
     """
-    wrong = mismatches(plan, config, machine)
+    wrong = (*mismatches(plan, config, machine), *_no_graphs_wanted(plan, config))
     described = [f"{c.name}: {_text(c.old)} in the plan, {_text(c.new)} now" for c in wrong]
     if wrong and not force:
         raise PlanMismatchError(
@@ -170,6 +171,12 @@ def fitted(
         "file": file,
     }
     return plan.model_copy(update={**present, "warnings": (*plan.warnings, *warning)})
+
+
+def _no_graphs_wanted(plan: Plan, config: Config) -> Iterator[FieldChange]:
+    """The plan decides which mode its graphs have, not whether there are any: NONE asks for none."""
+    if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:
+        yield FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new=str(CUDAGraphMode.NONE))
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
@@ -210,7 +217,7 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
     if old.predicted is not None and new.predicted is not None and old.predicted.source != new.predicted.source:
-        yield f"memory and start-up come from {old.predicted.source} before, from {new.predicted.source} after"
+        yield f"memory and start-up have other sources: {old.predicted.source} before, {new.predicted.source} after"
     traffic = [(plan.evidence or {}).get("traffic_source") for plan in (old, new)]
     if None not in traffic and traffic[0] != traffic[1]:
         yield f"the expected steps are of different traffic: {traffic[0]} before, {traffic[1]} after"

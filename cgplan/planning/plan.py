@@ -17,6 +17,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
 
 PLAN_SCHEMA_VERSION = 2
+PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
 # What does not decide a capture: what is measured, and what is planned from.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,

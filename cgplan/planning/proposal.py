@@ -21,7 +21,7 @@ from cgplan.planning.demand import Bounds, problem_of
 from cgplan.planning.evidence import Evidence
 from cgplan.planning.lanes import lanes_of, serve
 from cgplan.planning.latency import StepTimes
-from cgplan.planning.plan import Plan, Predicted, capture_config, config_hash
+from cgplan.planning.plan import PLANNED_FOR, Plan, Predicted, capture_config, config_hash
 from cgplan.planning.traffic import Traffic
 
 
@@ -78,7 +78,7 @@ def propose(
     plan = base.model_copy(
         update={
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
-            "sizes_source": f"planned for {traffic.source}",
+            "sizes_source": f"{PLANNED_FOR} {traffic.source}",
             "keys": keys,
             "predicted": costs and Predicted.by(costs, keys),
         }

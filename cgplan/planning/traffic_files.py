@@ -169,9 +169,10 @@ def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
 def _of_stats(batches: Any, path: Path) -> Traffic:
     """The batches that a runner's statistics count (``runner.stats.json()``)."""
     try:
-        return Traffic.from_json(json.dumps({"histogram": batches, "source": f"{path.name}: statistics of a runner"}))
+        traffic = Traffic.from_json(json.dumps({"histogram": batches, "source": "statistics of a runner"}))
     except TrafficError as error:
         raise TrafficError(f"{path}: {error.message}", remedy=error.remedy) from None
+    return traffic.model_copy(update={"source": f"{path.name}: {traffic.source}"})
 
 
 def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:

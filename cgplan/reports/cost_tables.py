@@ -146,13 +146,12 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
             f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used{_passed(budget)}"
         )
     if budget.max_graphs is not None:
-        limits.append(f"at most {budget.max_graphs} graphs")
+        limits.append(f"at most {budget.max_graphs} graph{'s' * (budget.max_graphs != 1)}")
     if budget.reserve is not None:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rule = "the largest first" if budget.max_graphs is None else "of what fits, max_graphs keeps what pads least"
-        rows.append(("left out", f"{_counted(budget.left_out)}: known before not to fit; {rule}"))
+        rows.append(("left out", f"{_counted(budget.left_out)}: {_rule(budget)}"))
     stops = _by_key(budget.stops)
     for first, *others in stops[:MOST_STOPS]:
         key = f"{_lane_of((first.mode, first.descriptor))}, {first.descriptor.num_tokens} tokens"
@@ -174,6 +173,15 @@ def _by_key(stops: Sequence[StopRecord]) -> list[list[StopRecord]]:
         key = index if stop.rank is None else (stop.limit, stop.mode, stop.descriptor)
         found.setdefault(key, {}).setdefault(stop.rank, stop)
     return [list(by_rank.values()) for by_rank in found.values()]
+
+
+def _rule(budget: BudgetRecord) -> str:
+    """Why keys were left out before the first capture."""
+    if budget.max_graphs is None:
+        return "known before not to fit; the largest first"
+    if budget.memory is None and budget.capture_time is None and budget.reserve is None:
+        return "max_graphs keeps what pads least"
+    return "known before not to fit; of what fits, max_graphs keeps what pads least"
 
 
 def _counted(keys: Sequence[Key]) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.plan import Lane
+from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import describe_sizes, facts, filled
 from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
 
@@ -71,10 +71,13 @@ def mode_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def sizes_row(plan: Plan) -> tuple[str, str]:
     """How many sizes there are, which, and where they came from."""
-    if not plan.capture_sizes:
+    source = plan.sizes_source if plan.sizes_source.startswith(PLANNED_FOR) else f"from {plan.sizes_source}"
+    if plan.mode is CUDAGraphMode.NONE:
         return "sizes", f"none: {plan.sizes_source}"
+    if not plan.capture_sizes:
+        return "sizes", f"none captured of those {source}"
     some = "" if _has_one_list(plan) else "; each lane has some of them"
-    return "sizes", f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), from {plan.sizes_source}{some}"
+    return "sizes", f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), {source}{some}"
 
 
 def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:

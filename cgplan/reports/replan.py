@@ -52,7 +52,8 @@ class ReplanReport(BaseModel):
     seconds: float
 
     def __str__(self) -> str:
-        rows = [("graphs", _WAYS[self.way])]
+        has_new = self.captured or self.recaptured or self.way in ("proposed", "exchanged")
+        rows = [("graphs", _WAYS[self.way] if has_new else "all given up with their pools, and none captured")]
         if self.way != "proposed":
             again = f", {self.recaptured} captured again" if self.recaptured else ""
             rows.append(("keys", f"{len(self.captured)} captured, {len(self.evicted)} evicted{again}"))

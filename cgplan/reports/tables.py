@@ -87,7 +87,8 @@ def _demand_rows(report: CaptureReport) -> list[tuple[str, str]]:
     """When keys are captured and where, if not all at once into one pool; and those that failed since."""
     rows = []
     if report.capture_policy == "lazy":
-        rows.append(("captures", f"lazy: when a batch first asks for a key; {report.waiting} are waiting"))
+        waiting = f"{report.waiting} {'is' if report.waiting == 1 else 'are'} waiting"
+        rows.append(("captures", f"lazy: when a batch first asks for a key; {waiting}"))
     elif report.capture_policy == "adaptive":
         rows.append(("captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"))
     if report.pool != "shared":
@@ -155,7 +156,7 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
         parts.append(("workspaces", report.workspace_bytes))
     memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size is not None)
     rows = [
-        ("graphs", f"{graphs} for {keys} keys"),
+        ("graphs", f"{graphs} for {keys} key{'s' * (keys != 1)}"),
         ("memory", f"{memory}; total {format_bytes(report.total_bytes)}"),
     ]
     if report.budget is not None:

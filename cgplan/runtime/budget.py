@@ -149,7 +149,7 @@ class BudgetGuard:
             return self._stop("max_graphs", key, f"{len(self._captured)} graphs are captured")
         if budget.capture_time is not None and self.used_seconds + seconds > budget.capture_time:
             expected = f", {format_seconds(seconds)} expected for it" if seconds else ""
-            return self._stop("capture_time", key, f"{format_seconds(self.used_seconds)} are over{expected}")
+            return self._stop("capture_time", key, f"{format_seconds(self.used_seconds)} are used{expected}")
         if budget.memory is not None and self.used_bytes + growth > budget.memory:
             return self._stop("memory", key, f"{self._used()}{_more(growth)}")
         return self._short_of_reserve(key, growth, _more(growth))

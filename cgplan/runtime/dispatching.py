@@ -45,7 +45,7 @@ def as_count(name: str, value: Any) -> int:
 
 
 def as_rows(name: str, value: Any) -> int:
-    """The same for a count of rows, of which a truth value is none."""
+    """The same for a count of rows or adapters, of which a truth value is none."""
     if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
         raise _no_count(name, value)
     return as_count(name, value)
@@ -101,7 +101,8 @@ class BatchRouter:
         reader: Checks tensors and counts their rows.
         most_tokens: What the static buffers hold: graphs may be fewer, and smaller.
         wanted: What may be captured when a batch asks for it; absent: nothing else.
-        reason_against: Why a wanted key has no graph.
+        reason_against: Why a key that is wanted, or was planned, has no graph.
+        asked: What was planned at first, where a budget has dropped some of it; absent: the plan.
     """
 
     def __init__(
@@ -111,12 +112,14 @@ class BatchRouter:
         most_tokens: int,
         wanted: Plan | None = None,
         reason_against: Callable[[Key], MissReason] | None = None,
+        asked: Plan | None = None,
     ) -> None:
         self._plan = plan
         self._reader = reader
         self._dispatcher = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
         self._reason_against = reason_against
+        self._asked = None if asked is None else CudagraphDispatcher(asked)
         self._most_tokens = most_tokens
 
     def of_tensors(self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int) -> Route:
@@ -158,17 +161,22 @@ class BatchRouter:
             )
             raise InputError(
                 f"{hold}, asked for {num_tokens}",
-                remedy="Ask for fewer, or call the runner with tensors: it runs larger batches eagerly.",
+                remedy="Ask for at least one."
+                if num_tokens < 1
+                else "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly.",
             )
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
-        tokens, reason = route.batch.num_tokens, None
-        if route.wanted is not None and self._reason_against is not None:
-            reason = self._reason_against(route.wanted)
+        asked = tokens, _, _ = route.batch.num_tokens, route.uniform, route.num_active_loras
+        reason, missing = None, route.wanted
+        if missing is None and self._asked is not None:
+            planned = self._asked.dispatch(*asked)
+            missing = None if planned[0] is CUDAGraphMode.NONE else planned
+        if missing is not None and self._reason_against is not None:
+            reason = self._reason_against(missing)
         else:
-            dispatcher = self._wanted or self._dispatcher
-            reason = dispatcher.explain(tokens, route.uniform, route.num_active_loras)
+            reason = (self._wanted or self._asked or self._dispatcher).explain(*asked)
         reason = reason or MissReason.NOTHING_CAPTURED
         if on_miss == "error":
             raise DispatchMissError(
@@ -204,8 +212,11 @@ class BatchRouter:
 
     def _check_loras(self, num_active_loras: int) -> None:
         most = self._plan.max_loras or 0
-        if not 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
-            raise InputError(
-                f"num_active_loras is {num_active_loras}, lora.max_loras is {most}",
-                remedy="Raise lora.max_loras." if most else "Add a `lora` section to the configuration.",
-            )
+        if 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
+            return
+        allowed = f", lora.max_loras is {most}: 0 to {most} are allowed, and {most + 1} for any number of adapters"
+        remedy = "Raise lora.max_loras." if most else "Add a `lora` section to the configuration."
+        raise InputError(
+            f"num_active_loras is {num_active_loras}{allowed if most else ', and no `lora` section allows adapters'}",
+            remedy=remedy if num_active_loras > 0 else "Pass the number of distinct adapters in the batch, 0 for none.",
+        )

@@ -70,9 +70,10 @@ class LiveGraphs:
     def reason_against(self, key: Key) -> MissReason:
         """Why a wanted key has no graph."""
         failed = self.failed.get(key)
-        if failed is None:
-            return MissReason.NOT_CAPTURED_YET
-        return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
+        if failed is not None:
+            return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
+        waits = self.graphed.config.compilation.capture_policy == "lazy" and key in self.wanted.keys
+        return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
 
     def check(self, key: Key) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where
@@ -210,7 +211,7 @@ class LiveGraphs:
         """Bring plan and report up to date, after so many seconds of changes."""
         graphed, first = self.graphed, self._first
         config, backend, pools = graphed.config, graphed.backend, graphed.pools
-        graphed.plan = restricted(self.wanted, tuple(self._records), config)
+        graphed.plan = self._with_buffers(restricted(self.wanted, tuple(self._records), config))
         records = tuple(self._records[key] for key in graphed.plan.keys)
         before = self._first if seconds == 0.0 else self.report
         driver = first.driver_bytes
@@ -239,6 +240,14 @@ class LiveGraphs:
             used = self.report.graph_bytes - self._guard.shared_bytes
             budget = self._guard.record(first.budget.left_out, () if lazy else skipped, used)
             self.report = self.report.model_copy(update={"budget": budget})
+
+    def _with_buffers(self, plan: Plan) -> Plan:
+        """The plan, with what the static buffers take as its prediction where they were made for a larger size."""
+        predicted, graphed = plan.predicted, self.graphed
+        if predicted is None or not plan.keys or graphed.most_tokens == plan.max_capture_size:
+            return plan
+        known = predicted.model_copy(update={"static_bytes": graphed.buffers.nbytes})
+        return plan.model_copy(update={"predicted": known})
 
 
 __all__ = ["LiveGraphs"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cgplan.config import Config
-from cgplan.errors import BackendError, CgplanError
+from cgplan.errors import BackendError, CgplanError, ConfigError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
@@ -94,8 +94,8 @@ class CudaGraphManager:
         config, plan, backend, pool, name: As above.
 
     Raises:
-        PlanError: no plan follows from the configuration.
-        BackendError: the device is not there, or is not the pool's.
+        ConfigError: ``config`` is no Config. PlanError: no plan follows from it.
+        BackendError: the device is not there, or is not the pool's, or ``pool`` is none.
         CgplanError: a pool is given, and ``compilation.pool`` asks for several.
     """
 
@@ -110,6 +110,16 @@ class CudaGraphManager:
         name: str = "model",
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"{name!r} was given a {type(config).__name__} as its configuration",
+                remedy="Pass a cgplan.Config: cgplan.Config(inputs=..., compilation=...), or load_config(path).",
+            )
+        if pool is not None and not isinstance(pool, GraphPool):
+            raise BackendError(
+                f"{name!r} was given {pool!r:.100} as its pool",
+                remedy="Pass GraphPool(backend), or leave it out: compilation.pool says which graphs share one.",
+            )
         if backend is None:
             backend = pool.backend if pool is not None else select_backend(config.device)
         if pool is not None and pool.backend is not backend:
@@ -218,7 +228,7 @@ def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
     names = [manager.name for manager in managers]
     if len({id(manager.pool) for manager in managers}) != 1 or len(set(names)) < len(names):
         raise CgplanError(
-            f"managers {', '.join(names) or 'none'} cannot be captured together",
+            f"{'managers ' + ', '.join(names) if names else 'an empty list'} cannot be captured together",
             remedy="Give them one GraphPool, and each a name of its own.",
         )
     if any(manager.is_captured for manager in managers):

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from cgplan.config import Config
-from cgplan.errors import CaptureMemoryError, CgplanError
+from cgplan.errors import CaptureMemoryError, CgplanError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts, Key
@@ -107,6 +108,7 @@ class OnDemand:
         for a plan.
         """
         self._check_policy()
+        _check_given(traffic, times, costs, apply)
         start, live, old = time.perf_counter(), self.live, self.live.graphed.plan
         before = live.graphed.pools.nbytes
         live.check_all()
@@ -218,6 +220,17 @@ class OnDemand:
             return bool(history)
         needed = sum(cost.pool_bytes for cost in self._costs().of(keys).keys) if history else 0
         return pools.nbytes - needed > WORTH_MOVING * pools.nbytes
+
+
+def _check_given(traffic: Any, times: Any, costs: Any, apply: Any) -> None:
+    for name, value, kind in (
+        ("traffic", traffic, Traffic), ("times", times, StepTimes), ("costs", costs, GraphCosts), ("apply", apply, bool)
+    ):  # fmt: skip
+        if not isinstance(value, kind) and (value is not None or kind is bool):
+            raise InputError(
+                f"replan was given {name}={value!r:.100} where a {kind.__name__} belongs",
+                remedy=f"Pass a {kind.__name__}{'' if kind is bool else ', or leave it out: it is measured then'}.",
+            )
 
 
 def _limited(config: Config) -> Config:

@@ -21,7 +21,7 @@ import threading
 import weakref
 from typing import Any, Literal
 
-from cgplan.errors import CgplanError
+from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs import GraphBackend
 from cgplan.planning.costs import Key
 
@@ -87,9 +87,17 @@ class GraphPool:
         handle: What the backend calls the pool.
         use: Who runs its graphs.
         members: The runners that have captured into it and are not closed.
+
+    Raises:
+        BackendError: ``backend`` is none.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
+        if not isinstance(backend, GraphBackend):
+            raise BackendError(
+                f"a GraphPool on {backend!r:.100}, which is no backend",
+                remedy='Make one with cgplan.graphs.select_backend("auto").',
+            )
         self.backend = backend
         self.handle = backend.new_pool()
         self.use = PoolUse(is_shared=True)

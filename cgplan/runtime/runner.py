@@ -14,7 +14,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import InputError
 from cgplan.graphs.copying import CopyIn
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.dispatching import Route, as_count, as_flag, as_rows
+from cgplan.runtime.dispatching import Route, as_flag, as_rows
 from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, Values, on_device
 from cgplan.runtime.runner_state import NONE_YET, RunnerState
 from cgplan.runtime.staging import StagedBuffers
@@ -77,9 +77,9 @@ class GraphRunner(RunnerState):
                 uniform, loras, is_alike, batch, way = self._recent
                 if len(inputs) != self._num_inputs:
                     pass
-                elif uniform is uniform_decode and loras == num_active_loras and is_alike(*values):
+                elif uniform is uniform_decode and loras is num_active_loras and is_alike(*values):
                     copy_in = way
-                elif type(uniform_decode) is not int:  # 1 is no flag, and equal to one
+                elif type(uniform_decode) is not int and type(num_active_loras) is not bool:  # 1 is no flag, and equal
                     i, dim, j, other = self._counted
                     asked = values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras
                     batch = self._batches[asked]
@@ -104,7 +104,7 @@ class GraphRunner(RunnerState):
         self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int
     ) -> tuple[PreparedBatch, Values, CopyIn]:
         """Check a call that is not like an earlier one, and prepare its batch if it is the first of its size."""
-        uniform_decode, num_active_loras = as_flag(uniform_decode), as_count("num_active_loras", num_active_loras)
+        uniform_decode, num_active_loras = as_flag(uniform_decode), as_rows("num_active_loras", num_active_loras)
         route, demand = self.route(inputs, uniform_decode, num_active_loras), self._demand
         values: Values = self._pick(inputs)
         if demand.may_capture(route):
@@ -161,7 +161,8 @@ class GraphRunner(RunnerState):
             DispatchMissError, CgplanError: As for a call.
         """
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
-        if num_tokens is not True and num_reqs is not True and type(uniform_decode) is not int:  # nor equal to them
+        flags = num_tokens is True or num_reqs is True or type(num_active_loras) is bool
+        if not flags and type(uniform_decode) is not int:  # nor equal to them
             try:
                 return self._staged[counts]
             except _NOT_MET:
@@ -174,7 +175,7 @@ class GraphRunner(RunnerState):
         self._check_open()
         num_tokens, uniform_decode = as_rows("num_tokens", num_tokens), as_flag(uniform_decode)
         num_reqs = None if num_reqs is None else as_rows("num_reqs", num_reqs)
-        num_active_loras = as_count("num_active_loras", num_active_loras)
+        num_active_loras = as_rows("num_active_loras", num_active_loras)
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
         if (known := self._staged.get(counts)) is not None:  # from numbers of other classes
             return known
@@ -255,7 +256,7 @@ class GraphRunner(RunnerState):
     ) -> Route:
         """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
         self._check_open()
-        loras = as_count("num_active_loras", num_active_loras)
+        loras = as_rows("num_active_loras", num_active_loras)
         return self._router.of_tensors(inputs, as_flag(uniform_decode), loras)
 
     def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:

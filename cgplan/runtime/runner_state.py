@@ -94,7 +94,10 @@ class RunnerState:
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
-        self._router = BatchRouter(self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against)
+        asked = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
+        self._router = BatchRouter(
+            self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against, asked
+        )
         self.stats.plan = self.plan
         self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
         nvtx = self.config.report.nvtx

@@ -11,7 +11,7 @@ import torch
 
 from cgplan.config import Config
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureMemoryError, ConfigError, PlanError, RankFailedError
+from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError, RankFailedError
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.graphs.buffers import check_dtypes
 from cgplan.modes import CUDAGraphMode
@@ -54,6 +54,9 @@ class CaptureSession:
             own, as ``compilation.pool`` says.
         name: What messages call the runner.
         together: The sessions of other ranks, where several processes capture one model.
+
+    Raises:
+        ModelError: ``model`` cannot be called. ConfigError: ``progress`` cannot.
     """
 
     def __init__(
@@ -68,6 +71,16 @@ class CaptureSession:
         name: str = "runner",
         together: Together = ALONE,
     ) -> None:
+        if not callable(model):
+            raise ModelError(
+                f"the model is {model!r:.100}, which cannot be called",
+                remedy="Pass the nn.Module or function itself; only a configuration names one as `file.py:build`.",
+            )
+        if progress is not None and not callable(progress):
+            raise ConfigError(
+                f"progress is {progress!r:.100}, which cannot be called",
+                remedy="Pass a function of a CaptureProgress, or leave it out.",
+            )
         self._plan = plan
         self._model = model
         self._backend = backend
@@ -270,7 +283,10 @@ class CaptureSession:
         if graphed.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(self._model, torch.nn.Module) and self._model.training:
-            warnings.append("the model is in training mode: dropout and batch norm run as in training; call .eval()")
+            warnings.append(
+                "the model is in training mode: dropout and batch norm run as in training, and warm-ups on padding "
+                "have changed what it counts, running means say; call .eval() before the capture"
+            )
         if not self._backend.supports("borrow"):
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
         return warnings + graphed.route.warnings() + graphed.notes

@@ -265,7 +265,7 @@ class RunnerStats:
             if calls:
                 found.append((self._batch(count), calls))
                 if count.num_reqs is None:
-                    notes = ["batches that tell no number of requests count as many as their tokens allow"]
+                    notes = ["no input counts requests: num_reqs of these batches are as many as their tokens allow"]
         return Traffic.of(found, "runner.stats", notes)
 
     def _batch(self, count: BatchCount) -> Batch:

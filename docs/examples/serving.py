@@ -33,7 +33,7 @@ import torch
 
 from cgplan import CUDAGraphMode
 from cgplan.config import load_config
-from cgplan.errors import TrafficError
+from cgplan.errors import CgplanError, TrafficError
 from cgplan.graphs import select_backend
 from cgplan.models.loading import load_model
 from cgplan.planning.latency import StepTimes
@@ -227,6 +227,10 @@ class Server:
 def serve_all(args: argparse.Namespace) -> dict[str, Served]:
     """Each mode on the same requests, with the same model, one after the other."""
     config = load_config(args.config, args.set)
+    if "block_tables" not in config.metadata:
+        raise SystemExit(
+            f"error: {args.config} declares no block_tables: give a configuration of the reference decoder"
+        )
     backend = select_backend(config.device)
     model = load_model(
         config.model.target, config.model.kwargs, device=backend.device, base_dir=Path(args.config).parent
@@ -313,12 +317,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--replan-every", type=int, default=100, metavar="STEPS", help="with --policy adaptive")
     parser.add_argument("--step-times", metavar="FILE", help="for replans; absent: measured by the runner")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.requests < 1 or args.budget < 0:
+        parser.error(f"--requests is {args.requests} and --budget {args.budget}: give 1 at least, and no less than 0")
+    return args
 
 
-if __name__ == "__main__":
-    arguments = parse()
-    results = serve_all(arguments)
+def main(given: list[str] | None = None) -> None:
+    """The program; what is wrong with the configuration or a file is a message, not a traceback."""
+    arguments = parse(given)
+    try:
+        results = serve_all(arguments)
+    except CgplanError as error:
+        raise SystemExit(f"error: {error}") from None
     print(table(results))
     if arguments.policy != "eager":
         print(on_demand(results))
+
+
+if __name__ == "__main__":
+    main()

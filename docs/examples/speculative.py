@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from cgplan.config import Config, load_config
+from cgplan.errors import CgplanError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.models.decoder import Decoder, first_layers
 from cgplan.models.loading import load_model
@@ -57,6 +58,8 @@ class Workload:
     @classmethod
     def random(cls, config: Config, model: Decoder, requests: int, count: int) -> "Workload":
         shape, choose = model.config, random.Random(0)
+        if requests < 1:
+            raise SystemExit(f"--requests {requests}: give 1 at least, or 0 for max_num_seqs")
         columns = config.metadata["block_tables"].shape[1]
         each = min(columns, shape.num_blocks // requests)
         longest = each * shape.block_size - count
@@ -206,5 +209,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def main(given: list[str] | None = None) -> None:
+    """The program; what is wrong with the configuration or an argument is a message, not a traceback."""
+    try:
+        print(table(decode_all(parse(given))))
+    except CgplanError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 if __name__ == "__main__":
-    print(table(decode_all(parse())))
+    main()
