@@ -197,6 +197,44 @@ def unequal_counts(rank: int) -> None:
         capture.run()
 
 
+def unlike(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
+    """What rank 1 sums with a tensor of another shape or dtype than rank 0 does."""
+    if kind == "shape":
+        return torch.nn.functional.pad(x, (0, 16 * rank))
+    return x.to(torch.float16 if rank else torch.bfloat16)
+
+
+def captures_unlike_inputs(rank: int, kind: str) -> None:
+    """Without a warm-up: nothing is summed before the buffers are registered."""
+    with opened() as (_, reducer):
+        reducer.begin_pass()
+        graph = reducer.backend.new_graph(reducer.backend.new_pool())
+        x = torch.ones(4, 32)
+        with reducer.backend.session(), reducer.backend.capturing(graph):
+            reducer(reducer(x))
+            reducer(unlike(rank, kind, x))
+        reducer.end_pass()
+
+
+def sums_unlike_tensors(rank: int, kind: str) -> Any:
+    """What is raised in the second sum, and the sum of a third one, of equal tensors."""
+    with opened() as (_, reducer):
+        x = torch.ones(4, 32)
+        reducer(x)
+        try:
+            reducer(unlike(rank, kind, x))
+        except CgplanError as error:
+            said = type(error).__name__, error.message
+        return said, reducer(x).unique().tolist()
+
+
+def model_of_unlike_sums(rank: int, kind: str) -> None:
+    """A model whose ranks sum unlike tensors, in its warm-ups and in its graphs."""
+    with session(rank) as (_, reducer, capture):
+        capture._model.forward = lambda x: reducer(unlike(rank, kind, x))
+        capture.run()
+
+
 class Counter:
     """Counts how often it was called."""
 
@@ -297,7 +335,7 @@ def killed_in(rank: int, victim: int, phase: str) -> Any:
             die()
 
     steps = {
-        "counts": "_agree_on_counts", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
+        "counts": "_agree_on_rows", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
         "seal": "_seal", "leave": "_leave_peers",
     }  # fmt: skip
     if rank == victim and phase in steps:
