@@ -235,6 +235,27 @@ def model_of_unlike_sums(rank: int, kind: str) -> None:
         capture.run()
 
 
+def sums_once_more(rank: int) -> None:
+    """Rank 1 does one all-reduce more in its second forward, later than rank 0 has begun to wait in the next step."""
+    calls = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        y = reducer(x)
+        if rank == 1 and len(calls) == 2:
+            time.sleep(1)
+            reducer(x)
+        return y
+
+    with session(rank, compilation={"cudagraph_capture_sizes": [4], "cudagraph_num_of_warmups": 2}) as (
+        _,
+        reducer,
+        capture,
+    ):
+        capture._model.forward = forward
+        capture.run()
+
+
 class Counter:
     """Counts how often it was called."""
 

@@ -55,6 +55,12 @@ def test_graphs_that_sum_unlike_tensors_are_not_registered(kind: str, words: str
     all_raise(found, "RankMismatchError", f"^rank 1 captured all-reduce 3 of 3 {words}$")
 
 
+def test_a_rank_that_sums_more_often_in_its_warm_ups() -> None:
+    """It waits in an all-reduce, the other one in the step after: it did come, and has nothing to be waited for."""
+    words = "rank 1 did not come to the capture pass within 3 s: it is late, or waits in an all-reduce that rank 0"
+    all_raise(run_ranks(2, programs.sums_once_more, patience=3), "RankFailedError", words)
+
+
 UNLIKE = [
     ("shape", "768 bytes of torch.float32, rank 0 with 512 bytes of torch.float32"),
     ("dtype", "256 bytes of torch.float16, rank 0 with 256 bytes of torch.bfloat16"),

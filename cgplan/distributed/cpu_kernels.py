@@ -114,7 +114,7 @@ class CpuKernels:
                 return RankMismatchError(
                     f"rank {rank} came to all-reduce {(self._count + 1) // 2} with {_brought(said)}, rank 0 with "
                     f"{_brought(first)}",
-                    remedy="Every rank has to sum tensors of the same shapes and dtypes in the same order.",
+                    remedy="Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order.",
                 )
         return None
 

@@ -223,16 +223,22 @@ class Ranks:
             self.watch.check_lost()
             missing = [] if time.monotonic() < deadline else self._missing(keys)
             if missing:
-                late = RankFailedError(
-                    f"rank {', '.join(missing)} did not come to {step} within {self.timeout:g} s",
-                    remedy="Look at what that rank does; raise distributed.timeout if it only takes longer.",
-                )
-                self.leave(late)  # a step that this rank has given up can be met by nobody any more
-                raise late
+                raise self._given_up(step, missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         if self._steps > 2:
             self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
+
+    def _given_up(self, step: str, missing: list[str]) -> RankFailedError:
+        """Leave, because ranks are not there; where they are instead is not known here."""
+        late = RankFailedError(
+            f"rank {', '.join(missing)} did not come to {step} within {self.timeout:g} s: it is late, or waits in an "
+            f"all-reduce that rank {self.rank} takes no part in",
+            remedy="Every rank has to do as many all-reduces in each forward as the others, in the same order; where "
+            "it does, look at what that rank does, and raise distributed.timeout if it only takes longer.",
+        )
+        self.leave(late)  # a step that this rank has given up can be met by nobody any more
+        return late
 
     def _missing(self, keys: list[str]) -> list[str]:
         return [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]

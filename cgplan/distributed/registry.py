@@ -192,7 +192,8 @@ class GraphBufferRegistry:
                 if own != first:
                     raise RankMismatchError(
                         f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
-                        remedy="Every rank has to sum tensors of the same shapes and dtypes in the same order.",
+                        remedy="Every rank has to sum as many tensors, of the same shapes and dtypes, in the same "
+                        "order.",
                     )
 
     def _exchange(self) -> list[Sequence[ExportedMemory]]:
