@@ -142,7 +142,7 @@ def config_of(**settings: Any) -> Config:
         inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
         compilation=compilation,
         scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
-        distributed={"timeout": patience(), "all_reduce_max_size": 1 << 16},
+        distributed={"timeout": patience(), "all_reduce_max_size": 1 << 16, **settings.pop("distributed", {})},
         **settings,
     )
 
@@ -675,6 +675,23 @@ def data_parallel(
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
     return ran
+
+
+def late_for_a_batch(rank: int) -> list[str]:
+    """Rank 1 comes to the second batch when the others have given it up; what the batches say. Then all close."""
+    said: list[str] = []
+    with session(rank, distributed={"timeout": patience(), "data_parallel_sync": True}) as (ranks, _, capture):
+        runner = capture.run()
+        call = in_step(runner, ranks)
+        for turn in range(3):
+            if rank == 1 and turn == 1:
+                time.sleep(patience() + 1)
+            try:
+                said.append(str(call(x=torch.ones(2, 8)).unique().tolist()))
+            except CgplanError as error:
+                said.append(f"{type(error).__name__}: {error.message}")
+        runner.close()
+    return said
 
 
 # --- two GPUs ---

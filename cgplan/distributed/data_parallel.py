@@ -47,10 +47,15 @@ class DataParallelSync:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._batches = 0
         self._values = torch.zeros(4, dtype=torch.int64)
 
     def agree(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> AgreedBatch:
-        """What all ranks run, given what this one would. Raises RankFailedError where a rank is lost, or refuses."""
+        """What all ranks run, given what this one would.
+
+        Raises:
+            RankFailedError: a rank is lost, did not come within the timeout, or refuses.
+        """
         size, weakest, adapters, refused = self._largest(num_tokens, -mode.value, num_active_loras, 0)
         if refused:
             raise RankFailedError(
@@ -64,16 +69,14 @@ class DataParallelSync:
         self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
 
     def _largest(self, *own: int) -> list[int]:
+        self._batches += 1
+        self._ranks.watch.check_lost()
         self._values.copy_(torch.tensor(own))
-        try:
-            work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._ranks.cpu_group, async_op=True)
-            self._ranks.wait(work)
-        except RuntimeError as error:
-            self._ranks.watch.blame(patience=2.0)
-            raise RankFailedError(
-                f"ranks lost one another before a batch: {str(error).splitlines()[0]}",
-                remedy="Every rank has to come to every step; look at what the others printed.",
-            ) from error
+        group = self._ranks.cpu_group
+        self._ranks.wait_in(
+            f"batch {self._batches}",
+            lambda: dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=group, async_op=True),
+        )
         return [int(value) for value in self._values]
 
 
@@ -102,7 +105,8 @@ class DataParallelRunner:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost, or has refused its batch.
+            RankFailedError: a rank is lost, did not come within the timeout (then there are no more batches), or has
+                refused its batch.
         """
         one = self._runner.plan.query_len
         is_idle = self._is_idle(inputs)
