@@ -674,7 +674,7 @@ def data_parallel(
                 continue
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
-    return ran
+    return (ran, runner.stats.record()) if settings.get("stats") else ran
 
 
 def late_for_a_batch(rank: int) -> list[str]:

@@ -84,7 +84,8 @@ class DataParallelRunner:
     """A runner whose batches are padded to what all ranks have agreed on. Not for use from several threads.
 
     A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding, and gets outputs of 0
-    rows.
+    rows. The runner's statistics count each batch as this rank gave it, one of 0 rows not at all, and, as of
+    ``run_eagerly``, none of those that all ranks run eagerly.
 
     Args:
         runner: This rank's; the caller owns it.
@@ -120,12 +121,12 @@ class DataParallelRunner:
             raise
         size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
         agreed = self.last = self._sync.agree(route.mode, size, num_active_loras)
-        output = self._run(agreed, route, inputs)
+        output = self._run(agreed, route, inputs, is_idle)
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
         rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
         return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
-    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor]) -> Any:
+    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor], is_idle: bool) -> Any:
         """Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to nobody."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
@@ -136,7 +137,10 @@ class DataParallelRunner:
             uniform = route.uniform and size == tokens
             loras = route.num_active_loras
             return self._runner.run_eagerly(padded=False, uniform_decode=uniform, num_active_loras=loras, **padded)
-        return self._runner(uniform_decode=uniform, num_active_loras=agreed.num_active_loras, **padded)
+        loras = agreed.num_active_loras
+        output = self._runner(uniform_decode=uniform, num_active_loras=loras, **padded)
+        self._runner.stats.recount(self._runner.route(padded, uniform, loras), None if is_idle else route)
+        return output
 
     def _is_idle(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a batch has no row."""
