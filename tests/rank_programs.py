@@ -142,7 +142,7 @@ def config_of(**settings: Any) -> Config:
         inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
         compilation=compilation,
         scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
-        distributed={"timeout": patience(), "all_reduce_max_size": 1 << 16},
+        distributed={"timeout": patience(), "all_reduce_max_size": 1 << 16, **settings.pop("distributed", {})},
         **settings,
     )
 
@@ -194,6 +194,65 @@ def capture_and_run(rank: int, world_size: int) -> Any:
 
 def unequal_counts(rank: int) -> None:
     with session(rank, extra=1 if rank == 1 else 0) as (_, _, capture):
+        capture.run()
+
+
+def unlike(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
+    """What rank 1 sums with a tensor of another shape or dtype than rank 0 does."""
+    if kind == "shape":
+        return torch.nn.functional.pad(x, (0, 16 * rank))
+    return x.to(torch.float16 if rank else torch.bfloat16)
+
+
+def captures_unlike_inputs(rank: int, kind: str) -> None:
+    """Without a warm-up: nothing is summed before the buffers are registered."""
+    with opened() as (_, reducer):
+        reducer.begin_pass()
+        graph = reducer.backend.new_graph(reducer.backend.new_pool())
+        x = torch.ones(4, 32)
+        with reducer.backend.session(), reducer.backend.capturing(graph):
+            reducer(reducer(x))
+            reducer(unlike(rank, kind, x))
+        reducer.end_pass()
+
+
+def sums_unlike_tensors(rank: int, kind: str) -> Any:
+    """What is raised in the second sum, and the sum of a third one, of equal tensors."""
+    with opened() as (_, reducer):
+        x = torch.ones(4, 32)
+        reducer(x)
+        try:
+            reducer(unlike(rank, kind, x))
+        except CgplanError as error:
+            said = type(error).__name__, error.message
+        return said, reducer(x).unique().tolist()
+
+
+def model_of_unlike_sums(rank: int, kind: str) -> None:
+    """A model whose ranks sum unlike tensors, in its warm-ups and in its graphs."""
+    with session(rank) as (_, reducer, capture):
+        capture._model.forward = lambda x: reducer(unlike(rank, kind, x))
+        capture.run()
+
+
+def sums_once_more(rank: int) -> None:
+    """Rank 1 does one all-reduce more in its second forward, later than rank 0 has begun to wait in the next step."""
+    calls = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        y = reducer(x)
+        if rank == 1 and len(calls) == 2:
+            time.sleep(1)
+            reducer(x)
+        return y
+
+    with session(rank, compilation={"cudagraph_capture_sizes": [4], "cudagraph_num_of_warmups": 2}) as (
+        _,
+        reducer,
+        capture,
+    ):
+        capture._model.forward = forward
         capture.run()
 
 
@@ -297,7 +356,7 @@ def killed_in(rank: int, victim: int, phase: str) -> Any:
             die()
 
     steps = {
-        "counts": "_agree_on_counts", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
+        "counts": "_agree_on_rows", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
         "seal": "_seal", "leave": "_leave_peers",
     }  # fmt: skip
     if rank == victim and phase in steps:
@@ -617,7 +676,24 @@ def data_parallel(
                 continue
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
-    return ran
+    return (ran, runner.stats.record()) if settings.get("stats") else ran
+
+
+def late_for_a_batch(rank: int) -> list[str]:
+    """Rank 1 comes to the second batch when the others have given it up; what the batches say. Then all close."""
+    said: list[str] = []
+    with session(rank, distributed={"timeout": patience(), "data_parallel_sync": True}) as (ranks, _, capture):
+        runner = capture.run()
+        call = in_step(runner, ranks)
+        for turn in range(3):
+            if rank == 1 and turn == 1:
+                time.sleep(patience() + 1)
+            try:
+                said.append(str(call(x=torch.ones(2, 8)).unique().tolist()))
+            except CgplanError as error:
+                said.append(f"{type(error).__name__}: {error.message}")
+        runner.close()
+    return said
 
 
 # --- two GPUs ---

@@ -123,6 +123,17 @@ def test_data_parallel_ranks_with_speculative_tokens() -> None:
     assert values(run_ranks(2, programs.data_parallel, batches, True, kwargs=settings)) == [wanted, wanted]
 
 
+def test_statistics_of_data_parallel_ranks_count_what_each_was_asked_for() -> None:
+    """Not what its batches were padded to for the others; a rank that is idle has no batch."""
+    batches = [[(3, 3), (1, 1), (0, 0), (5, 2)], [(7, 3), (2, 2), (1, 1), (6, 2)]]
+    found = values(run_ranks(2, programs.data_parallel, batches, True, kwargs={"stats": True}))
+    asked = [[(1, 1), (3, 3), (5, 2)], [(1, 1), (2, 2), (6, 2), (7, 3)]]
+    for (ran, stats), own, padding in zip(found, asked, [8 + 4 + 8 - 9, 8 + 4 + 1 + 8 - 16], strict=True):
+        assert ran == [("PIECEWISE", 8), ("FULL", 4), ("FULL", 1), ("PIECEWISE", 8)]
+        assert [(batch.num_tokens, batch.num_reqs) for batch, _ in stats.batches] == own
+        assert (stats.real_tokens, stats.padding_tokens) == (sum(tokens for tokens, _ in own), padding)
+
+
 def test_a_data_parallel_rank_that_refuses_its_batch() -> None:
     """The others do not wait for it, and the next batch is run by all."""
     found = values(run_ranks(2, programs.data_parallel, [[(3, 3), (2, 2)], [(9, 9), (3, 3)]], True))

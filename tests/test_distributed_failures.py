@@ -42,6 +42,44 @@ def test_unequal_counts() -> None:
     all_raise(found, "RankMismatchError", "rank 1 captured 6 all-reduces, rank 0 captured 4")
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", r"with \[4, 48\] torch.float32, rank 0 with \[4, 32\] torch.float32"),
+        ("dtype", r"with \[4, 32\] torch.float16, rank 0 with \[4, 32\] torch.bfloat16"),
+    ],
+)
+def test_graphs_that_sum_unlike_tensors_are_not_registered(kind: str, words: str) -> None:
+    """A kernel would read its peers' inputs as if they were laid out like its own."""
+    found = run_ranks(2, programs.captures_unlike_inputs, kind)
+    all_raise(found, "RankMismatchError", f"^rank 1 captured all-reduce 3 of 3 {words}$")
+
+
+def test_a_rank_that_sums_more_often_in_its_warm_ups() -> None:
+    """It waits in an all-reduce, the other one in the step after: it did come, and has nothing to be waited for."""
+    words = "rank 1 did not come to the capture pass within 3 s: it is late, or waits in an all-reduce that rank 0"
+    all_raise(run_ranks(2, programs.sums_once_more, patience=3), "RankFailedError", words)
+
+
+UNLIKE = [
+    ("shape", "768 bytes of torch.float32, rank 0 with 512 bytes of torch.float32"),
+    ("dtype", "256 bytes of torch.float16, rank 0 with 256 bytes of torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words"), UNLIKE)
+def test_unlike_tensors_are_not_summed_on_the_cpu(kind: str, words: str) -> None:
+    """All ranks raise the same, and the next sum is right."""
+    said = ("RankMismatchError", f"rank 1 came to all-reduce 2 with {words}")
+    assert values(run_ranks(2, programs.sums_unlike_tensors, kind)) == [(said, [2.0])] * 2
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype"])
+def test_a_model_whose_ranks_sum_unlike_tensors_is_not_captured(kind: str) -> None:
+    found = run_ranks(2, programs.model_of_unlike_sums, kind)
+    all_raise(found, "RankMismatchError", "rank 1 came to all-reduce 1 with .* bytes of torch.float")
+
+
 @pytest.mark.parametrize(("world_size", "phase"), [(2, "eager"), (4, "capture")])
 def test_a_rank_that_raises(world_size: int, phase: str) -> None:
     """All raise the same, which names rank and cause; then all capture again."""

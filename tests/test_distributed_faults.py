@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import rank_faults as faults
+import rank_programs as programs
 from ranks import run_ranks, values
 
 AGREED = "rank 1 failed in {}: .*{}"
@@ -66,6 +67,16 @@ def test_a_rank_that_comes_when_the_others_have_given_up() -> None:
         assert wrong == []
         assert {name for name, _ in said} <= {"AllReduceError", "RankFailedError"}
         assert re.search("rank [01] did not come to", said[0][1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_data_parallel_rank_that_is_late_for_a_batch(world_size: int) -> None:
+    """All name the rank and the batch, the late one too, and can close."""
+    for said in values(run_ranks(world_size, programs.late_for_a_batch, patience=3)):
+        assert "Error" not in said[0]
+        for words in said[1:]:
+            assert words.startswith("RankFailedError: ")
+            assert "rank 1 did not come to batch 2 within 3 s" in words
 
 
 def test_a_second_runner_on_one_all_reduce() -> None:

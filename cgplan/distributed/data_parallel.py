@@ -47,10 +47,15 @@ class DataParallelSync:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._batches = 0
         self._values = torch.zeros(4, dtype=torch.int64)
 
     def agree(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> AgreedBatch:
-        """What all ranks run, given what this one would. Raises RankFailedError where a rank is lost, or refuses."""
+        """What all ranks run, given what this one would.
+
+        Raises:
+            RankFailedError: a rank is lost, did not come within the timeout, or refuses.
+        """
         size, weakest, adapters, refused = self._largest(num_tokens, -mode.value, num_active_loras, 0)
         if refused:
             raise RankFailedError(
@@ -64,16 +69,14 @@ class DataParallelSync:
         self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
 
     def _largest(self, *own: int) -> list[int]:
+        self._batches += 1
+        self._ranks.watch.check_lost()
         self._values.copy_(torch.tensor(own))
-        try:
-            work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._ranks.cpu_group, async_op=True)
-            self._ranks.wait(work)
-        except RuntimeError as error:
-            self._ranks.watch.blame(patience=2.0)
-            raise RankFailedError(
-                f"ranks lost one another before a batch: {str(error).splitlines()[0]}",
-                remedy="Every rank has to come to every step; look at what the others printed.",
-            ) from error
+        group = self._ranks.cpu_group
+        self._ranks.wait_in(
+            f"batch {self._batches}",
+            lambda: dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=group, async_op=True),
+        )
         return [int(value) for value in self._values]
 
 
@@ -81,7 +84,8 @@ class DataParallelRunner:
     """A runner whose batches are padded to what all ranks have agreed on. Not for use from several threads.
 
     A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding, and gets outputs of 0
-    rows.
+    rows. The runner's statistics count each batch as this rank gave it, one of 0 rows not at all, and, as of
+    ``run_eagerly``, none of those that all ranks run eagerly.
 
     Args:
         runner: This rank's; the caller owns it.
@@ -102,7 +106,8 @@ class DataParallelRunner:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost, or has refused its batch.
+            RankFailedError: a rank is lost, did not come within the timeout (then there are no more batches), or has
+                refused its batch.
         """
         one = self._runner.plan.query_len
         is_idle = self._is_idle(inputs)
@@ -116,12 +121,12 @@ class DataParallelRunner:
             raise
         size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
         agreed = self.last = self._sync.agree(route.mode, size, num_active_loras)
-        output = self._run(agreed, route, inputs)
+        output = self._run(agreed, route, inputs, is_idle)
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
         rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
         return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
-    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor]) -> Any:
+    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor], is_idle: bool) -> Any:
         """Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to nobody."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
@@ -132,7 +137,10 @@ class DataParallelRunner:
             uniform = route.uniform and size == tokens
             loras = route.num_active_loras
             return self._runner.run_eagerly(padded=False, uniform_decode=uniform, num_active_loras=loras, **padded)
-        return self._runner(uniform_decode=uniform, num_active_loras=agreed.num_active_loras, **padded)
+        loras = agreed.num_active_loras
+        output = self._runner(uniform_decode=uniform, num_active_loras=loras, **padded)
+        self._runner.stats.recount(self._runner.route(padded, uniform, loras), None if is_idle else route)
+        return output
 
     def _is_idle(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a batch has no row."""

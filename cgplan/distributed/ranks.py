@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from cgplan.distributed.answers import Answer, packed
+from cgplan.distributed.late import late, missing
+from cgplan.distributed.process_group import end_process_group
 from cgplan.distributed.rendezvous import Place, Presence
 from cgplan.distributed.store import PatientStore
 from cgplan.distributed.watch import RankWatch, first_line
@@ -63,6 +65,7 @@ class Ranks:
         self._store = store
         self._owns_group = owns_group
         self._steps = 0
+        self._waits = 0  # for collectives outside of steps
         self._closed = False
         self._renewals: list[Callable[[], None]] = []
         self._is_renewing = False
@@ -141,8 +144,8 @@ class Ranks:
         """Whether there are no more steps, because this rank has left."""
         return self._closed
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective of gloo's as long as all ranks are there.
+    def wait(self, work: Any, waits: Callable[[], None] = lambda: None) -> None:
+        """Wait for a collective of gloo's as long as all ranks are there. ``waits`` is called where that takes long.
 
         Raises:
             RankFailedError: a rank is lost, or has raised in this step.
@@ -155,8 +158,23 @@ class Ranks:
                 if work.is_completed():
                     raise
                 self.watch.check()
+                waits()
             else:
                 return
+
+    def wait_in(self, step: str, begin: Callable[[], Any]) -> None:
+        """Begin a collective of gloo's with all ranks, and wait for it under a step's name; the store is asked nothing
+        where all come in time. Raises RankFailedError as ``agree``: then there are no more steps.
+        """
+        self._waits += 1
+        keys, waits = [f"waits/{rank}" for rank in range(self.world_size)], str(self._waits)
+        deadline, absent = time.monotonic() + self.timeout, list[str]()
+        try:
+            self.wait(begin(), lambda: self._store.set(keys[self.rank], waits))
+        except RuntimeError as failure:
+            with suppress(RuntimeError):  # the store may be what has failed
+                absent = missing(self._store, keys, waits) if time.monotonic() > deadline else []
+            raise self._explained(step, failure, absent) from failure
 
     def forgive(self) -> None:
         """Go on after a failure that was announced, and that all ranks have dealt with: a step of all ranks."""
@@ -205,7 +223,7 @@ class Ranks:
         self._store.close()
         del self.group, self.cpu_group  # else their threads would outlive them, into the interpreter's end
         if self._owns_group and dist.is_initialized():
-            _destroy(aborted=error is not None or failure is not None)
+            end_process_group(aborted=error is not None or failure is not None)
         if failure is not None:
             raise failure
 
@@ -221,21 +239,19 @@ class Ranks:
         deadline, pause = time.monotonic() + self.timeout, 0.0005
         while not self._store.check(keys):
             self.watch.check_lost()
-            missing = [] if time.monotonic() < deadline else self._missing(keys)
-            if missing:
-                late = RankFailedError(
-                    f"rank {', '.join(missing)} did not come to {step} within {self.timeout:g} s",
-                    remedy="Look at what that rank does; raise distributed.timeout if it only takes longer.",
-                )
-                self.leave(late)  # a step that this rank has given up can be met by nobody any more
-                raise late
+            absent = [] if time.monotonic() < deadline else missing(self._store, keys)
+            if absent:
+                raise self._given_up(step, absent)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         if self._steps > 2:
             self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
 
-    def _missing(self, keys: list[str]) -> list[str]:
-        return [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+    def _given_up(self, step: str, absent: Sequence[str]) -> RankFailedError:
+        """Leave: a step that this rank has given up can be met by nobody any more."""
+        error = late(absent, step, self.timeout, self.rank)
+        self.leave(error)
+        return error
 
     def _gather(self, answer: bytes) -> list[Answer]:
         """Every rank's answer, over gloo."""
@@ -280,12 +296,14 @@ class Ranks:
         finally:
             self._is_renewing = False
 
-    def _explained(self, step: str, failure: RuntimeError) -> RankFailedError:
+    def _explained(self, step: str, failure: RuntimeError, absent: Sequence[str] = ()) -> RankFailedError:
         """Who is to blame for what gloo or the store raised; whatever it was, there are no more steps."""
         try:
-            self.watch.blame(patience=min(3.0, self.timeout / 4))
+            self.watch.blame(patience=0.0 if absent else min(3.0, self.timeout / 4))
         except RankFailedError as named:
             return RankFailedError(f"{named.message}; noticed in {step}", remedy=named.remedy)
+        if absent:
+            return self._given_up(step, absent)
         error = RankFailedError(
             f"rank {self.rank} lost the others in {step}: {first_line(failure)}",
             remedy="Look at what the other ranks printed, and at the network between them.",
@@ -304,18 +322,6 @@ class Ranks:
                 keys, deadline = [f"bye/{rank}" for rank in others], time.monotonic() + (2.0 if error else 10.0)
                 while keys and not self._store.check(keys) and time.monotonic() < deadline:
                     time.sleep(0.01)
-
-
-def _destroy(*, aborted: bool) -> None:
-    """End torch's process group. After a failure NCCL is told to give up instead of to wait."""
-    if aborted:
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None and dist.get_backend() != "gloo":
-            with suppress(RuntimeError):
-                abort()
-                return
-    with suppress(RuntimeError):
-        dist.destroy_process_group()
 
 
 __all__ = ["Ranks"]

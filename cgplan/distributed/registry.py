@@ -5,7 +5,8 @@ Note [Registration]
     the address of a row in a table on the device, one column a rank, and the row is written later. `take_row` hands
     rows out during the captures and notes the input's address; nothing is exchanged then. At the end of the pass
     `register` does in this order, each step with a line in the log:
-    (1) `_agree_on_counts`: every rank says how many rows it took, or why it failed; all agree, or all raise the same;
+    (1) `_agree_on_rows`: every rank says which rows it took (shapes and dtypes of the inputs), or why it failed; all
+        agree, or all raise the same: a kernel reads its peers' inputs as if they were laid out like its own;
     (2) `_exchange`: handles and offsets of the addresses go over the CPU group;
     (3) `_open_peers`: the peers' handles are opened, once for each base;
     (4) `_write_rows`: rows are written, and the device is waited for;
@@ -68,6 +69,7 @@ class GraphBufferRegistry:
         self._ranks, self._transport, self._capacity = ranks, transport, capacity
         self.table = torch.zeros(capacity, ranks.world_size, dtype=torch.int64, device=device)
         self._addresses: list[int] = []
+        self._inputs: list[str] = []  # shape and dtype of each row's input
         self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
         self._blocks: list[int] = []
         self._sealed = False
@@ -101,6 +103,7 @@ class GraphBufferRegistry:
                 remedy="Raise distributed.table_rows: a row for each all-reduce in each graph.",
             )
         self._addresses.append(tensor.data_ptr())
+        self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
         return self.table[self.rows - 1]
 
     def register(self, error: BaseException | None = None) -> Registration:
@@ -110,11 +113,11 @@ class GraphBufferRegistry:
             error: Why this rank's pass failed; None if it went well.
 
         Raises:
-            RankFailedError, RankMismatchError: a rank failed, or took another number of rows.
+            RankFailedError, RankMismatchError: a rank failed, or took another number of rows, or rows for other inputs.
             CgplanError: the given error, where all ranks failed alike.
         """
         start = time.perf_counter()
-        self._agree_on_counts(error)
+        self._agree_on_rows(error)
         self._has_begun = True
         shared = self._exchange()
         rows = self._open_peers(shared)
@@ -143,6 +146,7 @@ class GraphBufferRegistry:
         finally:
             self._has_begun = self._sealed = False
             self._addresses.clear()
+            self._inputs.clear()
             self.table.zero_()
             self._transport.forget()
 
@@ -174,16 +178,23 @@ class GraphBufferRegistry:
         bases, self._blocks = self._blocks, []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
-    def _agree_on_counts(self, error: BaseException | None) -> None:
+    def _agree_on_rows(self, error: BaseException | None) -> None:
         logger.info("rank %d: pass over, %d rows%s", self._ranks.rank, self.rows, f", {error}" if error else "")
-        counts = self._ranks.agree("the capture pass", error=error, value=self.rows)
-        for rank, count in enumerate(counts):
-            if count != counts[0]:
+        inputs = self._ranks.agree("the capture pass", error=error, value=self._inputs)
+        for rank, theirs in enumerate(inputs):
+            if len(theirs) != len(inputs[0]):
                 raise RankMismatchError(
-                    f"rank {rank} captured {count} all-reduces, rank 0 captured {counts[0]}",
+                    f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}",
                     remedy="Every rank has to capture the same graphs in the same order; does the model branch on its "
                     "rank?",
                 )
+            for number, (own, first) in enumerate(zip(theirs, inputs[0], strict=True), 1):
+                if own != first:
+                    raise RankMismatchError(
+                        f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
+                        remedy="Every rank has to sum as many tensors, of the same shapes and dtypes, in the same "
+                        "order.",
+                    )
 
     def _exchange(self) -> list[Sequence[ExportedMemory]]:
         memories: list[ExportedMemory] = []

@@ -17,6 +17,7 @@ from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import Mode
 from cgplan.planning.traffic import Batch, Traffic
 from cgplan.planning.vllm_log import COLUMNS
+from cgplan.runtime.dispatching import Route
 
 T = TypeVar("T")
 Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
@@ -153,6 +154,22 @@ class RunnerStats:
         if found is None:
             found = self._counts[asked] = BatchCount(*asked)
         return found
+
+    def recount(self, ran: Route, asked: Route | None) -> None:
+        """Count the last call, which a graph served, as one of a smaller batch that was padded to it before.
+
+        Args:
+            ran: The batch that was called with; one that ran eagerly stays as it is.
+            asked: What it was before; None if it was nothing but padding, which counts as no call.
+        """
+        if ran.mode is CUDAGraphMode.NONE:
+            return
+        for route, calls in ((ran, -1), (asked, 1)):
+            if route is not None:
+                batch, loras = route.batch, route.num_active_loras
+                self.count_of(
+                    batch.num_tokens, batch.num_reqs, route.uniform, loras, ran.mode, ran.descriptor, None
+                ).calls += calls
 
     @property
     def counts(self) -> list[BatchCount]:
