@@ -37,7 +37,7 @@ def run_capture(
     saved: SavedPlan | None = None,
 ) -> None:
     """Capture and publish the report. Raises the errors of each step."""
-    with _captured("capture", path, overrides, device, output, saved) as runner:
+    with redirect_stdout(sys.stderr), _captured("capture", path, overrides, device, output, saved) as runner:
         report = runner.report
     if is_first_rank():
         publish(report, output, as_json=as_json)
@@ -61,7 +61,7 @@ def run_bench(
             "--against measures one process, and torchrun has started several",
             remedy="Leave out --against, or run `cgplan bench` without torchrun.",
         )
-    with _captured("bench", path, overrides, device, output, saved) as runner:
+    with redirect_stdout(sys.stderr), _captured("bench", path, overrides, device, output, saved) as runner:
         from cgplan.runtime.bench import bench
 
         with progress("bench" if is_first_rank() else "") as step:
@@ -79,20 +79,9 @@ def _captured(
     output: Path | None,
     saved: SavedPlan | None,
 ) -> Iterator[GraphRunner]:
-    """A block with the runner, in which what is printed goes to standard error: it is not the result."""
-    with redirect_stdout(sys.stderr):
-        yield from _runners(command, path, overrides, device, output, saved)
-
-
-def _runners(
-    command: str,
-    path: Path,
-    overrides: Sequence[str],
-    device: str | None,
-    output: Path | None,
-    saved: SavedPlan | None,
-) -> Iterator[GraphRunner]:
-    """The runner, once; what ranks share is taken down when the block is over."""
+    """A block with the runner; what ranks share is taken down when it is over. What a model prints is not the result:
+    callers send it to standard error.
+    """
     loaded = read_config(path, [*overrides, *([Override(f"device={device}", "--device")] if device else [])])
     config = loaded.config
     model = _model_of(config, path)

@@ -10,7 +10,7 @@ import torch
 
 from cgplan.distributed.custom import DTYPES
 from cgplan.distributed.ranks import Ranks
-from cgplan.distributed.registry import GraphBufferRegistry
+from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry
 from cgplan.distributed.transport import MemoryTransport
 from cgplan.errors import AllReduceError, CgplanError, RankMismatchError, RegistrationError
 
@@ -114,7 +114,7 @@ class CpuKernels:
                 return RankMismatchError(
                     f"rank {rank} came to all-reduce {(self._count + 1) // 2} with {_brought(said)}, rank 0 with "
                     f"{_brought(first)}",
-                    remedy="Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order.",
+                    remedy=SUM_ALIKE,
                 )
         return None
 

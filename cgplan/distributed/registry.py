@@ -30,6 +30,8 @@ from cgplan.errors import RankMismatchError, RegistrationError
 
 logger = logging.getLogger(__name__)
 
+SUM_ALIKE = "Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order."  # a remedy
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -192,8 +194,7 @@ class GraphBufferRegistry:
                 if own != first:
                     raise RankMismatchError(
                         f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
-                        remedy="Every rank has to sum as many tensors, of the same shapes and dtypes, in the same "
-                        "order.",
+                        remedy=SUM_ALIKE,
                     )
 
     def _exchange(self) -> list[Sequence[ExportedMemory]]:

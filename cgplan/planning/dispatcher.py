@@ -142,7 +142,7 @@ def _lanes(plan: Plan) -> dict[Lane, list[tuple[int, Answer]]]:
     """Keys with their sizes, ascending, by lane; the lanes in the order in which they are asked."""
     lanes: dict[Lane, list[tuple[int, Answer]]] = {}
     for key in sorted(plan.keys, key=_preference):
-        lanes.setdefault(Lane(key[0], key[1].uniform, key[1].num_active_loras), []).append((key[1].num_tokens, key))
+        lanes.setdefault(Lane.of(*key), []).append((key[1].num_tokens, key))
     return lanes
 
 

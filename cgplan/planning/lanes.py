@@ -54,7 +54,7 @@ class Routes:
     def __init__(self, keys: Iterable[Key]) -> None:
         sizes: dict[Lane, set[int]] = {}
         for mode, key in keys:
-            sizes.setdefault(Lane(mode, key.uniform, key.num_active_loras), set()).add(key.num_tokens)
+            sizes.setdefault(Lane.of(mode, key), set()).add(key.num_tokens)
         order = sorted(
             sizes, key=lambda lane: (lane.mode is not CUDAGraphMode.FULL, not lane.uniform, lane.num_active_loras)
         )

@@ -59,7 +59,7 @@ def left_out(
     for key in keys:
         if key in present:
             continue
-        lane, size = _lane(key), key[1].num_tokens
+        lane, size = Lane.of(*key), key[1].num_tokens
         weight, gain = gains.of(lane, size)
         if lane.num_active_loras not in planned_cases:
             reason = CASE
@@ -83,13 +83,9 @@ def by_lane(reasons: Mapping[Key, str]) -> Iterator[LeftOut]:
     """Keys with their reasons, those of a lane with the same reason together."""
     found: dict[tuple[Lane, str], list[int]] = {}
     for key, reason in reasons.items():
-        found.setdefault((_lane(key), reason), []).append(key[1].num_tokens)
+        found.setdefault((Lane.of(*key), reason), []).append(key[1].num_tokens)
     for (lane, reason), sizes in sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:])):
         yield LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=reason)
-
-
-def _lane(key: Key) -> Lane:
-    return Lane(key[0], key[1].uniform, key[1].num_active_loras)
 
 
 def _broken(config: Config, keys: Sequence[Key], costs: GraphCosts | None) -> list[str]:

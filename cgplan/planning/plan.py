@@ -49,6 +49,11 @@ class Lane(NamedTuple):
     uniform: bool
     num_active_loras: int
 
+    @classmethod
+    def of(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Lane:
+        """The lane of a key."""
+        return cls(mode, descriptor.uniform, descriptor.num_active_loras)
+
     def __str__(self) -> str:
         """``FULL uniform, 2 adapters``, as tables and messages have it."""
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
@@ -183,7 +188,7 @@ class Plan(BaseModel):
         """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first key."""
         found: dict[Lane, set[int]] = {}
         for mode, d in self.keys:
-            found.setdefault(Lane(mode, d.uniform, d.num_active_loras), set()).add(d.num_tokens)
+            found.setdefault(Lane.of(mode, d), set()).add(d.num_tokens)
         return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
 
     @classmethod

@@ -45,7 +45,8 @@ class Spread:
         if len(keys) <= self._most:
             return tuple(keys)
         found: dict[Lane, int] = {}
-        for lane in map(_lane_of, keys):
+        for key in keys:
+            lane = Lane.of(*key)
             found[lane] = found.get(lane, 0) + 1
         order = sorted(found, key=lambda lane: (-lane.num_active_loras, lane.uniform))[: self._most]
         numbers = self._shared_out({lane: found[lane] for lane in order})
@@ -54,7 +55,7 @@ class Spread:
             for lane, number in numbers.items()
             for index in self._paths(lane).sizes(number, found[lane])
         }
-        return tuple(key for key in keys if (_lane_of(key), key[1].num_tokens) in kept)
+        return tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in kept)
 
     def _shared_out(self, ends: dict[Lane, int]) -> dict[Lane, int]:
         """How many graphs each lane gets; ``ends``: how many sizes it has."""
@@ -81,11 +82,6 @@ class Spread:
 
     def _stride(self, lane: Lane) -> int:
         return self._query_len if lane.uniform else 1
-
-
-def _lane_of(key: Key) -> Lane:
-    mode, descriptor = key
-    return Lane(mode, descriptor.uniform, descriptor.num_active_loras)
 
 
 __all__ = ["Spread"]

@@ -27,7 +27,7 @@ def prediction_table(report: CaptureReport) -> RenderableType | None:
     for record, cost in zip(report.records, predicted.keys, strict=True):
         rows.append(
             {
-                "key": _lane_of((record.mode, record.descriptor)),
+                "key": str(Lane.of(record.mode, record.descriptor)),
                 "tokens": record.descriptor.num_tokens,
                 "pool\npredicted": format_bytes(cost.pool_bytes),
                 "\nmeasured": format_bytes(record.pool_growth),
@@ -95,7 +95,7 @@ def lane_table(plan: Plan) -> RenderableType:
     """What the keys of each lane are predicted to cost; for a plan with a prediction."""
     costs: dict[Lane, list[KeyCost]] = {}
     for (mode, d), cost in zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True):
-        costs.setdefault(Lane(mode, d.uniform, d.num_active_loras), []).append(cost)
+        costs.setdefault(Lane.of(mode, d), []).append(cost)
     sizes = plan.lanes()
     rows: list[dict[str, object]] = [
         {
@@ -154,7 +154,7 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
         rows.append(("left out", f"{_counted(budget.left_out)}: {_rule(budget)}"))
     stops = _by_key(budget.stops)
     for first, *others in stops[:MOST_STOPS]:
-        key = f"{_lane_of((first.mode, first.descriptor))}, {first.descriptor.num_tokens} tokens"
+        key = f"{Lane.of(first.mode, first.descriptor)}, {first.descriptor.num_tokens} tokens"
         where = "" if first.rank is None else f" of rank {', '.join(str(stop.rank) for stop in (first, *others))}"
         rows.append(("stopped by", f"{first.limit}{where} at {key}: {first.detail}"))
     if len(stops) > MOST_STOPS:
@@ -188,11 +188,6 @@ def _counted(keys: Sequence[Key]) -> str:
     """``9 keys (FULL uniform: 8 to 64 by 8; PIECEWISE: 64)``."""
     lanes: dict[str, list[int]] = {}
     for key in keys:
-        lanes.setdefault(_lane_of(key), []).append(key[1].num_tokens)
+        lanes.setdefault(str(Lane.of(*key)), []).append(key[1].num_tokens)
     listed = "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
     return f"{len(keys)} key{'s' * (len(keys) > 1)} ({listed})"
-
-
-def _lane_of(key: Key) -> str:
-    mode, descriptor = key
-    return str(Lane(mode, descriptor.uniform, descriptor.num_active_loras))

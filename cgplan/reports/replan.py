@@ -60,7 +60,7 @@ class ReplanReport(BaseModel):
         told = {(part.lane, size) for part in self.difference.failed for size in part.sizes}
         for key in self.failed:
             descriptor = key.descriptor
-            if (Lane(key.mode, descriptor.uniform, descriptor.num_active_loras), descriptor.num_tokens) not in told:
+            if (Lane.of(key.mode, descriptor), descriptor.num_tokens) not in told:
                 rows.append(("failed", f"{key.mode} {descriptor}: {key.text}"))
         before, after = map(format_bytes, self.pool_bytes)
         rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(self.seconds))]
