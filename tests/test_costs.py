@@ -194,6 +194,18 @@ def test_a_size_below_the_smallest_takes_at_least_its_share() -> None:
     assert [costs.pool_bytes(FULL, size) for size in (1, 2, 3)] == [2 * MIB, 4 * MIB, 6 * MIB]
 
 
+def test_beyond_what_was_measured_nothing_is_free() -> None:
+    """Times are noisy: through these the line would reach 0 at 5 tokens."""
+    keys = [
+        MeasuredKey(FULL, False, 2, driver_bytes=3000.0, seconds=0.03),
+        MeasuredKey(FULL, False, 4, driver_bytes=1000.0, seconds=0.01),
+    ]
+    costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
+    assert [costs.seconds(key(n)) for n in (3, 5, 7, 100)] == [pytest.approx(0.02), 0.01, 0.01, 0.01]
+    assert [costs.driver_bytes(key(n)) for n in (3, 5, 100)] == [2000, 1000, 1000]
+    assert costs.seconds(key(1)) == pytest.approx(0.04)
+
+
 def test_keys_with_adapters_are_apart() -> None:
     costs = measured()
     assert costs.driver_bytes(key(6, lora=3)) == 4000

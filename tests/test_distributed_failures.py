@@ -116,10 +116,10 @@ PHASES = ["opened", "eager", "capture", "counts", "exchange", "open", "write", "
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_is_killed(phase: str) -> None:
-    found = run_ranks(2, programs.killed_in, 1, phase)
+    found = run_ranks(2, programs.killed_in, 1, phase, patience=30, timeout=60)
     assert found[1].exit_code == -9
     all_raise(found, "RankFailedError", r"rank 1 has ended without a word", skip=(1,))
-    assert found[0].seconds < 10, "longer than the ranks wait for one another"
+    assert found[0].seconds < 30, "longer than the ranks wait for one another"
 
 
 @pytest.mark.parametrize("phase", ["capture", "open", "replay"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import rank_faults as faults
 import rank_programs as programs
 from ranks import run_ranks, values
+
+from cgplan.distributed.ranks import Ranks
 
 AGREED = "rank 1 failed in {}: .*{}"
 
@@ -30,12 +33,37 @@ def test_a_rank_that_raises_twice(world_size: int, budget: bool, phase: str) -> 
 
 def test_a_rank_that_raises_while_gloo_waits_for_it() -> None:
     """What was left half done of gloo's is not taken up by the next sum, and nobody waits for gloo's own timeout."""
-    found = run_ranks(2, faults.raises_twice, "eager", False, "nccl")
+    found = run_ranks(2, faults.raises_twice, "eager", False, "nccl", patience=30, timeout=60)
     for turn in range(2):
         said = [said[turn] for said in values(found)]
         all_say(said, AGREED.format("the capture pass", "a defect of the model"))
     assert {said[2] for said in values(found)} == {("ok", None)}
-    assert max(outcome.seconds for outcome in found) < 10
+    assert max(outcome.seconds for outcome in found) < 30
+
+
+class EndsJustAfterTheLook:
+    """A collective of gloo's that ends between the end of a look at it and the question whether it has."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error, self.waits = error, 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waits += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_just_after_a_look_has_not_failed() -> None:
+    work = EndsJustAfterTheLook(None)
+    Ranks.wait(None, work)  # type: ignore[arg-type]  # nobody needs to be asked
+    assert work.waits == 2
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        Ranks.wait(None, EndsJustAfterTheLook("connection closed by peer"))  # type: ignore[arg-type]
 
 
 def test_ranks_that_are_opened_again() -> None:
@@ -119,12 +147,12 @@ def test_numbers_that_differ_on_one_rank() -> None:
 
 
 def test_the_rank_that_keeps_the_store_stands_still() -> None:
-    found = run_ranks(2, faults.keeper_is_frozen, patience=4, stopped=(0,))
+    found = run_ranks(2, faults.keeper_is_frozen, patience=8, stopped=(0,))
     said, closed = values(found[1:])[0]
     assert said[0] == "RankFailedError"
     assert re.search("rank 0, which keeps the store, has shown no sign of life", said[1])
     assert closed == ("ok", None)
-    assert found[1].seconds < 8
+    assert found[1].seconds < 20
 
 
 @pytest.mark.parametrize(

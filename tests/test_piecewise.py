@@ -239,8 +239,8 @@ def test_segments_do_not_take_the_memory_that_they_read(backend: GraphBackend) -
         z = (y + 1) * 3 + y
         assert torch.equal(runner(x=x), (z - 1).abs() * z)
     assert runner.report.split is not None
-    known = {"aten::mul": 3, "aten::add": 2, "aten::sub": 1, "aten::abs": 1}  # a GPU's graphs know kernels alone
-    assert runner.report.split.captured == (known if backend.device.type == "cpu" else {})
+    assert runner.report.split.captured == {"aten::mul": 3, "aten::add": 2, "aten::sub": 1, "aten::abs": 1}
+    assert runner.report.split.eager == {}
 
 
 def replay_random_batches(backend: GraphBackend, mode: str, batches: int = 20, **compilation: Any) -> GraphRunner:
@@ -627,9 +627,8 @@ def test_the_report_says_what_is_captured_and_what_is_not(backend: GraphBackend)
     by_modules = open_runner(backend, Attends(2).to(backend.device), splitting_modules=["layers.*"])
     assert by_modules.report.split is not None
     assert set(by_modules.report.split.eager) == {"layers.0", "layers.1"}
-    if backend.device.type == "cpu":  # a GPU's graphs know kernels alone
-        assert by_modules.report.split.captured["aten::sigmoid"] == 1
-        assert "aten::sigmoid" in str(by_modules.report)
+    assert by_modules.report.split.captured["aten::sigmoid"] == 1
+    assert "aten::sigmoid" in str(by_modules.report)
     assert open_runner(backend, lambda x: x * 2, cudagraph_mode="FULL").report.split is None
 
 

@@ -156,7 +156,8 @@ class Ranks:
                 work.wait(_LOOK)
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises its own error; but it may have ended well just after the look was over
+                    return
                 self.watch.check()
                 waits()
             else:

@@ -138,10 +138,6 @@ class GraphBackend(ABC):
     def num_nodes(self, graph: Graph) -> int | None:
         """Kernel nodes of the graph (tape: operators); None where they cannot be counted."""
 
-    def operators(self, graph: Graph) -> Sequence[str] | None:  # noqa: ARG002
-        """Names of the operators that a captured graph runs, in order; None where the device knows of kernels alone."""
-        return None
-
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without holding its block, see Note [Lifetimes]. Returns ``tensor`` itself where the

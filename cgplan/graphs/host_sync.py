@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
+from cgplan.graphs.plain_code import as_written
 from cgplan.graphs.source import users_line
 
 _REMEDY = (
@@ -124,28 +125,35 @@ def looking_alone() -> Iterator[None]:
 class Onlooker(TorchDispatchMode):
     """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks: list[ExitStack] = []  # it enters itself again where it looks inside
+
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            stack.enter_context(as_written())
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._blocks.append(stack.pop_all())
         _looking.depth += 1
         return self
 
     def __exit__(self, *raised: Any) -> None:
         _looking.depth -= 1
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._blocks.pop().close()
 
 
-class _Probe(Onlooker):
-    """Runs everything eagerly and stops at the first operator that needs the host."""
+class OperatorOnlooker(Onlooker):
+    """Looks into operators that are made of others, as a capture does, and hands all others to ``run``."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._key = device.type.upper()
-        self.refusals = Refusals()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse, or run."""
+        """Look inside, or run."""
         kwargs = kwargs or {}
         if implemented_in_python(func, self._key):
             with self:
@@ -155,8 +163,24 @@ class _Probe(Onlooker):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        refuse_host(func, args, kwargs, self.refusals)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operator."""
         return func(*args, **kwargs)
+
+
+class _Probe(OperatorOnlooker):
+    """Runs everything eagerly and stops at the first operator that needs the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.refusals = Refusals()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse, or run."""
+        refuse_host(func, args, kwargs, self.refusals)
+        return super().run(func, args, kwargs)
 
 
 def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostSyncError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -98,11 +98,9 @@ class Recorder(TorchDispatchMode):
             old.add(tensor.untyped_storage()._cdata)
         fresh = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old]
         placed = self._place({i: flat[i] for i in fresh})
-        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        is_view = not fresh and not writes and any(isinstance(t, torch.Tensor) for t in flat)
         if growing:
             fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
-        if not is_view and func._schema.name.removeprefix("aten::") not in _ALLOCATIONS:
+        if computes(func, flat, makes_memory=bool(fresh)):
             args_kept, kwargs_kept = fixed
             self._add_step(func, args_kept, kwargs_kept, placed, len(flat))
         for i, tensor in placed.items():
@@ -166,6 +164,19 @@ class Recorder(TorchDispatchMode):
                 if storage._cdata in self._saved or inside:
                     continue
                 self._saved[storage._cdata] = (storage, storage.clone())
+
+
+def computes(func: Any, results: Iterable[Any], *, makes_memory: bool) -> bool:
+    """Whether a replay has to run an operator: views and allocations are made once.
+
+    Args:
+        func: The operator.
+        results: The leaves of what it returned.
+        makes_memory: Whether one of them lies in memory that it was not given.
+    """
+    writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+    is_view = not makes_memory and not writes and any(isinstance(leaf, torch.Tensor) for leaf in results)
+    return not is_view and func._schema.name.removeprefix("aten::") not in _ALLOCATIONS
 
 
 def replay(steps: list[Step]) -> None:

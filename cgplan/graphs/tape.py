@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cgplan.errors import CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.host_sync import HostGuard
+from cgplan.graphs.plain_code import as_written
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.recorder import Recorder, Step, replay, tensor_on
 from cgplan.graphs.tape_pool import TapePool
@@ -87,6 +88,7 @@ class TapeBackend(GraphBackend):
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
             recorder = Recorder(graph.pool, restores=self._restores)
+            modes.enter_context(as_written())
             modes.enter_context(HostGuard(recorder.refusals))
             modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())
@@ -125,10 +127,6 @@ class TapeBackend(GraphBackend):
     def num_nodes(self, graph: TapeGraph) -> int | None:
         """Recorded operators; views and allocations are none."""
         return None if graph.steps is None else len(graph.steps)
-
-    def operators(self, graph: TapeGraph) -> list[str] | None:
-        """What its steps call."""
-        return None if graph.steps is None else [step.call._schema.name for step in graph.steps]
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without holding its block."""

@@ -172,11 +172,11 @@ class MeasuredCosts(GraphCosts):
 
     def driver_bytes(self, key: Key) -> int:
         """See GraphCosts; on average, because the driver takes memory in chunks."""
-        return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
+        return round(self._of(key, lambda measured: measured.driver_bytes))
 
     def seconds(self, key: Key) -> float:
         """See GraphCosts."""
-        return max(self._of(key, lambda measured: measured.seconds), 0.0)
+        return self._of(key, lambda measured: measured.seconds)
 
     @property
     def workspace_bytes(self) -> int:
@@ -189,14 +189,18 @@ class MeasuredCosts(GraphCosts):
         return self._once_seconds
 
     def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
-        """A figure of a key: from those like it, else from those of its mode, else from all."""
+        """A figure of a key: from those like it, else from those of its mode, else from all.
+
+        No size takes less than the least that was measured: times are noisy, and a line through two of them, drawn
+        beyond them, would end at graphs that cost nothing.
+        """
         mode, descriptor = key
         alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
         by_size: dict[int, list[float]] = {}
         for measured in alike or [k for k in self._keys if k.mode is mode] or self._keys:
             by_size.setdefault(measured.num_tokens, []).append(value(measured))
         points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
-        return interpolate(points, descriptor.num_tokens) if points else 0.0
+        return max(interpolate(points, descriptor.num_tokens), min(least for _, least in points)) if points else 0.0
 
 
 def _nondecreasing(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

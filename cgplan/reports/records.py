@@ -160,9 +160,10 @@ class SplitRecord(_Record):
     Attributes:
         route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
         segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators of a traced model on each side, with the number of their calls. Of others,
-            ``captured`` has the operators in all segments of one key, where the device tells (the tape does, CUDA knows
-            kernels alone), and ``eager``, by route ``modules``, names what the capture breaks at.
+        captured, eager: Operators on each side, with the number of their calls in one forward. By route ``modules``
+            ``eager`` names what the capture breaks at instead. Of a model that was not traced they were seen in an
+            eager forward of the smallest key: none before anything is captured, nor of kernels that do not pass
+            PyTorch's dispatcher.
     """
 
     route: str

@@ -23,6 +23,7 @@ from cgplan.runtime.budget import BudgetGuard
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture
+from cgplan.runtime.operators import note_operators
 from cgplan.runtime.outputs import OutputRows
 
 
@@ -127,6 +128,8 @@ class LiveGraphs:
         try:
             with self.graphed.captures_again():
                 yield
+                self._guard.rest()
+                note_operators(self.graphed)
         finally:
             self._guard.rest()
             self._update(time.perf_counter() - start)
@@ -228,7 +231,7 @@ class LiveGraphs:
                 "driver_bytes": driver,
                 "free_after": before.free_after if seconds == 0.0 else backend.memory().free,
                 "session_seconds": before.session_seconds + seconds,
-                "split": graphed.route.describe(graphed.scope),
+                "split": graphed.route.describe(),
                 "capture_policy": config.compilation.capture_policy,
                 "pool": pools.policy,
                 "generation": pools.generation,

@@ -106,6 +106,7 @@ class PiecewiseBackend:
                     compiled,
                     guarded=self.max_rows is None,
                     written=written_arguments(module),
+                    operators=piece.work,
                     backend=self.backend,
                     options=options,
                 )

@@ -42,6 +42,7 @@ class StateSnapshot:
 
     def __init__(self, model: Any) -> None:
         self._found: dict[Place, tuple[dict[Any, Any] | list[Any], str, Any]] = {}
+        self._inner: list[tuple[dict[Any, Any] | list[Any], Any, Any]] = []  # (container, key, what was looked into)
         seen: set[int] = set()
         layouts: dict[type, bool] = {}
         todo: list[tuple[Any, str]] = [(model, "")]
@@ -59,6 +60,7 @@ class StateSnapshot:
                     layouts[kind] = isinstance(item, torch.nn.Module | dict | list) or not Layout.of(kind).closed
                 if layouts.get(kind):
                     todo.append((item, step))
+                    self._inner.append((container, key, item))
 
     def changed(self) -> dict[str, Place]:
         """The places at which something else is now, by path."""
@@ -92,6 +94,14 @@ class StateSnapshot:
         """Make it as it was, at these places."""
         for place in places:
             self.put(place, self.before(place))
+
+    def restore(self) -> None:
+        """Make all as it was, lists and the like that were bound anew, too. What was added since stays."""
+        self.put_back(self.changed().values())
+        for container, key, item in self._inner:
+            with suppress(LookupError):
+                if container[key] is not item:
+                    container[key] = item
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:
@@ -127,7 +137,7 @@ class _Reads(Onlooker):
     """What operators are given: the tensors among some that they read, and all numbers in order."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self.read: list[str] = []
         self.numbers: list[object] = []

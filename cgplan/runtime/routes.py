@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 from cgplan.runtime.breakable import BreakableCUDAGraphCapture
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
-from cgplan.runtime.context import CaptureScope
 from cgplan.runtime.eager_pieces import EagerPiece
 from cgplan.runtime.piecewise import PiecewiseBackend
 from cgplan.runtime.splitting import Piece
@@ -25,7 +24,7 @@ from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class SplitRoute:
     """A model made ready for capture. Its breaks go when it is removed, or dropped.
 
@@ -34,31 +33,27 @@ class SplitRoute:
         forward: What is called: the model, or what stands for it.
         splitter: The torch.compile backend that splits it, where it is traced.
         breaks: The modules that it breaks at, where it is not.
+        operators: Of a model that is not traced: those that were seen in segments, and those seen between them.
     """
 
     name: str
     forward: Callable[..., Any]
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
+    operators: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     @property
     def pieces(self) -> Sequence[Piece]:
         """The parts of a traced model, once it is traced; empty otherwise."""
         return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
 
-    def describe(self, scope: CaptureScope | None = None) -> SplitRecord | None:
-        """What ends up where; None where nothing is split.
-
-        Args:
-            scope: Of a session: where nothing was traced, what its graphs hold is known from them, if the device tells.
-        """
+    def describe(self) -> SplitRecord | None:
+        """What ends up where, as far as that is known by now; None where nothing is split."""
         if self.name == "full":
             return None
-        sides = {eager: Counter[str]() for eager in (False, True)}
-        if scope is not None and self.name != "ops":
-            sides[False].update(_operators_of_one_key(scope))
+        sides = {eager: Counter(self.operators[eager]) for eager in (False, True)}
         for piece in self.pieces:
-            sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
+            sides[piece.eager].update(piece.work)
         if capture := next(iter(self._captures), None):
             sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
         elif self.breaks:
@@ -99,16 +94,6 @@ class SplitRoute:
         """Give the model back as it was."""
         if self.breaks is not None:
             self.breaks.remove()
-
-
-def _operators_of_one_key(scope: CaptureScope) -> Iterator[str]:
-    """The operators in all segments of one key; none where the device does not tell."""
-    wrappers = [wrapper for wrapper in scope.wrappers if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE]
-    entries = [entry for wrapper in wrappers for entry in wrapper.entries.values() if entry.scope is scope]
-    for entry in entries:
-        if entry.descriptor == entries[0].descriptor:
-            for graph in entry.segments:
-                yield from entry.backend.operators(graph) or ()
 
 
 def choose_route(

@@ -25,6 +25,7 @@ from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import CapturedKey, KeyCapture, driver_bytes
 from cgplan.runtime.live import LiveGraphs
+from cgplan.runtime.operators import note_operators
 from cgplan.runtime.pools import GraphPool, PoolUse
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.together import ALONE, Together
@@ -179,6 +180,7 @@ class CaptureSession:
             guard.begin()
             captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
             guard.rest()
+            note_operators(graphed)
             refuse_lost_sizes(graphed)
             graphed.buffers.restore()
             self._backend.synchronize()
@@ -269,7 +271,7 @@ class CaptureSession:
             free_after=after.free,
             session_seconds=end - start,
             inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
-            split=graphed.route.describe(graphed.scope),
+            split=graphed.route.describe(),
             borrowed_outputs=backend.supports("borrow"),
             warnings=(*graphed.plan.warnings, *warnings),
         )

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cgplan.graphs.plain_code import as_written
 from cgplan.runtime.rebound import StateSnapshot
 
 LARGEST = 64 << 20  # bytes of a tensor that is saved; a KV cache is larger, and is written with the same values again
@@ -30,7 +31,7 @@ class WrittenState:
         if model is None:
             return
         self._attributes = StateSnapshot(model)
-        with _Writes(self._attributes.tensors()) as writes:
+        with as_written(), _Writes(self._attributes.tensors()) as writes:
             run()
         self._saved = list(writes.saved.values())
         self.put_back()
@@ -41,7 +42,7 @@ class WrittenState:
             for memory, before in self._saved:
                 memory.copy_(before)
         if self._attributes is not None:
-            self._attributes.put_back(self._attributes.changed().values())
+            self._attributes.restore()
 
 
 class _Writes(TorchDispatchMode):
