@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -87,6 +88,10 @@ def test_views_and_eager_pieces_are_none_of_the_captured(backend: GraphBackend) 
         split = split_of(runner)
         assert split.captured == {"aten::addmm": 2, "aten::relu": 1, "aten::clone": 1, "aten::fill_": 1, "aten::add": 1}
         assert split.eager == {"twice": 1}
+        assert split.eager_operators["aten::mul"] == 1
+        shown = str(runner.report)
+        assert re.search(r"eager +twice\n", shown)
+        assert re.search(r"eager calls +.*aten::mul", shown)
 
 
 def test_operators_are_those_of_the_tape() -> None:
@@ -112,6 +117,8 @@ def test_operators_of_the_decoder_are_those_of_the_tape() -> None:
         found = captured_on_the_tape(runner)
         assert split_of(runner).captured == found
         assert found["aten::mm"] == 4 * 7 - 4 + 1, "four projections of the first layer are eager"
+        eager = split_of(runner).eager_operators
+        assert (eager["aten::mm"], eager["cgplan::attention"]) == (4, 1), "as eager code calls them, and no deeper"
 
 
 def test_a_look_leaves_the_model_as_it_was(backend: GraphBackend) -> None:

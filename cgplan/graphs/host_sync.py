@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
 from cgplan.graphs.plain_code import as_written
 from cgplan.graphs.source import users_line
 
+R = TypeVar("R")
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
     "compute it before the graph, or keep this part out of it."
@@ -142,6 +143,11 @@ class Onlooker(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._blocks.pop().close()
 
+    def run_piece(self, piece: Callable[[], R]) -> R:
+        """Run an eager piece, unseen."""
+        with _disable_current_modes():
+            return piece()
+
 
 class OperatorOnlooker(Onlooker):
     """Looks into operators that are made of others, as a capture does, and hands all others to ``run``."""
@@ -204,11 +210,12 @@ def is_probing() -> bool:
     return _looking.depth > 0
 
 
-def sees_operators() -> bool:
-    """Whether an ``Onlooker`` would see the next operator first: no other mode is inside of it, such as a tape's that
-    records a capture of its own.
+def onlooker() -> Onlooker | None:
+    """The ``Onlooker`` that would see the next operator first; None if there is none, or another mode inside of it,
+    such as a tape's that records a capture of its own.
     """
-    return isinstance(_get_current_dispatch_mode(), Onlooker)
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Onlooker) else None
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from cgplan.config.values import mode_by_name
 from cgplan.descriptors import BatchDescriptor
@@ -160,10 +160,10 @@ class SplitRecord(_Record):
     Attributes:
         route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
         segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators on each side, with the number of their calls in one forward. By route ``modules``
-            ``eager`` names what the capture breaks at instead. Of a model that was not traced they were seen in an
-            eager forward of the smallest key: none before anything is captured, nor of kernels that do not pass
-            PyTorch's dispatcher.
+        captured, eager: Operators on each side, with the number of their calls in one forward. Of a model that was not
+            traced they were seen in an eager forward of the smallest key: none before anything is captured, nor of
+            kernels that do not pass PyTorch's dispatcher. By route ``modules`` ``eager`` names what the capture breaks
+            at instead, and ``eager_operators`` has the operators in there.
     """
 
     route: str
@@ -171,6 +171,7 @@ class SplitRecord(_Record):
     eager_pieces: int | None
     captured: dict[str, int]
     eager: dict[str, int]
+    eager_operators: dict[str, int] = Field(default_factory=dict)
 
 
 class CaptureReport(_Record):

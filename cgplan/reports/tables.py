@@ -109,7 +109,9 @@ def split_rows(split: SplitRecord) -> list[tuple[str, str]]:
         rows += [("pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces")]
     if split.captured:
         rows += [("captured", listed(split.captured))]
-    return [*rows, ("eager", listed(split.eager))] if split.eager else rows
+    if split.eager:
+        rows += [("eager", listed(split.eager))]
+    return [*rows, ("eager calls", listed(split.eager_operators))] if split.eager_operators else rows
 
 
 def _segment_rows(report: CaptureReport) -> list[tuple[str, str]]:

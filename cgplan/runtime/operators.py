@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -27,15 +27,33 @@ from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.segments import SegmentWrapper
 from cgplan.runtime.wrapper import CUDAGraphWrapper
 
+R = TypeVar("R")
+
 
 class _Sides(OperatorOnlooker):
-    """Counts operators: those in segments, and others. Pieces that breakable captures leave out are not seen at all."""
+    """Counts operators: those in segments as captures record them, others as eager code calls them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.in_segment = True
         self.saw_segments = False
         self.captured, self.eager = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Count, and run."""
+        if self.in_segment:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.run(func, args, kwargs or {})
+
+    def run_piece(self, piece: Callable[[], R]) -> R:
+        """Run an eager piece between segments."""
+        before, self.in_segment = self.in_segment, False
+        try:
+            return piece()
+        finally:
+            self.in_segment = before
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Count what a replay would run."""

@@ -51,7 +51,9 @@ class SplitRoute:
         """What ends up where, as far as that is known by now; None where nothing is split."""
         if self.name == "full":
             return None
-        sides = {eager: Counter(self.operators[eager]) for eager in (False, True)}
+        by_name = self.name == "modules"
+        sides = {False: Counter(self.operators[0]), True: Counter() if by_name else Counter(self.operators[1])}
+        inside = self.operators[1] if by_name else Counter[str]()
         for piece in self.pieces:
             sides[piece.eager].update(piece.work)
         if capture := next(iter(self._captures), None):
@@ -65,6 +67,7 @@ class SplitRoute:
             eager_pieces=kinds.count(True) if kinds else None,
             captured=dict(sides[False].most_common()),
             eager=dict(sides[True].most_common()),
+            eager_operators=dict(inside.most_common()),
         )
 
     @property
