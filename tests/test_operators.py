@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,12 @@ import cgplan
 from cgplan import CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper, GraphRunner, Input, build_plan
 from cgplan.config import load_config
 from cgplan.graphs import GraphBackend, select_backend
-from cgplan.graphs.host_sync import find_host_sync, is_probing
-from cgplan.graphs.plain_code import as_written
+from cgplan.graphs.host_sync import find_host_sync
+from cgplan.graphs.plain_code import as_written, captures_here
 from cgplan.models.loading import load_model
 from cgplan.reports.records import SplitRecord
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper
 from cgplan.runtime.breaks import eager_break_during_capture
-from cgplan.runtime.graphed import GraphedModel
-from cgplan.runtime.operators import note_operators
 from cgplan.runtime.piecewise import cgplan_backend
 from cgplan.runtime.session import CaptureSession
 from cgplan.runtime.written import WrittenState
@@ -70,13 +68,13 @@ class Blocks(nn.Module):
 
 
 def captured_on_the_tape(runner: GraphRunner) -> Counter[str]:
-    """What the graphs of the smallest key run, by the tape itself."""
-    scope, smallest = runner._graphed.scope, runner.plan.keys[-1][1]
+    """What the graphs of the first key run, by the tape itself."""
+    scope, first = runner._graphed.scope, runner.plan.keys[0][1]
     graphs = [
         graph
         for wrapper in scope.wrappers
         for entry in wrapper.entries.values()
-        if entry.scope is scope and entry.descriptor == smallest
+        if entry.scope is scope and entry.descriptor == first
         for graph in entry.segments
     ]
     return Counter(step.call._schema.name for graph in graphs for step in graph.steps)
@@ -94,54 +92,56 @@ def test_views_and_eager_pieces_are_none_of_the_captured(backend: GraphBackend) 
         assert re.search(r"eager calls +.*aten::mul", shown)
 
 
-def test_operators_are_those_of_the_tape() -> None:
-    with closing(open_runner(select_backend("cpu"), Blocks().eval())) as runner:
-        assert split_of(runner).captured == captured_on_the_tape(runner)
+class Many(nn.Module):
+    """Operators made of others, of several results, with copies that may be none, random ones, views of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 6), nn.LayerNorm(6)
+        self.heads = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)  # type: ignore[operator]
+        y = self.norm(x).to(torch.float32).to(torch.float64).float() + self.embed(x.argmax(-1))
+        y = self.heads(y[:, None], y[:, None], y[:, None], need_weights=False)[0].squeeze(1)
+        low, high = y.chunk(2, -1)
+        values, indices = y.topk(2)
+        y = torch.cat([low, high], -1) @ y.new_ones(6, 6) + values.sum() + indices.max().float()
+        y = y[:, None, :].expand(-1, 2, -1).matmul(torch.eye(6, device=x.device)).mean(1)
+        y = torch.where(y > 0, y, y.std()).clamp_(max=3).contiguous() + torch.rand_like(y) * 0
+        return twice(nn.functional.dropout(y, 0.5, training=False).split([2, 4], -1)[1]).softmax(-1).log_()
 
 
-def test_operators_of_the_decoder_are_those_of_the_tape() -> None:
-    """Attention is an operator with Python code of its own; of one layer it is captured."""
+@pytest.mark.parametrize("make", [Blocks, Many])
+@pytest.mark.parametrize("inference", [False, True])
+def test_operators_are_those_of_the_tape(make: Callable[[], nn.Module], inference: bool) -> None:
+    """By PyTorch's hooks as by the tape's steps; these are what replays run."""
+    with torch.inference_mode(inference), closing(open_runner(select_backend("cpu"), make().eval())) as runner:
+        found = captured_on_the_tape(runner)
+        assert len(found) > 3
+        assert split_of(runner).captured == found
+
+
+def test_operators_of_the_decoder(backend: GraphBackend) -> None:
+    """Attention is named as splitting_ops name it, where it is captured and where it is not."""
     config = load_config(
         CONFIGS / "decoder_cpu.yaml",
         [
             "compilation.cudagraph_mode=PIECEWISE",
             "compilation.cudagraph_capture_sizes=[2, 4]",
             "compilation.splitting_modules=[layers.0.self_attn]",
-            "device=cpu",
+            f"device={backend.device.type}",
         ],
     )
     assert config.model is not None
-    cpu = select_backend("cpu")
-    model = load_model(config.model.target, config.model.kwargs, device=cpu.device).forward
-    with closing(CaptureSession(build_plan(config), model, cpu, config).run()) as runner:
-        found = captured_on_the_tape(runner)
-        assert split_of(runner).captured == found
-        assert found["aten::mm"] == 4 * 7 - 4 + 1, "four projections of the first layer are eager"
-        eager = split_of(runner).eager_operators
-        assert (eager["aten::mm"], eager["cgplan::attention"]) == (4, 1), "as eager code calls them, and no deeper"
-
-
-def test_a_look_leaves_the_model_as_it_was(backend: GraphBackend) -> None:
-    """Attributes, lists that are bound anew, and random numbers."""
-    model = Blocks().to(backend.device).eval()
-    first, second = model.turns
-    looks: list[tuple[Any, ...]] = []
-    with pytest.MonkeyPatch.context() as patch:
-
-        def spied(graphed: GraphedModel) -> None:
-            before = model.last, list(model.turns), torch.get_rng_state()
-            note_operators(graphed)
-            looks.append((before, (model.last, list(model.turns), torch.get_rng_state())))
-
-        patch.setattr("cgplan.runtime.session.note_operators", spied)
-        with closing(open_runner(backend, model)) as runner:
-            assert split_of(runner).captured
-    [(before, after)] = looks
-    assert before[0] is not None
-    assert after[0] is before[0]
-    assert [t is first or t is second for t in after[1]] == [True, True]
-    assert all(one is other for one, other in zip(before[1], after[1], strict=True))
-    assert torch.equal(before[2], after[2])
+    model = load_model(config.model.target, config.model.kwargs, device=backend.device).forward
+    with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
+        split = split_of(runner)
+        assert (split.captured["cgplan::attention"], split.eager_operators["cgplan::attention"]) == (3, 1)
+        assert split.captured["aten::silu"] == 4
+        assert "aten::silu" not in split.eager_operators
+        assert split.eager_operators["aten::mm"] == 4, "the projections of the first layer"
 
 
 class Wrapped(nn.Module):
@@ -150,25 +150,46 @@ class Wrapped(nn.Module):
     def __init__(self, kind: Callable[..., Any]) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.run_one = kind(self.one, PIECEWISE)
+        self.run_one = kind(self._sigmoid_of_one, PIECEWISE)
         self.run_two = kind(lambda x: self.two(x).relu(), PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
 
+    def _sigmoid_of_one(self, x: Tensor) -> Tensor:
+        return sigmoid(self.one(x)) + 1
+
     def forward(self, x: Tensor) -> Tensor:
-        assert self.run_one.weight is self.one.weight, "a wrapper looks like what it wraps"
         return self.run_two(self.run_one(x).softmax(1)).exp()  # type: ignore[no-any-return]
+
+
+@eager_break_during_capture
+def sigmoid(x: Tensor) -> Tensor:
+    return x.sigmoid()
 
 
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
 def test_both_sides_of_a_model_with_wrappers(backend: GraphBackend, kind: Callable[..., Any]) -> None:
+    """What is copied to where a graph reads it is neither; a function that stays eager does so in one kind alone."""
     model = Wrapped(kind).to(backend.device).eval()
-    held = model.run_one.runnable
     with closing(open_runner(backend, model, piecewise="wrappers")) as runner:
         split = split_of(runner)
-        assert split.captured == {"aten::addmm": 2, "aten::relu": 1}
-        assert split.eager == {"aten::_softmax": 1, "aten::exp": 1}
+        captured = {"aten::addmm": 2, "aten::add": 1, "aten::relu": 1}
+        eager = {"aten::_softmax": 1, "aten::exp": 1}
+        (captured if kind is CUDAGraphWrapper else eager)["aten::sigmoid"] = 1
+        assert (split.captured, split.eager) == (captured, eager)
         x = torch.randn(3, 6, device=backend.device)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
-    assert model.run_one.runnable is held
+
+
+def test_a_wrapper_inside_an_eager_piece(backend: GraphBackend) -> None:
+    linear = nn.Linear(6, 6).to(backend.device)
+    segment = CUDAGraphWrapper(linear, PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
+
+    @eager_break_during_capture
+    def piece(x: Tensor) -> Tensor:
+        return segment(x * 2).exp()  # type: ignore[no-any-return]
+
+    with closing(open_runner(backend, piece, piecewise="wrappers")) as runner:
+        split = split_of(runner)
+        assert (split.captured, split.eager) == ({"aten::addmm": 1}, {"aten::mul": 1, "aten::exp": 1})
 
 
 def test_graphs_on_demand_are_described_once_there_are_any(backend: GraphBackend) -> None:
@@ -179,23 +200,36 @@ def test_graphs_on_demand_are_described_once_there_are_any(backend: GraphBackend
         assert split_of(runner).captured["aten::addmm"] == 2
 
 
-def test_a_forward_that_fails_when_looked_at_is_not_described(backend: GraphBackend) -> None:
-    """The capture has gone well, and is what was asked for."""
+def test_the_model_runs_no_more_often_than_it_is_captured(backend: GraphBackend) -> None:
+    calls = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return twice(x * 2) + 1
+
+    with closing(open_runner(backend, forward, piecewise="modules", cudagraph_num_of_warmups=1)) as runner:
+        assert split_of(runner).captured == {"aten::mul": 1, "aten::add": 1}
+    assert calls == [4, 4, 2, 2], "a warm-up and the capture, for each key"
+
+
+def test_a_capture_that_somebody_profiles_is_theirs(backend: GraphBackend) -> None:
     model = Blocks().to(backend.device).eval()
-    calls = 0
-
-    def fails_alone(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if is_probing():
-            raise RuntimeError("not while somebody looks")
-        return model(x)  # type: ignore[no-any-return]
-
-    with closing(open_runner(backend, fails_alone, piecewise="modules")) as runner:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        closing(open_runner(backend, model)) as runner,
+    ):
         assert split_of(runner).captured == {}
-        assert calls > 2
-        x = torch.randn(3, 6, device=backend.device)
-        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    assert sum(event.name == "aten::addmm" for event in profiler.events()) >= 4
+
+
+def test_no_profiler_is_left_behind_by_a_capture_that_fails(backend: GraphBackend) -> None:
+    def fails(x: Tensor) -> Tensor:
+        return twice(x)[: int(x.sum())]
+
+    with pytest.raises(cgplan.CaptureError):
+        open_runner(backend, fails, piecewise="modules")
+    with closing(open_runner(backend, Blocks().to(backend.device).eval())) as runner:
+        assert split_of(runner).captured["aten::addmm"] == 2
 
 
 # --- compiled code --------------------------------------------------------------------------------------------
@@ -207,7 +241,6 @@ class Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.runs = 0
-        self.last: Tensor | None = None
         self.scaled = torch.compile(lambda x: x.sin() * 2, backend=self._count, dynamic=True)
 
     def _count(self, gm: Any, _: Any) -> Callable[..., Any]:
@@ -218,37 +251,35 @@ class Compiled(nn.Module):
         return run
 
     def forward(self, x: Tensor) -> Tensor:
-        self.last = self.scaled(x)
-        return twice(self.last) + 1
+        return self.scaled(x) + 1  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("look", ["operators", "host_sync", "written"])
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("look", ["host_sync", "written"])
 def test_code_that_was_compiled_still_runs_after_a_look(backend: GraphBackend, look: str) -> None:
     """Under a dispatch mode Dynamo would skip it, then and ever after."""
-    torch._dynamo.reset()
     model = Compiled()
     x = torch.randn(4, 6, device=backend.device)
     with torch.no_grad():
         for _ in range(2):
             model(x)
-        before = model.runs
-        assert before == 2
-        if look == "operators":
-            with closing(open_runner(backend, model)) as runner:
-                assert split_of(runner).captured["aten::sin"] == 1
-                before = model.runs
-        elif look == "host_sync":
+        assert model.runs == 2
+        if look == "host_sync":
             assert find_host_sync(lambda: model(x), backend.device) is None
         else:
-            WrittenState(model, lambda: model(x))
-        assert model.runs == before, "as it is written, meanwhile"
+            WrittenState(nn.Module(), lambda: model(x))
+        assert model.runs == 2, "as it is written, meanwhile"
         model(x)
-        assert model.runs == before + 1
-    torch._dynamo.reset()
+        assert model.runs == 3
 
 
 def test_looks_in_two_threads_end_in_any_order() -> None:
-    torch._dynamo.reset()
     inside, leave = threading.Event(), threading.Event()
 
     def looks() -> None:
@@ -268,20 +299,64 @@ def test_looks_in_two_threads_end_in_any_order() -> None:
     thread.join()
     model(x)
     assert model.runs == 2
-    torch._dynamo.reset()
 
 
-def test_segments_in_compiled_code_are_known_from_their_traces(backend: GraphBackend) -> None:
-    torch._dynamo.reset()
+def test_a_capture_waits_for_looks_of_other_threads() -> None:
+    """It would capture code that was not compiled."""
+    ran = []
 
+    def captures() -> None:
+        with captures_here():
+            model(x)
+            ran.append(model.runs)
+
+    model, x = Compiled(), torch.randn(4, 6)
+    model(x)
+    thread = threading.Thread(target=captures)
+    with as_written():
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(10)
+    assert ran == [2]
+    with captures_here(), as_written():  # a look of the same thread does not wait for itself
+        model(x)
+    assert model.runs == 2
+
+
+def test_looks_beside_captures_of_other_threads_leave_compiled_code_on() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def captures() -> None:
+        with captures_here():
+            inside.set()
+            leave.wait(10)
+
+    model, x = Compiled(), torch.randn(4, 6)
+    model(x)
+    thread = threading.Thread(target=captures)
+    thread.start()
+    assert inside.wait(10)
+    with as_written():
+        model(x)
+    assert model.runs == 2
+    leave.set()
+    thread.join()
+
+
+def test_segments_in_compiled_code(backend: GraphBackend) -> None:
     def forward(x: Tensor) -> Tensor:
         return (x * 2).softmax(1).exp()
 
-    compiled: Any = torch.compile(
-        forward, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]}, dynamic=True
-    )
-    with closing(open_runner(backend, compiled, piecewise="wrappers", cudagraph_capture_sizes=[4])) as runner:
-        assert split_of(runner).captured == {"aten::mul": 1, "aten::exp": 1}
+    options: Any = {"splitting_ops": ["aten::softmax"]}
+    compiled: Any = torch.compile(forward, backend=cgplan_backend, options=options, dynamic=True)
+
+    def model(x: Tensor) -> Tensor:
+        return compiled(x).cos()  # type: ignore[no-any-return]
+
+    with closing(open_runner(backend, model, piecewise="wrappers", cudagraph_capture_sizes=[4])) as runner:
+        split = split_of(runner)
+        assert split.captured == {"aten::mul": 1, "aten::exp": 1}
+        assert split.eager == {"aten::_softmax": 1, "aten::cos": 1}
         x = torch.randn(3, 6, device=backend.device)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
-    torch._dynamo.reset()

@@ -21,6 +21,7 @@ import torch
 from cgplan.errors import BackendError
 from cgplan.graphs.buffers import StaticBuffers
 from cgplan.graphs.copying import Copier, TorchCopier
+from cgplan.graphs.operator_log import marked
 from cgplan.planning.allocator import Allocation
 
 Pool = Any
@@ -212,7 +213,8 @@ class GraphBackend(ABC):
         try:
             self.begin(graph)
             try:
-                yield
+                with marked("segment"):
+                    yield
             except BaseException:
                 self.abort(graph)
                 raise

@@ -34,6 +34,7 @@ from cgplan.graphs.cuda_pools import CudaGraph, CudaPool, segments_of
 from cgplan.graphs.kernel_copying import KernelCopier
 from cgplan.graphs.kernel_nodes import count_kernels, cuda_runtime
 from cgplan.graphs.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
+from cgplan.graphs.plain_code import captures_here
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.workspaces import keep_workspaces
 
@@ -256,7 +257,7 @@ class CudaBackend(GraphBackend):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             try:
-                with collector_quiet(), torch.cuda.stream(self._stream):
+                with collector_quiet(), captures_here(), torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
 from cgplan.graphs.plain_code import as_written
 from cgplan.graphs.source import users_line
 
-R = TypeVar("R")
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
     "compute it before the graph, or keep this part out of it."
@@ -143,23 +142,19 @@ class Onlooker(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._blocks.pop().close()
 
-    def run_piece(self, piece: Callable[[], R]) -> R:
-        """Run an eager piece, unseen."""
-        with _disable_current_modes():
-            return piece()
 
-
-class OperatorOnlooker(Onlooker):
-    """Looks into operators that are made of others, as a capture does, and hands all others to ``run``."""
+class _Probe(Onlooker):
+    """Runs everything eagerly and stops at the first operator that needs the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._key = device.type.upper()
+        self.refusals = Refusals()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look inside, or run."""
+        """Refuse, or run."""
         kwargs = kwargs or {}
         if implemented_in_python(func, self._key):
             with self:
@@ -169,24 +164,8 @@ class OperatorOnlooker(Onlooker):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        return self.run(func, args, kwargs)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operator."""
-        return func(*args, **kwargs)
-
-
-class _Probe(OperatorOnlooker):
-    """Runs everything eagerly and stops at the first operator that needs the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.refusals = Refusals()
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse, or run."""
         refuse_host(func, args, kwargs, self.refusals)
-        return super().run(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostSyncError | None:
@@ -210,12 +189,11 @@ def is_probing() -> bool:
     return _looking.depth > 0
 
 
-def onlooker() -> Onlooker | None:
-    """The ``Onlooker`` that would see the next operator first; None if there is none, or another mode inside of it,
-    such as a tape's that records a capture of its own.
+def sees_operators() -> bool:
+    """Whether an ``Onlooker`` would see the next operator first: no other mode is inside of it, such as a tape's that
+    records a capture of its own.
     """
-    mode = _get_current_dispatch_mode()
-    return mode if isinstance(mode, Onlooker) else None
+    return isinstance(_get_current_dispatch_mode(), Onlooker)
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:

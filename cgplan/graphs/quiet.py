@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cgplan.graphs.shared_block import SharedBlock
-
-
-def _hold_still() -> Callable[[], None]:
-    if not gc.isenabled():
-        return lambda: None
-    gc.disable()
-    return gc.enable
-
-
-_held_still = SharedBlock(_hold_still)
+_blocks = 0  # that are open now; sessions stand inside each other, and in several threads
+_was_enabled = True
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -27,7 +20,18 @@ def collector_quiet() -> Iterator[None]:
     milliseconds on a large heap; torch.cuda.graph runs one for every graph. Nothing is frozen: with the collector off
     that gains nothing, and from Python 3.12 on nobody can tell what the caller froze from what is frozen anyway.
     """
-    if not _held_still.is_open:
+    global _blocks, _was_enabled
+    if _blocks == 0:
         gc.collect()  # outside of the lock: destructors that it runs may open a block, or wait for a thread that does
-    with _held_still():
+    with _lock:
+        if _blocks == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _blocks += 1
+    try:
         yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0 and _was_enabled:
+                gc.enable()

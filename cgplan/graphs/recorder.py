@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cgplan.errors import CaptureError
 from cgplan.graphs.host_sync import Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.graphs.operator_log import ALLOCATIONS
 from cgplan.graphs.source import current_line
 from cgplan.graphs.tape_pool import TapePool
 
 # What these operators write although their schema does not say so.
 _UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,11 @@ class Recorder(TorchDispatchMode):
             old.add(tensor.untyped_storage()._cdata)
         fresh = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old]
         placed = self._place({i: flat[i] for i in fresh})
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        is_view = not fresh and not writes and any(isinstance(t, torch.Tensor) for t in flat)
         if growing:
             fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
-        if computes(func, flat, makes_memory=bool(fresh)):
+        if not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS:
             args_kept, kwargs_kept = fixed
             self._add_step(func, args_kept, kwargs_kept, placed, len(flat))
         for i, tensor in placed.items():
@@ -164,19 +166,6 @@ class Recorder(TorchDispatchMode):
                 if storage._cdata in self._saved or inside:
                     continue
                 self._saved[storage._cdata] = (storage, storage.clone())
-
-
-def computes(func: Any, results: Iterable[Any], *, makes_memory: bool) -> bool:
-    """Whether a replay has to run an operator: views and allocations are made once.
-
-    Args:
-        func: The operator.
-        results: The leaves of what it returned.
-        makes_memory: Whether one of them lies in memory that it was not given.
-    """
-    writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-    is_view = not makes_memory and not writes and any(isinstance(leaf, torch.Tensor) for leaf in results)
-    return not is_view and func._schema.name.removeprefix("aten::") not in _ALLOCATIONS
 
 
 def replay(steps: list[Step]) -> None:

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cgplan.errors import CaptureError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.host_sync import HostGuard
-from cgplan.graphs.plain_code import as_written
+from cgplan.graphs.operator_log import marked
+from cgplan.graphs.plain_code import captures_here
 from cgplan.graphs.quiet import collector_quiet
 from cgplan.graphs.recorder import Recorder, Step, replay, tensor_on
 from cgplan.graphs.tape_pool import TapePool
@@ -88,7 +89,6 @@ class TapeBackend(GraphBackend):
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
             recorder = Recorder(graph.pool, restores=self._restores)
-            modes.enter_context(as_written())
             modes.enter_context(HostGuard(recorder.refusals))
             modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())
@@ -149,7 +149,7 @@ class TapeBackend(GraphBackend):
     def slot(self, value: torch.Tensor) -> torch.Tensor:
         """Memory of the pool that holds ``value``; the copy is not recorded."""
         slot = torch.empty_like(value)
-        with _disable_current_modes():
+        with _disable_current_modes(), marked("around graphs"):
             slot.copy_(value)
         return slot
 
@@ -163,7 +163,7 @@ class TapeBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """A block without garbage collection."""
         import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
-        with collector_quiet():
+        with collector_quiet(), captures_here():
             yield
 
     def supports(self, feature: Feature) -> bool:

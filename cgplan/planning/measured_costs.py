@@ -172,7 +172,7 @@ class MeasuredCosts(GraphCosts):
 
     def driver_bytes(self, key: Key) -> int:
         """See GraphCosts; on average, because the driver takes memory in chunks."""
-        return round(self._of(key, lambda measured: measured.driver_bytes))
+        return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
 
     def seconds(self, key: Key) -> float:
         """See GraphCosts."""

@@ -161,9 +161,9 @@ class SplitRecord(_Record):
         route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
         segments, eager_pieces: Parts of each kind in one forward, of a traced model.
         captured, eager: Operators on each side, with the number of their calls in one forward. Of a model that was not
-            traced they were seen in an eager forward of the smallest key: none before anything is captured, nor of
-            kernels that do not pass PyTorch's dispatcher. By route ``modules`` ``eager`` names what the capture breaks
-            at instead, and ``eager_operators`` has the operators in there.
+            traced they are those of the first capture: none before it, none where a profiler was looking already, and
+            no kernels that do not pass PyTorch's dispatcher. By route ``modules`` ``eager`` names what the capture
+            breaks at instead, and ``eager_operators`` has the operators in there.
     """
 
     route: str

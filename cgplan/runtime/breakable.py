@@ -16,7 +16,7 @@ import torch
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.source import current_line
-from cgplan.runtime.context import current_forward_context, deriving_apart
+from cgplan.runtime.context import current_forward_context
 from cgplan.runtime.eager_pieces import EagerPiece, TorchState
 
 
@@ -196,7 +196,7 @@ class BreakableCUDAGraphCapture:
             raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
         context, now = current_forward_context(), TorchState.now(self._backend.device.type)
         before = {} if context is None else context.derived
-        try:  # as deriving_apart does, which would cost a step more
+        try:
             if context is not None:
                 context.derived = {}
             if self._state is None or now == self._state:
@@ -237,8 +237,15 @@ class BreakableCUDAGraphCapture:
         self._broken_in, opened = name, self._open
         self._end_segment(opened, f"eager piece {name}, at {line}")
         piece = EagerPiece(name, line, function, self._backend, self._pool)
-        with deriving_apart(self._derived):
+        context = current_forward_context()
+        if context is None:
             piece.first_run(args, kwargs)
+        else:  # what a segment derived is not there on replay, and what a piece derives no segment may read
+            before, context.derived = context.derived, self._derived
+            try:
+                piece.first_run(args, kwargs)
+            finally:
+                context.derived = before
         self._items.append(piece)
         self._begin_segment()
         handed, self._copies = piece.hand_out()

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CgplanError
-from cgplan.graphs.host_sync import looking_alone, onlooker
+from cgplan.graphs.host_sync import looking_alone, sees_operators
 from cgplan.runtime.breakable import name_of, recording_capture
-from cgplan.runtime.context import deriving_apart
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,10 +64,9 @@ def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         capture = recording_capture()
         if capture is None:
-            looks = onlooker()
-            if looks is not None:  # at what is in segments; this is not
-                with deriving_apart():
-                    return looks.run_piece(lambda: function(*args, **kwargs))
+            if sees_operators():  # looking for what needs the host in a segment; here it may
+                with _disable_current_modes():
+                    return function(*args, **kwargs)
             return function(*args, **kwargs)
         return capture.add_named(name, function, args, kwargs)  # type: ignore[no-any-return]
 

@@ -163,19 +163,3 @@ def get_forward_context() -> ForwardContext:
             remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
         )
     return context
-
-
-@contextmanager
-def deriving_apart(derived: dict[str, Any] | None = None) -> Iterator[None]:
-    """A block of eager pieces in a forward with segments, with what the pieces have derived so far: what a segment
-    derived is not there on replay, and what a piece derives no segment may read.
-    """
-    context = current_forward_context()
-    if context is None:
-        yield
-        return
-    before, context.derived = context.derived, {} if derived is None else derived
-    try:
-        yield
-    finally:
-        context.derived = before

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.host_sync import tensors_in
+from cgplan.graphs.operator_log import marked
 from cgplan.runtime.batch import exact_check
 from cgplan.runtime.frozen import Containers, contents, modules_of, state_of
 from cgplan.runtime.outputs import hides_tensors
@@ -69,7 +70,9 @@ class EagerPiece:
         tensors = list(tensors_in((args, kwargs)))
         addresses = list(map(_address, tensors))
         self._arguments = PieceArguments(args, kwargs, self._backend, self._pool)
-        self._flat, spec = tree_flatten(self._function(*args, **kwargs))
+        with marked("eager piece"):
+            result = self._function(*args, **kwargs)
+        self._flat, spec = tree_flatten(result)
         self._arguments.settle()
         if containers.have_new_values():
             raise self._edits_arguments()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,9 @@ class KeyCapture:
         graphed = self._graphed
         lives = mode is CUDAGraphMode.PIECEWISE and graphed.route.name == "wrappers"  # Python code runs on each replay
         before = None if lives or mode in self._watched else graphed.state()
-        output = graphed.run_graphed(mode, descriptor, views)
+        notes = graphed.route.noting_operators() if mode is CUDAGraphMode.PIECEWISE else nullcontext()
+        with notes:
+            output = graphed.run_graphed(mode, descriptor, views)
         if before is not None:
             self._watched.add(mode)
             given = list(views.values())

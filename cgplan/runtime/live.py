@@ -23,7 +23,6 @@ from cgplan.runtime.budget import BudgetGuard
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture
-from cgplan.runtime.operators import note_operators
 from cgplan.runtime.outputs import OutputRows
 
 
@@ -128,8 +127,6 @@ class LiveGraphs:
         try:
             with self.graphed.captures_again():
                 yield
-                self._guard.rest()
-                note_operators(self.graphed)
         finally:
             self._guard.rest()
             self._update(time.perf_counter() - start)

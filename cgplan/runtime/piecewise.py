@@ -106,7 +106,6 @@ class PiecewiseBackend:
                     compiled,
                     guarded=self.max_rows is None,
                     written=written_arguments(module),
-                    operators=piece.work,
                     backend=self.backend,
                     options=options,
                 )

@@ -42,7 +42,6 @@ class StateSnapshot:
 
     def __init__(self, model: Any) -> None:
         self._found: dict[Place, tuple[dict[Any, Any] | list[Any], str, Any]] = {}
-        self._inner: list[tuple[dict[Any, Any] | list[Any], Any, Any]] = []  # (container, key, what was looked into)
         seen: set[int] = set()
         layouts: dict[type, bool] = {}
         todo: list[tuple[Any, str]] = [(model, "")]
@@ -60,7 +59,6 @@ class StateSnapshot:
                     layouts[kind] = isinstance(item, torch.nn.Module | dict | list) or not Layout.of(kind).closed
                 if layouts.get(kind):
                     todo.append((item, step))
-                    self._inner.append((container, key, item))
 
     def changed(self) -> dict[str, Place]:
         """The places at which something else is now, by path."""
@@ -94,14 +92,6 @@ class StateSnapshot:
         """Make it as it was, at these places."""
         for place in places:
             self.put(place, self.before(place))
-
-    def restore(self) -> None:
-        """Make all as it was, lists and the like that were bound anew, too. What was added since stays."""
-        self.put_back(self.changed().values())
-        for container, key, item in self._inner:
-            with suppress(LookupError):
-                if container[key] is not item:
-                    container[key] = item
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from cgplan.config import Config
 from cgplan.errors import ConfigError
 from cgplan.graphs import GraphBackend
+from cgplan.graphs.operator_log import OperatorCounts, noted_operators
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
@@ -33,29 +35,40 @@ class SplitRoute:
         forward: What is called: the model, or what stands for it.
         splitter: The torch.compile backend that splits it, where it is traced.
         breaks: The modules that it breaks at, where it is not.
-        operators: Of a model that is not traced: those that were seen in segments, and those seen between them.
+        operators: What a capture of a model that is not traced has called.
     """
 
     name: str
     forward: Callable[..., Any]
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
-    operators: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    operators: OperatorCounts | None = None
 
     @property
     def pieces(self) -> Sequence[Piece]:
         """The parts of a traced model, once it is traced; empty otherwise."""
         return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
 
+    @contextmanager
+    def noting_operators(self) -> Iterator[None]:
+        """A block that captures a PIECEWISE key: where nothing is traced, the first one tells the operators."""
+        if self.name not in ("modules", "wrappers") or self.operators is not None:
+            yield
+            return
+        with noted_operators(outside="eager piece" if self.name == "wrappers" else "around graphs") as counts:
+            yield
+        if counts.captured:
+            self.operators = counts
+
     def describe(self) -> SplitRecord | None:
         """What ends up where, as far as that is known by now; None where nothing is split."""
         if self.name == "full":
             return None
-        by_name = self.name == "modules"
-        sides = {False: Counter(self.operators[0]), True: Counter() if by_name else Counter(self.operators[1])}
-        inside = self.operators[1] if by_name else Counter[str]()
+        seen = self.operators or OperatorCounts()
+        by_name = self.name == "modules"  # then modules and functions are what is eager, and hold operators
+        sides = {False: Counter(seen.captured), True: Counter() if by_name else Counter(seen.eager)}
         for piece in self.pieces:
-            sides[piece.eager].update(piece.work)
+            sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
         if capture := next(iter(self._captures), None):
             sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
         elif self.breaks:
@@ -67,7 +80,7 @@ class SplitRoute:
             eager_pieces=kinds.count(True) if kinds else None,
             captured=dict(sides[False].most_common()),
             eager=dict(sides[True].most_common()),
-            eager_operators=dict(inside.most_common()),
+            eager_operators=dict(seen.eager.most_common()) if by_name else {},
         )
 
     @property

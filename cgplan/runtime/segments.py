@@ -59,20 +59,12 @@ class SegmentWrapper(CUDAGraphWrapper):
     Args:
         written: Positions of the arguments that it writes to; warm-ups leave them as they were, but for what is larger
             than ``LARGEST`` bytes (a KV cache, into which the same values are written again).
-        operators: See Piece.work.
     """
 
     def __init__(
-        self,
-        runnable: Callable[..., Any],
-        *,
-        guarded: bool = False,
-        written: Sequence[int] = (),
-        operators: Sequence[str] = (),
-        **options: Any,
+        self, runnable: Callable[..., Any], *, guarded: bool = False, written: Sequence[int] = (), **options: Any
     ) -> None:
         super().__init__(runnable, CUDAGraphMode.PIECEWISE, **options)
-        self.operators = operators
         self._written = written
         self.changed: Callable[[], None] = lambda: None
         self.trace: object = self

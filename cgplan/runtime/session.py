@@ -25,7 +25,6 @@ from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import CapturedKey, KeyCapture, driver_bytes
 from cgplan.runtime.live import LiveGraphs
-from cgplan.runtime.operators import note_operators
 from cgplan.runtime.pools import GraphPool, PoolUse
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.together import ALONE, Together
@@ -180,7 +179,6 @@ class CaptureSession:
             guard.begin()
             captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
             guard.rest()
-            note_operators(graphed)
             refuse_lost_sizes(graphed)
             graphed.buffers.restore()
             self._backend.synchronize()

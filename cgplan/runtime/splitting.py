@@ -46,11 +46,6 @@ class Piece:
     eager: bool
     operators: tuple[str, ...]
 
-    @property
-    def work(self) -> tuple[str, ...]:
-        """Its operators without those of Python that only look something up."""
-        return tuple(name for name in self.operators if not name.startswith("python::get"))
-
 
 @dataclass(slots=True)
 class _Run:

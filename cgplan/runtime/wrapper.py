@@ -17,6 +17,7 @@ from cgplan.errors import CaptureError, CgplanError, SealedError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.host_sync import tensors_in
+from cgplan.graphs.operator_log import marked
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import CaptureScope, ForwardContext, WatchedMetadata, current_forward_context
@@ -96,11 +97,12 @@ class CUDAGraphWrapper:
         key = self._key(context.descriptor, args, kwargs)
         entry = self.entries.get(key)
         if entry is None or entry.scope is not context.scope:
-            entry, output = self._capture(key, context, args, kwargs)
-            unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
-            if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's output;
-                self._fill(entry, args)  # between PIECEWISE segments the next piece does
-                self._replay(entry)
+            with marked("around graphs"):
+                entry, output = self._capture(key, context, args, kwargs)
+                unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
+                if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
+                    self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
+                    self._replay(entry)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs

@@ -42,7 +42,7 @@ class WrittenState:
             for memory, before in self._saved:
                 memory.copy_(before)
         if self._attributes is not None:
-            self._attributes.restore()
+            self._attributes.put_back(self._attributes.changed().values())
 
 
 class _Writes(TorchDispatchMode):
