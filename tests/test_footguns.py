@@ -12,6 +12,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from cgplan import (
 from cgplan.config import Input, validate_config
 from cgplan.graphs import GraphBackend
 from cgplan.planning import MissReason
-from cgplan.runtime.failures import drop_locals
+from cgplan.runtime.failures import drop_locals, explain_failure
 from cgplan.runtime.session import CaptureSession
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -620,6 +621,39 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     graph, out = bare(backend, lambda: x * 2)  # the device captures as before
     backend.replay(graph)
     same(out, x * 2)
+
+
+@pytest.mark.parametrize("way", ["full", "modules"])
+def test_a_host_sync_that_is_swallowed_behind_the_last_operator(backend: GraphBackend, way: str) -> None:
+    """On a GPU nothing fails then but the end of the capture, which does not know why."""
+
+    def shown(x: Tensor) -> Tensor:
+        y = x * 2
+        with suppress(Exception):
+            print(float(y.sum()))
+        return y
+
+    with pytest.raises(HostSyncError, match=r"_local_scalar_dense needs the host .*test_footguns\.py:\d+: `print"):
+        open_runner(backend, shown if way == "full" else Model(backend, way, shown), way)
+
+
+def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
+    """As CUDA's errors are."""
+    invalid = CaptureError(
+        "the capture is not valid: CUDA error: operation failed due to a previous error during capture", remedy="-"
+    )
+    found = HostSyncError("operator aten::item needs the host, at model.py:7", remedy="Keep it on the device.")
+
+    def explained(error: CaptureError, found: HostSyncError | None) -> CgplanError:
+        key = BatchDescriptor(4)
+        return explain_failure(error, CUDAGraphMode.FULL, key, capturing=True, free=None, find_host_sync=lambda: found)
+
+    assert type(explained(invalid, None)) is CaptureError
+    named = explained(invalid, found)
+    assert isinstance(named, HostSyncError)
+    assert named.message == "capture of FULL num_tokens=4: operator aten::item needs the host, at model.py:7"
+    unjoined = CaptureError("the capture is not valid: a side stream was not joined", remedy="-")
+    assert type(explained(unjoined, found)) is CaptureError
 
 
 @pytest.mark.parametrize("way", ["full", "ops", "modules"])

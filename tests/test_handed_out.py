@@ -539,3 +539,33 @@ def test_views_of_other_memory_are_handed_out_anew(backend: GraphBackend, kind: 
                 y = wrapped(x)
             same(y.unsqueeze_(1).clone(), torch.full_like(x, 2)[:, None])
     wrapped.reset()
+
+
+class Holds:
+    """No module: its cache is found in neither arguments nor modules."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cache = torch.zeros(8, 3, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.cache[: len(x)].copy_(x * 2)
+        return self.cache[: len(x)]
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "closure"])
+def test_views_of_memory_that_is_held_in_other_ways(backend: GraphBackend, kind: str) -> None:
+    held = Holds(backend.device)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "object": held,
+        "method": held.__call__,
+        "closure": lambda x: held(x),
+    }
+    wrapped = CUDAGraphWrapper(ways[kind], CUDAGraphMode.FULL, backend=backend)
+    x = torch.ones(4, 3, device=backend.device)
+    with torch.no_grad():
+        for turn in range(4):
+            x.fill_(turn)
+            with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
+                y = wrapped(x)
+            same(y.unsqueeze_(1).clone(), torch.full_like(x, 2 * turn)[:, None])
+    wrapped.reset()

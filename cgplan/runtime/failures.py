@@ -66,7 +66,10 @@ def explain_failure(
             "or leave more memory free (a smaller KV cache, say).",
         )
     if isinstance(error, CaptureError):
-        return type(error)(f"capture of {key}: {error.message}", remedy=error.remedy)
+        swallowed = type(error) is CaptureError and any(phrase in error.message for phrase in _HOST_PHRASES)
+        found = find_host_sync() if swallowed else None  # a forward that caught the error, and launched nothing more
+        told = error if found is None else found
+        return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
     if isinstance(error, CgplanError):
         return error
     if not capturing or _lacking_dtype(error, where) is not None:

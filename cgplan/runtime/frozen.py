@@ -98,13 +98,15 @@ class Given:
         return [*tensors_in(self._call[1:]), *state_of(modules_of(*self._call))]
 
     def are_seen_by(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on their memory and is none of them: an eager call makes it anew."""
+        """Whether a tensor is a view, of their memory or of what a function holds in other ways, and none of them: an
+        eager call makes it anew. In inference mode torch does not say what a view is; then their memory alone counts.
+        """
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         start = tensor.untyped_storage().data_ptr()
         plain = [t for t in self._tensors if type(t) in _PLAIN and t.layout is torch.strided]
         same = [t for t in plain if t.untyped_storage().data_ptr() == start]
-        return bool(same) and all(tensor is not one for one in same)
+        return (bool(same) or tensor._is_view()) and all(tensor is not one for one in same)
 
 
 class Containers:
