@@ -64,6 +64,20 @@ def test_padding_that_reaches_real_rows_is_found(backend: GraphBackend) -> None:
         runner(x=rows(backend, 3))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_padding_that_is_not_looked_at_is_said_to_be(backend: GraphBackend, dtype: str) -> None:
+    """Of whole numbers none is NaN."""
+    inputs = {"x": Input(shape=("num_tokens",), dtype=dtype, pad=0), "scale": Input(shape=(1,), dtype="float32", pad=1)}
+    runner = cgplan.capture(
+        lambda x, scale: x * scale - x.sum(),
+        inputs,
+        compilation={"cudagraph_capture_sizes": [4], "debug": True},
+        device=backend.device.type,
+    )
+    warned = [warning for warning in runner.report.warnings if "reaches real rows is not checked" in warning]
+    assert len(warned) == (dtype == "int64")
+
+
 def test_outputs_expire_visibly(backend: GraphBackend) -> None:
     runner = debugged(backend, lambda x: x * 2)
     first = runner(x=rows(backend, 3))

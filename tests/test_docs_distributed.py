@@ -24,7 +24,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(*command: str) -> list[str]:
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # two ranks
     whole = [sys.executable, *command]
     done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=90, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -173,7 +173,8 @@ class CompilationConfig(Section):
     debug: Flag = Field(
         default=False,
         description="Check everything, slowly: addresses on every replay; each graph's first replay against the "
-        "model's own code, and with NaN in the padding rows; outputs are copies that the next call fills with NaN.",
+        "model's own code, and with NaN in the padding rows of floating-point inputs; outputs are copies that the next "
+        "call fills with NaN.",
     )
     attention_support: enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
         default=AttentionSupport.ALWAYS,

@@ -287,6 +287,12 @@ class CaptureSession:
                 "the model is in training mode: dropout and batch norm run as in training, and warm-ups on padding "
                 "have changed what it counts, running means say; call .eval() before the capture"
             )
+        with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
+        if self._config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
+            warnings.append(
+                "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
+                "padding reaches real rows is not checked"
+            )
         if not self._backend.supports("borrow"):
             warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
         return warnings + graphed.route.warnings() + graphed.notes
