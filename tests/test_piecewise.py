@@ -21,6 +21,7 @@ from cgplan import (
     CUDAGraphMode,
     CUDAGraphWrapper,
     GraphRunner,
+    HostSyncError,
     ModelError,
     NumbersError,
     build_plan,
@@ -747,3 +748,14 @@ def test_an_operator_of_several_results_between_partitions() -> None:
 def test_a_partition_without_inductor_is_refused() -> None:
     with pytest.raises(ConfigError, match="use_inductor_graph_partition needs compiler: inductor"):
         validate_config({"compilation": {"use_inductor_graph_partition": True}})
+
+
+def branches_on_a_value(x: Tensor) -> Tensor:
+    if x.max().item() > 5:
+        return x.softmax(1)
+    return x.softmax(1) * 2
+
+
+def test_code_that_depends_on_a_value_is_named(backend: GraphBackend) -> None:
+    with pytest.raises(HostSyncError, match=r"depends on a value .*test_piecewise\.py:\d+: `if x\.max\(\)\.item"):
+        open_runner(backend, branches_on_a_value, splitting_ops=["aten::softmax"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cgplan.config import CompilationConfig, Config, Dim, validate_config
-from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, InputError, ModelError
+from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.graphs.source import users_line
 from cgplan.modes import CUDAGraphMode
@@ -180,6 +180,13 @@ class PiecewiseModel:
             inner = error.inner_exception
             raise inner if isinstance(inner, CgplanError) else error from None
         except torch._dynamo.exc.UserError as error:
+            if "data-dependent" in str(error):
+                raise HostSyncError(
+                    f"the model's Python code depends on a value of a tensor, at {_user_line(error)}",
+                    remedy="Keep it on the device (torch.where, masked_fill), or split without a trace: it runs "
+                    "between segments: compilation.splitting_modules, or piecewise: modules for functions under "
+                    "eager_break_during_capture.",
+                ) from error
             raise CaptureError(
                 f"the number of rows is not free in this model: {str(error).splitlines()[0]}",
                 remedy="Avoid Python code that depends on the number of rows or on values, or split without a trace: "
