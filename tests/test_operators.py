@@ -279,6 +279,25 @@ def test_code_that_was_compiled_still_runs_after_a_look(backend: GraphBackend, l
         assert model.runs == 3
 
 
+@pytest.mark.gpu
+def test_further_keys_are_captured_with_compiled_code() -> None:
+    """The first one has been looked at, for the state that it binds anew. A tape records code as it is written."""
+    compiled = Compiled()
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = compiled(x)
+            return self.last * 2
+
+    model = Keeps()
+    cuda = select_backend("cuda")
+    with closing(open_runner(cuda, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=1)) as runner:
+        assert compiled.runs == 4, "a warm-up and a capture of each key"
+        x = torch.randn(3, 6, device=cuda.device)
+        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+        assert compiled.runs == 5
+
+
 def test_looks_in_two_threads_end_in_any_order() -> None:
     inside, leave = threading.Event(), threading.Event()
 
