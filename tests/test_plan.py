@@ -96,6 +96,13 @@ def test_keys_of_full_and_piecewise() -> None:
     ]
 
 
+def test_a_plan_prints_its_lanes() -> None:
+    assert str(plan_of("FULL_AND_PIECEWISE", [1, 4, 16], seqs=4)) == (
+        "FULL_AND_PIECEWISE, 5 graphs\n  PIECEWISE: 1, 4, 16 tokens\n  FULL uniform: 1, 4 tokens"
+    )
+    assert str(plan_of("NONE", [1])) == "NONE, 0 graphs"
+
+
 def test_keys_of_speculative_decode() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [1, 4, 8, 24], seqs=4, spec=2)
     assert plan.query_len == 3

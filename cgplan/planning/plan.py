@@ -191,6 +191,11 @@ class Plan(BaseModel):
             found.setdefault(Lane.of(mode, d), set()).add(d.num_tokens)
         return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
 
+    def __str__(self) -> str:
+        """A line for each lane, with its sizes in tokens."""
+        lanes = [f"  {lane}: {', '.join(map(str, sizes))} tokens" for lane, sizes in self.lanes().items()]
+        return "\n".join([f"{self.mode}, {len(self.keys)} graphs", *lanes])
+
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Plan from its JSON form (``model_dump_json``). Raises ReportError for another schema or no plan."""
