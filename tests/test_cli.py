@@ -19,6 +19,7 @@ from cgplan import errors
 from cgplan.cli.inspecting import origin_rows
 from cgplan.cli.main import app
 from cgplan.config import load_config, read_config
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Machine
 from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
@@ -602,6 +603,56 @@ def test_plan_prices_graphs_by_a_report(home: Path) -> None:
     assert "the words estimate and measure" in refused(errors.ReportError, *command, "--costs", "mesure")
 
 
+@pytest.mark.parametrize(
+    ("measured", "planned", "missing"),
+    [
+        ("PIECEWISE", "FULL", "FULL"),
+        ("FULL", "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"),
+    ],
+)
+def test_graphs_of_a_mode_that_a_report_does_not_have_are_not_priced(
+    home: Path, measured: str, planned: str, missing: str
+) -> None:
+    traffic = use_traffic(home)
+    mode = "compilation.cudagraph_mode="
+    good("capture", "--config", "good.yaml", "--set", mode + measured, "--output", "run.json")
+    for command in (traffic, traffic[:3], ("inspect", "--config", "good.yaml")):
+        message = refused(errors.ReportError, *command, "--set", mode + planned, "--costs", "run.json")
+        assert f"run.json does not say what {missing} graphs cost: those that it has are {measured}" in message
+        assert f"a capture in mode {planned}, --costs measure or --costs estimate" in message
+    plan = Plan.model_validate_json(good(*traffic, "--set", mode + measured, "--costs", "run.json", "--json").stdout)
+    assert plan.predicted is not None
+    assert plan.predicted.keys[0].pool_bytes > 0
+
+
+def test_a_report_without_adapters_prices_those_with_them_as_such(home: Path) -> None:
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    for command in (use_traffic(home), ("plan", "--config", "good.yaml"), ("inspect", "--config", "good.yaml")):
+        shown = good(*command, "--set", "lora.max_loras=2", "--costs", "run.json").stdout
+        assert "no figures of FULL graphs with adapters: they are priced as those without" in " ".join(shown.split())
+        assert "no figures" not in good(*command, "--costs", "run.json").stdout
+
+
+@pytest.mark.parametrize("word", ["estimate", "measure"])
+def test_a_mode_without_a_configured_size_is_priced_as_the_other(home: Path, word: str) -> None:
+    """Traffic may get FULL graphs of 2 tokens, and the sizes of the configuration leave PIECEWISE alone to measure."""
+    changes = (
+        "compilation.cudagraph_mode=FULL_AND_PIECEWISE",
+        "compilation.cudagraph_capture_sizes=[8, 16]",
+        "scheduler.max_num_seqs=4",
+    )
+    command = (*use_traffic(home), *(part for change in changes for part in ("--set", change)))
+    plan = Plan.model_validate_json(good(*command, "--costs", word, "--json", "--max-graphs", "1").stdout)
+    assert plan.predicted is not None
+    assert "there are no figures of FULL graphs: they are priced as PIECEWISE ones of the same size" in (
+        plan.predicted.notes
+    )
+    assert all(key[0] is CUDAGraphMode.FULL for key in plan.keys)
+    assert plan.predicted.keys[0].pool_bytes > 0
+    assert plan.predicted.cost.seconds > 0
+
+
 @pytest.mark.parametrize("word", ["estimate", "measure"])
 def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
     plan = Plan.model_validate_json(good(*use_traffic(home), "--costs", word, "--json").stdout)
@@ -665,8 +716,9 @@ def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None
 @pytest.mark.parametrize("traffic", [True, False], ids=["traffic", "list"])
 def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     """Standard output holds the emission alone, standard error all notes; a report and `--json` have them likewise."""
-    good("capture", "--config", "good.yaml", "--output", "run.json")
-    changes = ("--set", "scheduler.max_num_seqs=64", "--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    good("capture", "--config", "good.yaml", *mode, "--output", "run.json")
+    changes = ("--set", "scheduler.max_num_seqs=64", *mode)
     command = use_traffic(home) if traffic else ("plan", "--config", "good.yaml")
     command = (*command, "--costs", "run.json", *changes, "--max-graphs", "2")
     emitted = good(*command, "--emit", "vllm")

@@ -210,7 +210,7 @@ def test_keys_with_adapters_are_apart() -> None:
     costs = measured()
     assert costs.driver_bytes(key(6, lora=3)) == 4000
     assert costs.driver_bytes(key(6, PIECEWISE)) == round((1000 + 2900) / 2)  # of a mode that was not measured: any
-    assert costs.pool_bytes(PIECEWISE, 6) == 0
+    assert costs.pool_bytes(PIECEWISE, 6) == costs.pool_bytes(FULL, 6) == 16 * MIB
 
 
 @settings(max_examples=50, deadline=None)
@@ -274,6 +274,19 @@ def test_costs_from_a_report_predict_that_capture() -> None:
     assert costs.bytes_per_node == {FULL: pytest.approx(MIB / 100)}
     assert "A GPU" in costs.source
     assert "2026-01-02" in costs.source
+
+
+def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
+    """As a runner's replan may meet it: graphs of one mode alone were captured so far."""
+    both = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "lora": {"max_loras": 2}}
+    costs = MeasuredCosts.from_report(a_report(), validate_config(both), ["other words"])
+    assert costs.notes == (
+        "other words",
+        "there are no figures of PIECEWISE graphs: they are priced as FULL ones of the same size",
+        "there are no figures of FULL graphs with adapters: they are priced as those without",
+    )
+    assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) == 20 * MIB
+    assert MeasuredCosts.from_report(a_report(), CONFIG).notes == ()
 
 
 def test_pools_of_smaller_plans_are_taken_in_proportion() -> None:

@@ -196,7 +196,15 @@ def test_pools_grow_with_the_size() -> None:
     found = [costs.pool_bytes(FULL, rows) for rows in range(1, 200)]
     assert found == sorted(found)
     assert found[-1] > found[63]
-    assert costs.pool_bytes(PIECEWISE, 8) == 0
+
+
+def test_what_was_not_recorded_is_priced_as_what_was() -> None:
+    costs = estimated(Chain(3), config_of([2, 64]))
+    full, piecewise = ((mode, BatchDescriptor(8, 8, False)) for mode in (FULL, PIECEWISE))
+    assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) > 0
+    assert costs.driver_bytes(piecewise) == costs.driver_bytes(full) > 0
+    assert costs.seconds(piecewise) == costs.seconds(full) > 0
+    assert costs.notes == ()
 
 
 def test_the_estimate_says_what_it_is() -> None:

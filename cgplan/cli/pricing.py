@@ -17,6 +17,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
+from cgplan.planning.subset import within_count
 from cgplan.reports import CaptureReport, load_report
 from cgplan.reports.records import uncapturable
 from cgplan.reports.units import format_bytes
@@ -33,7 +34,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
             configured device, and freed), the path of a capture report, or None for no costs.
 
     Raises:
-        ReportError: the file is no capture report.
+        ReportError: the file is no capture report, or has no graph of a mode that the configuration asks for.
         ConfigError: there is no model to estimate or measure.
         CaptureError, ModelError, BackendError: as a capture does.
     """
@@ -55,6 +56,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     notes = tuple(_about(report, given, loaded.config))
     on_device = report.environment.driver is not None
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
+    _check_modes(report, given, loaded.config)
     return costs, report.environment.as_machine if on_device else None
 
 
@@ -81,6 +83,20 @@ def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
         yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
     if report.environment.driver is None:
         yield f"the costs of {path} are those of {report.environment.backend}, not of a GPU"
+
+
+def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
+    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says nothing of."""
+    plan = within_count(build_plan(config), config)
+    told = {record.mode for record in report.records} | {mode for mode, _ in uncapturable(report.failed)}
+    missing = sorted({str(mode) for mode, _ in plan.keys if mode not in told})
+    if missing:
+        had = " and ".join(sorted({str(record.mode) for record in report.records}))
+        raise ReportError(
+            f"{path} does not say what {' and '.join(missing)} graphs cost: those that it has are {had}, and the "
+            f"configuration's mode is {plan.mode}",
+            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs estimate.",
+        )
 
 
 def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | None]:

@@ -11,6 +11,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning.allocator import Allocation, CachingPool
 from cgplan.planning.costs import GraphCosts, Key, static_bytes
 from cgplan.planning.measured_costs import interpolate
+from cgplan.planning.stand_ins import stand_in_notes
 
 # One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a decoder layer's
 # kernels take to capture and to launch in a warm-up, each divided by their number. Operators stand in for nodes.
@@ -93,6 +94,8 @@ class Recording:
 class EstimatedCosts(GraphCosts):
     """Costs worked out on the CPU. Pool bytes follow from recorded allocations; the rest are figures of one H200.
 
+    Graphs of which no key was recorded are priced as others are; the notes say so.
+
     Args:
         recordings: Of each mode, and of LoRA cases with and without adapters, one or more sizes.
         config: For the static buffers and the number of warm-ups.
@@ -108,10 +111,12 @@ class EstimatedCosts(GraphCosts):
             self._lanes.setdefault((recording.mode, recording.has_lora), []).append(recording)
         self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
         self.source = _source(recordings, note)
+        self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         """See GraphCosts. Smaller sizes, each half of the one before, are taken to be captured, too."""
-        return max((self._pool_bytes(lane, num_tokens) for lane in self._lanes if lane[0] is mode), default=0)
+        lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
+        return max((self._pool_bytes(lane, num_tokens) for lane in lanes), default=0)
 
     def static_bytes(self, num_tokens: int) -> int:
         """See GraphCosts."""
@@ -133,7 +138,8 @@ class EstimatedCosts(GraphCosts):
 
     def _operators(self, key: Key) -> float:
         mode, descriptor = key
-        lane = self._lanes.get((mode, descriptor.has_lora)) or self._lanes.get((mode, not descriptor.has_lora), [])
+        alike = ((mode, descriptor.has_lora), (mode, not descriptor.has_lora), *self._lanes)
+        lane = next((self._lanes[name] for name in alike if name in self._lanes), [])
         points = [(recording.num_tokens, recording.operators) for recording in lane]
         return max(interpolate(points, descriptor.num_tokens), 0.0) if points else 0.0
 

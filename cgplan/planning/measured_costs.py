@@ -13,6 +13,7 @@ from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.allocator import unit_of
 from cgplan.planning.costs import GraphCosts, Key, static_bytes
+from cgplan.planning.stand_ins import stand_in_notes
 
 
 def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
@@ -79,10 +80,13 @@ class _Report(Protocol):
 class MeasuredCosts(GraphCosts):
     """Costs from captures that were really made; sizes between those that were captured are interpolated.
 
+    Graphs of a mode that was not captured are priced as those of the others, and graphs with adapters as those without
+    where there are no others (or the other way round); the notes say so.
+
     Args:
         keys: What was captured.
         pools: For each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
-        config: For the static buffers.
+        config: What is planned for; its inputs give the static buffers.
         workspace_bytes, once_seconds: See GraphCosts.
         bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
         source: Where the figures come from.
@@ -104,12 +108,12 @@ class MeasuredCosts(GraphCosts):
         notes: Iterable[str] = (),
     ) -> None:
         self.source = source
-        self.notes = tuple(notes)
         self.bytes_per_node = dict(bytes_per_node or {})
         self._config = config
         self._workspace_bytes = workspace_bytes
         self._once_seconds = once_seconds
         self._keys = tuple(keys)
+        self.notes = (*notes, *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)))
         self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
         self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
 
@@ -152,12 +156,11 @@ class MeasuredCosts(GraphCosts):
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         """See GraphCosts. Other sizes than the measured ones lie on the line through their neighbours; smaller ones
-        take at least their share of the smallest. Rounded up to whole segments where pools consist of them; 0 for other
-        modes.
+        take at least their share of the smallest. Rounded up to whole segments where pools consist of them.
         """
         points = self._pools.get(mode)
-        if not points:
-            return 0
+        if not points:  # of a mode that was not measured: what those that were need at most
+            return max((self.pool_bytes(other, num_tokens) for other, found in self._pools.items() if found), default=0)
         above = next((point for point in points if point[0] >= num_tokens), None)
         if above is not None and above[0] == num_tokens:
             return above[1]
