@@ -150,11 +150,10 @@ def predicted_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _ways(plan: Plan) -> str:
-    """How batches up to the largest size are run."""
-    decode, mixed = (
-        "eager" if mode is CUDAGraphMode.NONE else str(mode)
-        for mode in (plan.mode.decode_mode(), plan.mode.mixed_mode())
-    )
+    """What runs batches up to the largest size: graphs for mixed batches serve uniform decode where it has none."""
+    lanes = plan.lanes()
+    mixed = next((str(lane.mode) for lane in lanes if not lane.uniform), "eager")
+    decode = next((str(lane.mode) for lane in lanes if lane.uniform), mixed)
     return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
 
 
