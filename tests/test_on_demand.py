@@ -37,6 +37,7 @@ from cgplan.planning.traffic import Batch, Traffic
 from cgplan.reports import CaptureReport
 from cgplan.reports.records import FailedKey
 from cgplan.reports.replan import ReplanReport
+from cgplan.runtime.budget import NO_GRAPH
 from cgplan.runtime.managers import CudaGraphManager
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureSession
@@ -903,6 +904,18 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
     plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
     assert plan.capture_sizes == (2, 16)
     assert failures_in(None) == failures_in("measure") == {}
+    runner.close()
+
+
+def test_once_a_replan_has_captured_a_graph_none_is_missing() -> None:
+    row = WIDTH * 4
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(64,), budget={"memory": 32 * row})
+    assert NO_GRAPH in runner.report.warnings
+    ask(runner, backend, 2)
+    runner.replan(times=TIMES)
+    assert runner.plan.keys
+    assert NO_GRAPH not in runner.report.warnings
     runner.close()
 
 
