@@ -6,6 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -509,6 +511,7 @@ def test_plan_checks_its_files_first(home: Path) -> None:
 
 
 HISTOGRAM = "num_tokens,count\n1,500\n2,300\n7,200\n"
+REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{second},4,3\n" for second in range(20))
 TABLE = "mode,num_tokens,microseconds\neager,1,1000\neager,16,1000\nFULL,1,100\nFULL,8,300\nFULL,16,900\n"
 
 
@@ -556,8 +559,7 @@ def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, colum
 def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:
     """A request a second of 3 tokens each: one runs at a time."""
     use_traffic(home)
-    rows = "".join(f"{second},4,3\n" for second in range(20))
-    (home / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    (home / "trace.csv").write_text(REQUESTS)
     command = ("plan", "--config", "good.yaml", "--traffic", "trace.csv", "--step-times", "times.csv", "--json")
     plan = Plan.model_validate_json(good(*command).stdout)
     assert plan.capture_sizes == (1, 4)
@@ -651,6 +653,38 @@ def test_a_mode_without_a_configured_size_is_priced_as_the_other(home: Path, wor
     assert all(key[0] is CUDAGraphMode.FULL for key in plan.keys)
     assert plan.predicted.keys[0].pool_bytes > 0
     assert plan.predicted.cost.seconds > 0
+
+
+@contextmanager
+def piped(*files: Path) -> Iterator[list[str]]:
+    """Paths under which each file can be read once, as a shell's ``<(cat FILE)`` gives them."""
+    ends = [os.pipe() for _ in files]
+    for (_, writing), file in zip(ends, files, strict=True):
+        os.write(writing, file.read_bytes())
+        os.close(writing)
+    yield [f"/dev/fd/{reading}" for reading, _ in ends]
+    for reading, _ in ends:
+        os.close(reading)
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no paths of pipes here")
+@pytest.mark.parametrize("traffic", [HISTOGRAM, REQUESTS], ids=["histogram", "requests"])
+def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path, traffic: str) -> None:
+    command = use_traffic(home)[:3]
+    (home / "traffic.csv").write_text(traffic)
+    good("bench", "--config", "good.yaml", "--output", "bench.json")
+    names = ("traffic.csv", "bench.json", "bench.json")
+
+    def options(paths: Sequence[str]) -> list[str]:
+        pairs = zip(("--traffic", "--step-times", "--costs"), paths, strict=True)
+        return [part for pair in pairs for part in pair]
+
+    from_files = Plan.model_validate_json(good(*command, *options(names), "--json").stdout)
+    with piped(*(home / name for name in names)) as paths:
+        from_pipes = Plan.model_validate_json(good(*command, *options(paths), "--json").stdout)
+    assert from_pipes.keys == from_files.keys != ()
+    assert from_pipes.expected_us == from_files.expected_us
+    assert from_pipes.predicted is not None
 
 
 @pytest.mark.parametrize("word", ["estimate", "measure"])

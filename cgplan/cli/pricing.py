@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
@@ -25,8 +26,22 @@ from cgplan.reports.units import format_bytes
 WORDS = ("estimate", "measure")
 
 
-def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None, Machine | None]:
-    """Costs, with notes on them that are for the caller to show, and the machine that they were measured on.
+class Priced(NamedTuple):
+    """What graphs cost.
+
+    Attributes:
+        costs: With notes on them that are for the caller to show; None where nothing is known.
+        machine: What they were measured on, None where not on a GPU.
+        failed: Keys that the report says could not be captured, and why.
+    """
+
+    costs: GraphCosts | None
+    machine: Machine | None = None
+    failed: Mapping[Key, str] = MappingProxyType({})
+
+
+def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
+    """What graphs cost; a file is read once, as it may be a pipe.
 
     Args:
         loaded: The configuration; its model is built for ``estimate`` and ``measure``.
@@ -39,7 +54,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
         CaptureError, ModelError, BackendError: as a capture does.
     """
     if given is None:
-        return None, None
+        return Priced(None)
     if given in WORDS:
         with redirect_stdout(sys.stderr):  # what a model prints is not the result
             return _of_model(loaded, given)
@@ -57,12 +72,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     on_device = report.environment.driver is not None
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
-    return costs, report.environment.as_machine if on_device else None
-
-
-def failures_in(given: str | None) -> dict[Key, str]:
-    """Keys that the report says could not be captured, and why; arguments and errors as of ``costs_of``."""
-    return {} if given is None or given in WORDS else uncapturable(_report(given).failed)
+    return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
 
 
 def _report(path: str) -> CaptureReport:
@@ -99,7 +109,7 @@ def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
         )
 
 
-def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | None]:
+def _of_model(loaded: LoadedConfig, word: str) -> Priced:
     config, plan = loaded.config, build_plan(loaded.config)
     if config.model is None or config.model.target is None:
         raise ConfigError(
@@ -107,7 +117,7 @@ def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | No
             remedy="Add model.target, or give the capture report of such a model.",
         )
     if word == "estimate":
-        return _estimated(loaded, config.model.target, config.model.kwargs, plan), None
+        return Priced(_estimated(loaded, config.model.target, config.model.kwargs, plan))
     from cgplan.graphs import select_backend  # torch from here on
     from cgplan.models.loading import load_model
     from cgplan.runtime.calibrate import calibrate
@@ -117,7 +127,7 @@ def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | No
     built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     measured = calibrate(config, built.forward, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
-    return measured, machine if backend.device.type == "cuda" else None
+    return Priced(measured, machine if backend.device.type == "cuda" else None)
 
 
 def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], plan: Plan) -> GraphCosts:
