@@ -110,7 +110,7 @@ class EstimatedCosts(GraphCosts):
         for recording in sorted(recordings, key=lambda r: r.num_tokens):
             self._lanes.setdefault((recording.mode, recording.has_lora), []).append(recording)
         self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
-        self.source = _source(recordings, note)
+        self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
@@ -194,13 +194,14 @@ def _grid(recorded: Sequence[int], num_tokens: int) -> list[int]:
     return sorted({*sizes, int(size)})
 
 
-def _source(recordings: Sequence[Recording], note: str) -> str:
+def _source(recordings: Sequence[Recording], warmups: int, note: str) -> str:
     hidden = max((recording.hidden_bytes for recording in recordings), default=0)
     names = ", ".join(sorted({name for recording in recordings for name in recording.hidden_in}))
     parts = [
         f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of PyTorch's allocator",
-        f"for each operator {NODE_BYTES >> 10} KiB of driver memory and {CAPTURE_SECONDS * 1e6:.0f} us of capture, "
-        f"and {WORKSPACE_BYTES >> 20} MiB of cuBLAS workspace, as on one H200",
+        f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} us of capture and "
+        f"{WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and {WORKSPACE_BYTES >> 20} MiB of cuBLAS "
+        "workspace, as on one H200",
         "what kernels take inside themselves is not seen",
     ]
     if hidden:

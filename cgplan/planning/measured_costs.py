@@ -35,16 +35,21 @@ class MeasuredKey:
     """What one captured key took.
 
     Attributes:
-        mode, has_lora, num_tokens: Which key; of the LoRA cases those with adapters count as one.
+        mode, num_active_loras, num_tokens: Which key.
         driver_bytes: Device memory that the driver took for its nodes, on average.
         seconds: Warm-ups and capture.
     """
 
     mode: CUDAGraphMode
-    has_lora: bool
+    num_active_loras: int
     num_tokens: int
     driver_bytes: float
     seconds: float
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether it is for adapters."""
+        return self.num_active_loras > 0
 
 
 class _Record(Protocol):
@@ -141,7 +146,7 @@ class MeasuredCosts(GraphCosts):
             pools[mode] = ((0, 0), (largest, pool))
             driver = per_node[mode] * (record.nodes or 1)
             seconds = record.warmup_seconds + record.capture_seconds - (once if index == 0 else 0.0)
-            keys.append(MeasuredKey(mode, descriptor.has_lora, descriptor.num_tokens, driver, seconds))
+            keys.append(MeasuredKey(mode, descriptor.num_active_loras, descriptor.num_tokens, driver, seconds))
         counted = all(record.nodes is not None for record in records)
         return cls(
             keys,
@@ -192,12 +197,16 @@ class MeasuredCosts(GraphCosts):
         return self._once_seconds
 
     def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
-        """A figure of a key: from those like it, else from those of its mode, else from all.
+        """A figure of a key: what was measured of it, else from those like it, whatever their number of adapters, if
+        they have some; else from those of its mode, else from all.
 
         No size takes less than the least that was measured: times are noisy, and a line through two of them, drawn
         beyond them, would end at graphs that cost nothing.
         """
         mode, descriptor = key
+        name = mode, descriptor.num_active_loras, descriptor.num_tokens
+        if itself := [value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name]:
+            return sum(itself) / len(itself)
         alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
         by_size: dict[int, list[float]] = {}
         for measured in alike or [k for k in self._keys if k.mode is mode] or self._keys:
