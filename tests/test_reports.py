@@ -228,6 +228,15 @@ def test_uniform_keys_are_told_from_others() -> None:
     assert "uniform decode: FULL; mixed: PIECEWISE" in render_text(plan)
 
 
+def test_reports_name_the_model() -> None:
+    plan = make_plan(model={"target": "serve.py:build"}, compilation={"cudagraph_capture_sizes": [2, 4]})
+    capture = make_capture(plan)
+    for report in (plan, capture, make_bench(capture)):
+        assert re.search(r"^  model +serve\.py:build$", render_text(report), re.MULTILINE)
+    unnamed = plan.model_copy(update={"config": None})
+    assert "serve.py" not in render_text(unnamed) + str(make_capture(unnamed))
+
+
 @pytest.mark.parametrize(
     ("kept", "ways"),
     [

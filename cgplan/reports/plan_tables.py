@@ -29,6 +29,7 @@ def render_plan(plan: Plan) -> RenderableType:
     """A plan: what will be captured, what it is predicted to cost, and what batches are padded to."""
     by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
     rows = [
+        *model_rows(plan),
         *mode_rows(plan),
         sizes_row(plan),
         ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
@@ -61,6 +62,13 @@ def _why(plan: Plan) -> RenderableType | None:
         return render_evidence(Evidence.model_validate(plan.evidence))
     except ValidationError:
         return None
+
+
+def model_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The target of the model that the plan was made for, where its configuration names one."""
+    model = (plan.config or {}).get("model")
+    target = model.get("target") if isinstance(model, dict) else None
+    return [("model", str(target))] if target else []
 
 
 def mode_rows(plan: Plan) -> list[tuple[str, str]]:
