@@ -29,7 +29,7 @@ from cgplan.planning.costs import KeyCost
 from cgplan.planning.plan import Predicted
 from cgplan.planning.subset import restricted
 from cgplan.reports import CaptureReport
-from cgplan.runtime.budget import fitting
+from cgplan.runtime.budget import NO_GRAPH, fitting
 from cgplan.runtime.pools import GraphPool
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureSession
@@ -332,9 +332,22 @@ def test_a_budget_that_pays_for_nothing_leaves_a_runner_without_graphs() -> None
     assert captured_sizes(runner) == []
     assert reserved(backend) == before
     assert (runner.report.graph_bytes, runner.report.static_bytes) == (0, 0)
+    assert NO_GRAPH in runner.report.warnings
+    text = " ".join(str(runner.report).split())
+    assert "budget 0 B of 100 B used: without a graph the static buffers are freed, too" in text
+    assert "memory at FULL uniform, 16 tokens: the static buffers take 4.0 KiB" in text
     check_numbers(runner)
     assert set(runner.stats.eager) == {MissReason.OVER_BUDGET, MissReason.TOO_LARGE}
     check_report(runner)
+
+
+def test_a_budget_that_is_known_to_pay_for_nothing_says_so() -> None:
+    runner = open_runner({"memory": 100}, predicted=predict())
+    assert captured_sizes(runner) == []
+    assert NO_GRAPH in runner.report.warnings
+    assert "budget 0 B of 100 B used left out 5 keys" in " ".join(str(runner.report).split())
+    assert NO_GRAPH not in open_runner({"memory": "1GiB"}).report.warnings
+    assert NO_GRAPH not in open_runner({"memory": 100}, compilation={"cudagraph_mode": "NONE"}).report.warnings
 
 
 def test_no_memory_for_static_buffers_is_no_crash_under_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

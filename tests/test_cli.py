@@ -6,6 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from cgplan import errors
 from cgplan.cli.inspecting import origin_rows
 from cgplan.cli.main import app
 from cgplan.config import load_config, read_config
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Machine
 from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
@@ -508,6 +511,7 @@ def test_plan_checks_its_files_first(home: Path) -> None:
 
 
 HISTOGRAM = "num_tokens,count\n1,500\n2,300\n7,200\n"
+REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{second},4,3\n" for second in range(20))
 TABLE = "mode,num_tokens,microseconds\neager,1,1000\neager,16,1000\nFULL,1,100\nFULL,8,300\nFULL,16,900\n"
 
 
@@ -555,8 +559,7 @@ def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, colum
 def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:
     """A request a second of 3 tokens each: one runs at a time."""
     use_traffic(home)
-    rows = "".join(f"{second},4,3\n" for second in range(20))
-    (home / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    (home / "trace.csv").write_text(REQUESTS)
     command = ("plan", "--config", "good.yaml", "--traffic", "trace.csv", "--step-times", "times.csv", "--json")
     plan = Plan.model_validate_json(good(*command).stdout)
     assert plan.capture_sizes == (1, 4)
@@ -600,6 +603,88 @@ def test_plan_prices_graphs_by_a_report(home: Path) -> None:
     (home / "plan.json").write_text(plan.model_dump_json())
     assert "not a capture report" in refused(errors.ReportError, *command, "--costs", "plan.json")
     assert "the words estimate and measure" in refused(errors.ReportError, *command, "--costs", "mesure")
+
+
+@pytest.mark.parametrize(
+    ("measured", "planned", "missing"),
+    [
+        ("PIECEWISE", "FULL", "FULL"),
+        ("FULL", "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"),
+    ],
+)
+def test_graphs_of_a_mode_that_a_report_does_not_have_are_not_priced(
+    home: Path, measured: str, planned: str, missing: str
+) -> None:
+    traffic = use_traffic(home)
+    mode = "compilation.cudagraph_mode="
+    good("capture", "--config", "good.yaml", "--set", mode + measured, "--output", "run.json")
+    for command in (traffic, traffic[:3], ("inspect", "--config", "good.yaml")):
+        message = refused(errors.ReportError, *command, "--set", mode + planned, "--costs", "run.json")
+        assert f"run.json does not say what {missing} graphs cost: those that it has are {measured}" in message
+        assert f"a capture in mode {planned}, --costs measure or --costs estimate" in message
+    plan = Plan.model_validate_json(good(*traffic, "--set", mode + measured, "--costs", "run.json", "--json").stdout)
+    assert plan.predicted is not None
+    assert plan.predicted.keys[0].pool_bytes > 0
+
+
+def test_a_report_without_adapters_prices_those_with_them_as_such(home: Path) -> None:
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    for command in (use_traffic(home), ("plan", "--config", "good.yaml"), ("inspect", "--config", "good.yaml")):
+        shown = good(*command, "--set", "lora.max_loras=2", "--costs", "run.json").stdout
+        assert "no figures of FULL graphs with adapters: they are priced as those without" in " ".join(shown.split())
+        assert "no figures" not in good(*command, "--costs", "run.json").stdout
+
+
+@pytest.mark.parametrize("word", ["estimate", "measure"])
+def test_a_mode_without_a_configured_size_is_priced_as_the_other(home: Path, word: str) -> None:
+    """Traffic may get FULL graphs of 2 tokens, and the sizes of the configuration leave PIECEWISE alone to measure."""
+    changes = (
+        "compilation.cudagraph_mode=FULL_AND_PIECEWISE",
+        "compilation.cudagraph_capture_sizes=[8, 16]",
+        "scheduler.max_num_seqs=4",
+    )
+    command = (*use_traffic(home), *(part for change in changes for part in ("--set", change)))
+    plan = Plan.model_validate_json(good(*command, "--costs", word, "--json", "--max-graphs", "1").stdout)
+    assert plan.predicted is not None
+    assert "there are no figures of FULL graphs: they are priced as PIECEWISE ones of the same size" in (
+        plan.predicted.notes
+    )
+    assert all(key[0] is CUDAGraphMode.FULL for key in plan.keys)
+    assert plan.predicted.keys[0].pool_bytes > 0
+    assert plan.predicted.cost.seconds > 0
+
+
+@contextmanager
+def piped(*files: Path) -> Iterator[list[str]]:
+    """Paths under which each file can be read once, as a shell's ``<(cat FILE)`` gives them."""
+    ends = [os.pipe() for _ in files]
+    for (_, writing), file in zip(ends, files, strict=True):
+        os.write(writing, file.read_bytes())
+        os.close(writing)
+    yield [f"/dev/fd/{reading}" for reading, _ in ends]
+    for reading, _ in ends:
+        os.close(reading)
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no paths of pipes here")
+@pytest.mark.parametrize("traffic", [HISTOGRAM, REQUESTS], ids=["histogram", "requests"])
+def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path, traffic: str) -> None:
+    command = use_traffic(home)[:3]
+    (home / "traffic.csv").write_text(traffic)
+    good("bench", "--config", "good.yaml", "--output", "bench.json")
+    names = ("traffic.csv", "bench.json", "bench.json")
+
+    def options(paths: Sequence[str]) -> list[str]:
+        pairs = zip(("--traffic", "--step-times", "--costs"), paths, strict=True)
+        return [part for pair in pairs for part in pair]
+
+    from_files = Plan.model_validate_json(good(*command, *options(names), "--json").stdout)
+    with piped(*(home / name for name in names)) as paths:
+        from_pipes = Plan.model_validate_json(good(*command, *options(paths), "--json").stdout)
+    assert from_pipes.keys == from_files.keys != ()
+    assert from_pipes.expected_us == from_files.expected_us
+    assert from_pipes.predicted is not None
 
 
 @pytest.mark.parametrize("word", ["estimate", "measure"])
@@ -665,8 +750,9 @@ def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None
 @pytest.mark.parametrize("traffic", [True, False], ids=["traffic", "list"])
 def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     """Standard output holds the emission alone, standard error all notes; a report and `--json` have them likewise."""
-    good("capture", "--config", "good.yaml", "--output", "run.json")
-    changes = ("--set", "scheduler.max_num_seqs=64", "--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    good("capture", "--config", "good.yaml", *mode, "--output", "run.json")
+    changes = ("--set", "scheduler.max_num_seqs=64", *mode)
     command = use_traffic(home) if traffic else ("plan", "--config", "good.yaml")
     command = (*command, "--costs", "run.json", *changes, "--max-graphs", "2")
     emitted = good(*command, "--emit", "vllm")

@@ -156,9 +156,9 @@ def test_one_point_holds_everywhere() -> None:
 
 def measured(**changes: Any) -> MeasuredCosts:
     keys = [
-        MeasuredKey(FULL, False, 2, driver_bytes=1000.0, seconds=0.01),
-        MeasuredKey(FULL, False, 10, driver_bytes=1800.0, seconds=0.05),
-        MeasuredKey(FULL, True, 10, driver_bytes=4000.0, seconds=0.1),
+        MeasuredKey(FULL, 0, 2, driver_bytes=1000.0, seconds=0.01),
+        MeasuredKey(FULL, 0, 10, driver_bytes=1800.0, seconds=0.05),
+        MeasuredKey(FULL, 2, 10, driver_bytes=4000.0, seconds=0.1),
     ]
     given: dict[str, Any] = {"source": "a test", "workspace_bytes": 32 * MIB, "once_seconds": 1.5}
     return MeasuredCosts(keys, {FULL: [(10, 26 * MIB), (2, 6 * MIB)]}, CONFIG, **{**given, **changes})
@@ -197,8 +197,8 @@ def test_a_size_below_the_smallest_takes_at_least_its_share() -> None:
 def test_beyond_what_was_measured_nothing_is_free() -> None:
     """Times are noisy: through these the line would reach 0 at 5 tokens."""
     keys = [
-        MeasuredKey(FULL, False, 2, driver_bytes=3000.0, seconds=0.03),
-        MeasuredKey(FULL, False, 4, driver_bytes=1000.0, seconds=0.01),
+        MeasuredKey(FULL, 0, 2, driver_bytes=3000.0, seconds=0.03),
+        MeasuredKey(FULL, 0, 4, driver_bytes=1000.0, seconds=0.01),
     ]
     costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
     assert [costs.seconds(key(n)) for n in (3, 5, 7, 100)] == [pytest.approx(0.02), 0.01, 0.01, 0.01]
@@ -210,7 +210,17 @@ def test_keys_with_adapters_are_apart() -> None:
     costs = measured()
     assert costs.driver_bytes(key(6, lora=3)) == 4000
     assert costs.driver_bytes(key(6, PIECEWISE)) == round((1000 + 2900) / 2)  # of a mode that was not measured: any
-    assert costs.pool_bytes(PIECEWISE, 6) == 0
+    assert costs.pool_bytes(PIECEWISE, 6) == costs.pool_bytes(FULL, 6) == 16 * MIB
+
+
+def test_a_key_that_was_measured_costs_what_was_measured_of_it() -> None:
+    """Sizes in between are averaged over the numbers of adapters."""
+    keys = [MeasuredKey(FULL, case, size, 1000.0 * case, 0.01 * case * size) for case in (1, 2, 3) for size in (2, 4)]
+    costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
+    for measured_key in keys:
+        asked = key(measured_key.num_tokens, lora=measured_key.num_active_loras)
+        assert (costs.seconds(asked), costs.driver_bytes(asked)) == (measured_key.seconds, measured_key.driver_bytes)
+    assert [costs.seconds(key(3, lora=case)) for case in (1, 3)] == [pytest.approx(0.06)] * 2
 
 
 @settings(max_examples=50, deadline=None)
@@ -276,6 +286,19 @@ def test_costs_from_a_report_predict_that_capture() -> None:
     assert "2026-01-02" in costs.source
 
 
+def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
+    """As a runner's replan may meet it: graphs of one mode alone were captured so far."""
+    both = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "lora": {"max_loras": 2}}
+    costs = MeasuredCosts.from_report(a_report(), validate_config(both), ["other words"])
+    assert costs.notes == (
+        "other words",
+        "there are no figures of PIECEWISE graphs: they are priced as FULL ones of the same size",
+        "there are no figures of FULL graphs with adapters: they are priced as those without",
+    )
+    assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) == 20 * MIB
+    assert MeasuredCosts.from_report(a_report(), CONFIG).notes == ()
+
+
 def test_pools_of_smaller_plans_are_taken_in_proportion() -> None:
     costs = MeasuredCosts.from_report(a_report(), CONFIG)
     assert costs.pool_bytes(FULL, 8) == 20 * MIB
@@ -298,8 +321,8 @@ def test_what_each_lora_case_adds() -> None:
     )
     plan = build_plan(config)
     keys = [
-        MeasuredKey(FULL, has_lora, size, MIB * (2 if has_lora else 1), 0.25 if has_lora else 0.125)
-        for has_lora in (False, True)
+        MeasuredKey(FULL, case, size, MIB * (2 if case else 1), 0.25 if case else 0.125)
+        for case in (0, 3)
         for size in (1, 8)
     ]
     costs = MeasuredCosts(keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB)

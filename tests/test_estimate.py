@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -196,7 +197,15 @@ def test_pools_grow_with_the_size() -> None:
     found = [costs.pool_bytes(FULL, rows) for rows in range(1, 200)]
     assert found == sorted(found)
     assert found[-1] > found[63]
-    assert costs.pool_bytes(PIECEWISE, 8) == 0
+
+
+def test_what_was_not_recorded_is_priced_as_what_was() -> None:
+    costs = estimated(Chain(3), config_of([2, 64]))
+    full, piecewise = ((mode, BatchDescriptor(8, 8, False)) for mode in (FULL, PIECEWISE))
+    assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) > 0
+    assert costs.driver_bytes(piecewise) == costs.driver_bytes(full) > 0
+    assert costs.seconds(piecewise) == costs.seconds(full) > 0
+    assert costs.notes == ()
 
 
 def test_the_estimate_says_what_it_is() -> None:
@@ -205,6 +214,21 @@ def test_the_estimate_says_what_it_is() -> None:
     for words in ("2 keys recorded on the CPU", "2 KiB of driver memory", "32 MiB of cuBLAS workspace", "not seen"):
         assert words in costs.source
     assert "left out" not in costs.source
+
+
+def test_seconds_follow_from_what_the_estimate_says() -> None:
+    config = config_of([2, 4, 8])
+    config = config.model_copy(
+        update={"compilation": config.compilation.model_copy(update={"cudagraph_num_of_warmups": 3})}
+    )
+    costs = estimated(Chain(3), config)
+    key = FULL, BatchDescriptor(8, 8, False)
+    said = re.search(r"(\d+) us of capture and (\d+) us of each warm-up \((\d+)\)", costs.source)
+    assert said is not None
+    capture, warmup, number = map(int, said.groups())
+    operators = costs.driver_bytes(key) / NODE_BYTES
+    assert costs.seconds(key) == pytest.approx(operators * (capture + warmup * number) * 1e-6)
+    assert number == 3
 
 
 def test_nodes_are_stood_in_for_by_operators() -> None:

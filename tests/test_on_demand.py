@@ -15,8 +15,8 @@ from checks import MIB, back_at, reserved, same
 from decoding import MAX_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread, prompts
 from devices import Unowned, Watching, WithDriver
 
-from cgplan.cli.pricing import failures_in
-from cgplan.config import Config, Input, validate_config
+from cgplan.cli.pricing import costs_of
+from cgplan.config import Config, Input, LoadedConfig, validate_config
 from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import (
     AddressError,
@@ -37,6 +37,7 @@ from cgplan.planning.traffic import Batch, Traffic
 from cgplan.reports import CaptureReport
 from cgplan.reports.records import FailedKey
 from cgplan.reports.replan import ReplanReport
+from cgplan.runtime.budget import NO_GRAPH
 from cgplan.runtime.managers import CudaGraphManager
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureSession
@@ -898,11 +899,23 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
         runner(x=rows(backend, count))
     report = tmp_path / "report.json"
     report.write_text(runner.report.model_dump_json(), encoding="utf-8")
-    failed = failures_in(str(report))
+    costs, _, failed = costs_of(LoadedConfig(runner.config, {}, tmp_path), str(report))
+    assert costs is not None
     assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {4: "HostSyncError"}
     plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
     assert plan.capture_sizes == (2, 16)
-    assert failures_in(None) == failures_in("measure") == {}
+    runner.close()
+
+
+def test_once_a_replan_has_captured_a_graph_none_is_missing() -> None:
+    row = WIDTH * 4
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(64,), budget={"memory": 32 * row})
+    assert NO_GRAPH in runner.report.warnings
+    ask(runner, backend, 2)
+    runner.replan(times=TIMES)
+    assert runner.plan.keys
+    assert NO_GRAPH not in runner.report.warnings
     runner.close()
 
 

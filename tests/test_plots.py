@@ -121,8 +121,9 @@ def test_any_bars_fit(bars: list[tuple[int, float, float]], shares: bool) -> Non
 
 def test_bars_are_as_long_as_the_padding() -> None:
     head, *rows = padding_text(BARS).splitlines()
-    assert head.split() == ["size", "padding", "steps"]
-    assert [row.split("%")[0].split()[-1] for row in rows] == ["0.0", "50.0", "25.0"]
+    assert head.split() == ["size", "steps", "padding"]
+    assert [row.rstrip(" #").split()[-1] for row in rows] == ["0.0%", "50.0%", "25.0%"]
+    assert {row.rstrip(" #")[-1] + str(len(row.rstrip(" #"))) for row in rows} == {f"%{len(head)}"}
     lengths = [row.count("#") for row in rows]
     assert lengths[0] == 0
     assert lengths[1] == pytest.approx(2 * lengths[2], abs=1)

@@ -247,11 +247,19 @@ def test_memory_binds() -> None:
     assert evidence.bytes == (100 + sizes[-1] + 2 * len(sizes)) * MIB == 170 * MIB
     assert sizes[-1] < 64, "six batches that run eagerly pay for three graphs below"
     assert evidence.binding == ("memory",)
+    assert "within the budget (max_graphs 60, memory 170 MiB)" in evidence.rule
     assert evidence.exact
     small = evidence_of(config_of(budget={"memory": "130MiB"}), costs=COSTS)
     assert small.bytes is not None
     assert small.bytes <= 130 * MIB
     assert sizes_of(small)[0][-1] < 30, "the largest size costs too much"
+
+
+@pytest.mark.parametrize(("memory", "words"), [("12KiB", "12.0 KiB"), ("500B", "500 B"), ("3GiB", "3.0 GiB")])
+def test_the_rule_names_memory_as_other_places_do(memory: str, words: str) -> None:
+    config = config_of(budget={"memory": memory, "capture_time": "1.5s"})
+    costs = Costs(pool=10, static=0, workspace=0, each=1, seconds=0.001, slope=0, once=0)
+    assert f"(memory {words}, capture_time 1.5 s)" in evidence_of(config, costs=costs).rule
 
 
 def test_start_up_binds() -> None:

@@ -228,6 +228,37 @@ def test_uniform_keys_are_told_from_others() -> None:
     assert "uniform decode: FULL; mixed: PIECEWISE" in render_text(plan)
 
 
+def test_reports_name_the_model() -> None:
+    plan = make_plan(model={"target": "serve.py:build"}, compilation={"cudagraph_capture_sizes": [2, 4]})
+    capture = make_capture(plan)
+    for report in (plan, capture, make_bench(capture)):
+        assert re.search(r"^  model +serve\.py:build$", render_text(report), re.MULTILINE)
+    unnamed = plan.model_copy(update={"config": None})
+    assert "serve.py" not in render_text(unnamed) + str(make_capture(unnamed))
+
+
+@pytest.mark.parametrize(
+    ("kept", "ways"),
+    [
+        (("FULL",), "uniform decode: FULL; mixed: eager"),
+        (("PIECEWISE",), "uniform decode: PIECEWISE; mixed: PIECEWISE"),
+        ((), "uniform decode: eager; mixed: eager"),
+    ],
+    ids=" ".join,
+)
+def test_the_ways_of_batches_are_those_that_the_plan_has_graphs_for(kept: tuple[str, ...], ways: str) -> None:
+    plan = make_plan(compilation={"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [2, 4]})
+    assert ways not in render_text(plan)
+    some = plan.model_copy(update={"keys": tuple(key for key in plan.keys if str(key[0]) in kept)})
+    assert ways in render_text(some)
+
+
+def test_a_plan_of_one_routine_without_a_graph_runs_all_batches_eagerly() -> None:
+    plan = make_plan(compilation={"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [2]})
+    assert "all: FULL" in render_text(plan)
+    assert "all: eager" in render_text(plan.model_copy(update={"keys": ()}))
+
+
 def test_long_tables_are_shown_whole() -> None:
     plan = make_plan(scheduler={"max_num_seqs": 256})
     assert len(plan.keys) > 40

@@ -54,7 +54,7 @@ def inspect_config(
     if costs is not None:
         from cgplan.cli.pricing import costs_of  # the planner's modules, and torch for a model
 
-        priced, machine = costs_of(loaded, costs)
+        priced, machine, _ = costs_of(loaded, costs)
         predicted = None if priced is None else Predicted.by(priced, plan.keys)
         plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:

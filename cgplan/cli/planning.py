@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from cgplan.cli.output import check_writable, note, publish, show, write_whole
-from cgplan.cli.pricing import costs_of, failures_in
+from cgplan.cli.pricing import costs_of
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.errors import ConfigError, OutputPathError, ReportError
 from cgplan.planning import Plan, build_plan
@@ -25,6 +25,7 @@ from cgplan.planning.plan import Machine, Predicted
 from cgplan.planning.subset import within_count
 from cgplan.planning.traffic import Traffic
 from cgplan.reports import load_report
+from cgplan.reports.loading import parse_report
 from cgplan.reports.plan_tables import render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport
@@ -150,7 +151,7 @@ def _said(plan: Plan) -> Iterator[str]:
 
 def _make(loaded: LoadedConfig, sources: Sources) -> Made:
     config = loaded.config
-    costs, machine = costs_of(loaded, sources.costs)
+    costs, machine, failed = costs_of(loaded, sources.costs)
     if sources.traffic is None and config.traffic is None:
         return _by_ladder(loaded, sources, costs, machine)
     if sources.traffic is None and sources.speedup != 1:
@@ -160,25 +161,35 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
         )
     from cgplan.planning.latency import StepTimes  # numpy from here on
     from cgplan.planning.proposal import propose
+    from cgplan.planning.traffic_rows import read_text
     from cgplan.reports.evidence_tables import padding_plot, pareto_plot
 
-    times = StepTimes.load(sources.step_times) if sources.step_times else StepTimes.default()
-    times = times.model_copy(update={"notes": (*times.notes, *_about_times(sources.step_times, config, machine))})
-    traffic = _traffic(config, sources, build_plan(config), times)
-    failed = failures_in(sources.costs)
+    times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
+    text = read_text(sources.traffic) if sources.traffic else None  # once: it may be a pipe
+    traffic = _traffic(config, sources, text, build_plan(config), times)
     proposal = propose(config, traffic, times, costs, failed)
-    again = _traffic(config, sources, proposal.plan, times)
+    again = _traffic(config, sources, text, proposal.plan, times)
     if again != traffic:  # requests make other batches where steps take another time
         proposal = propose(config, again, times, costs, failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
     return Made(plan, pareto_plot(evidence) if evidence.pareto else None, padding_plot(evidence))
 
 
-def _about_times(path: Path | None, config: Config, machine: Machine | None) -> Iterator[str]:
-    """What to know of a bench whose times are used; ``machine``: where costs were measured."""
-    if path is None or not path.read_text(encoding="utf-8-sig").lstrip().startswith("{"):
+def _step_times(path: Path, config: Config, machine: Machine | None) -> StepTimes:
+    """Step times of a file, with notes on where they were measured; ``machine``: where costs were."""
+    from cgplan.planning.latency import StepTimes
+    from cgplan.planning.latency_files import text_of
+
+    text = text_of(path)
+    times = StepTimes.parse(text, path)
+    return times.model_copy(update={"notes": (*times.notes, *_about_times(text, path, config, machine))})
+
+
+def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
+    """What to know of a bench whose times are used."""
+    if not text.lstrip().startswith("{"):
         return
-    report = load_report(path)
+    report = parse_report(text, path)
     if not isinstance(report, BenchReport):
         return
     if found := named(mismatches(report.capture.plan, config)):
@@ -190,15 +201,17 @@ def _about_times(path: Path | None, config: Config, machine: Machine | None) -> 
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 
-def _traffic(config: Config, sources: Sources, plan: Plan, times: StepTimes) -> Traffic:
-    """What is planned for; requests are simulated with the step times that they would have under ``plan``."""
+def _traffic(config: Config, sources: Sources, text: str | None, plan: Plan, times: StepTimes) -> Traffic:
+    """What is planned for; requests are simulated with the step times that they would have under ``plan``. ``text``:
+    what the file of traffic holds.
+    """
     from cgplan.planning.clock import step_clock
-    from cgplan.planning.traffic_files import read_traffic, synthetic_traffic
+    from cgplan.planning.traffic_files import parse_traffic, synthetic_traffic
 
     clock = step_clock(plan, times)
-    if sources.traffic is None:
+    if sources.traffic is None or text is None:
         return synthetic_traffic(config, clock)
-    return read_traffic(sources.traffic, config=config, step_time=clock, speedup=sources.speedup)
+    return parse_traffic(text, sources.traffic, config=config, step_time=clock, speedup=sources.speedup)
 
 
 def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None, machine: Machine | None) -> Made:

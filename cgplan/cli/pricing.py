@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
@@ -17,6 +18,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts, Key
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
+from cgplan.planning.subset import within_count
 from cgplan.reports import CaptureReport, load_report
 from cgplan.reports.records import uncapturable
 from cgplan.reports.units import format_bytes
@@ -24,8 +26,22 @@ from cgplan.reports.units import format_bytes
 WORDS = ("estimate", "measure")
 
 
-def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None, Machine | None]:
-    """Costs, with notes on them that are for the caller to show, and the machine that they were measured on.
+class Priced(NamedTuple):
+    """What graphs cost.
+
+    Attributes:
+        costs: With notes on them that are for the caller to show; None where nothing is known.
+        machine: What they were measured on, None where not on a GPU.
+        failed: Keys that the report says could not be captured, and why.
+    """
+
+    costs: GraphCosts | None
+    machine: Machine | None = None
+    failed: Mapping[Key, str] = MappingProxyType({})
+
+
+def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
+    """What graphs cost; a file is read once, as it may be a pipe.
 
     Args:
         loaded: The configuration; its model is built for ``estimate`` and ``measure``.
@@ -33,12 +49,12 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
             configured device, and freed), the path of a capture report, or None for no costs.
 
     Raises:
-        ReportError: the file is no capture report.
+        ReportError: the file is no capture report, or has no graph of a mode that the configuration asks for.
         ConfigError: there is no model to estimate or measure.
         CaptureError, ModelError, BackendError: as a capture does.
     """
     if given is None:
-        return None, None
+        return Priced(None)
     if given in WORDS:
         with redirect_stdout(sys.stderr):  # what a model prints is not the result
             return _of_model(loaded, given)
@@ -55,12 +71,8 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> tuple[GraphCosts | None
     notes = tuple(_about(report, given, loaded.config))
     on_device = report.environment.driver is not None
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
-    return costs, report.environment.as_machine if on_device else None
-
-
-def failures_in(given: str | None) -> dict[Key, str]:
-    """Keys that the report says could not be captured, and why; arguments and errors as of ``costs_of``."""
-    return {} if given is None or given in WORDS else uncapturable(_report(given).failed)
+    _check_modes(report, given, loaded.config)
+    return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
 
 
 def _report(path: str) -> CaptureReport:
@@ -83,7 +95,21 @@ def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
         yield f"the costs of {path} are those of {report.environment.backend}, not of a GPU"
 
 
-def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | None]:
+def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
+    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says nothing of."""
+    plan = within_count(build_plan(config), config)
+    told = {record.mode for record in report.records} | {mode for mode, _ in uncapturable(report.failed)}
+    missing = sorted({str(mode) for mode, _ in plan.keys if mode not in told})
+    if missing:
+        had = " and ".join(sorted({str(record.mode) for record in report.records}))
+        raise ReportError(
+            f"{path} does not say what {' and '.join(missing)} graphs cost: those that it has are {had}, and the "
+            f"configuration's mode is {plan.mode}",
+            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs estimate.",
+        )
+
+
+def _of_model(loaded: LoadedConfig, word: str) -> Priced:
     config, plan = loaded.config, build_plan(loaded.config)
     if config.model is None or config.model.target is None:
         raise ConfigError(
@@ -91,7 +117,7 @@ def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | No
             remedy="Add model.target, or give the capture report of such a model.",
         )
     if word == "estimate":
-        return _estimated(loaded, config.model.target, config.model.kwargs, plan), None
+        return Priced(_estimated(loaded, config.model.target, config.model.kwargs, plan))
     from cgplan.graphs import select_backend  # torch from here on
     from cgplan.models.loading import load_model
     from cgplan.runtime.calibrate import calibrate
@@ -101,7 +127,7 @@ def _of_model(loaded: LoadedConfig, word: str) -> tuple[GraphCosts, Machine | No
     built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     measured = calibrate(config, built.forward, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
-    return measured, machine if backend.device.type == "cuda" else None
+    return Priced(measured, machine if backend.device.type == "cuda" else None)
 
 
 def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], plan: Plan) -> GraphCosts:

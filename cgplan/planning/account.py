@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.amounts import format_bytes
 from cgplan.planning.boxes import Limits
 from cgplan.planning.budget import Best
 from cgplan.planning.costs import GraphCosts, Key
@@ -107,13 +108,12 @@ class Case:
         if self.limits is None:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
             return f"{why}: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
-        names = ("max_graphs", "memory", "capture_time") if known else ("max_graphs",)
-        units = {"max_graphs": (1, ""), "memory": (2**20, " MiB"), "capture_time": (1, " s")}
-        given = ", ".join(
-            f"{name} {getattr(budget, name) / units[name][0]:.4g}{units[name][1]}"
-            for name in names
-            if getattr(budget, name) is not None
-        )
+        limits = [] if budget.max_graphs is None else [f"max_graphs {budget.max_graphs}"]
+        if known and budget.memory is not None:
+            limits.append(f"memory {format_bytes(budget.memory)}")
+        if known and budget.capture_time is not None:
+            limits.append(f"capture_time {budget.capture_time:.4g} s")
+        given = ", ".join(limits)
         return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
 
     def _binding(self, expected: float) -> tuple[Limit, ...]:

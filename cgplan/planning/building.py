@@ -21,7 +21,7 @@ def build_plan(config: Config) -> Plan:
     """
     mode, changes = resolve_mode(config)
     sizes = resolve_sizes(config, mode)
-    cases = _lora_cases(config)
+    cases = lora_cases(config)
     keys = _keys(config, mode, sizes.sizes, cases)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
@@ -69,7 +69,7 @@ def _unused_splits(config: Config, mode: CUDAGraphMode) -> tuple[str, ...]:
     )
 
 
-def _lora_cases(config: Config) -> tuple[int, ...]:
+def lora_cases(config: Config) -> tuple[int, ...]:
     """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
     if config.lora is None:
         return (0,)

@@ -11,6 +11,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning.allocator import Allocation, CachingPool
 from cgplan.planning.costs import GraphCosts, Key, static_bytes
 from cgplan.planning.measured_costs import interpolate
+from cgplan.planning.stand_ins import stand_in_notes
 
 # One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a decoder layer's
 # kernels take to capture and to launch in a warm-up, each divided by their number. Operators stand in for nodes.
@@ -93,6 +94,8 @@ class Recording:
 class EstimatedCosts(GraphCosts):
     """Costs worked out on the CPU. Pool bytes follow from recorded allocations; the rest are figures of one H200.
 
+    Graphs of which no key was recorded are priced as others are; the notes say so.
+
     Args:
         recordings: Of each mode, and of LoRA cases with and without adapters, one or more sizes.
         config: For the static buffers and the number of warm-ups.
@@ -107,11 +110,13 @@ class EstimatedCosts(GraphCosts):
         for recording in sorted(recordings, key=lambda r: r.num_tokens):
             self._lanes.setdefault((recording.mode, recording.has_lora), []).append(recording)
         self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
-        self.source = _source(recordings, note)
+        self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)
+        self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         """See GraphCosts. Smaller sizes, each half of the one before, are taken to be captured, too."""
-        return max((self._pool_bytes(lane, num_tokens) for lane in self._lanes if lane[0] is mode), default=0)
+        lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
+        return max((self._pool_bytes(lane, num_tokens) for lane in lanes), default=0)
 
     def static_bytes(self, num_tokens: int) -> int:
         """See GraphCosts."""
@@ -133,7 +138,8 @@ class EstimatedCosts(GraphCosts):
 
     def _operators(self, key: Key) -> float:
         mode, descriptor = key
-        lane = self._lanes.get((mode, descriptor.has_lora)) or self._lanes.get((mode, not descriptor.has_lora), [])
+        alike = ((mode, descriptor.has_lora), (mode, not descriptor.has_lora), *self._lanes)
+        lane = next((self._lanes[name] for name in alike if name in self._lanes), [])
         points = [(recording.num_tokens, recording.operators) for recording in lane]
         return max(interpolate(points, descriptor.num_tokens), 0.0) if points else 0.0
 
@@ -188,13 +194,14 @@ def _grid(recorded: Sequence[int], num_tokens: int) -> list[int]:
     return sorted({*sizes, int(size)})
 
 
-def _source(recordings: Sequence[Recording], note: str) -> str:
+def _source(recordings: Sequence[Recording], warmups: int, note: str) -> str:
     hidden = max((recording.hidden_bytes for recording in recordings), default=0)
     names = ", ".join(sorted({name for recording in recordings for name in recording.hidden_in}))
     parts = [
         f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of PyTorch's allocator",
-        f"for each operator {NODE_BYTES >> 10} KiB of driver memory and {CAPTURE_SECONDS * 1e6:.0f} us of capture, "
-        f"and {WORKSPACE_BYTES >> 20} MiB of cuBLAS workspace, as on one H200",
+        f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} us of capture and "
+        f"{WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and {WORKSPACE_BYTES >> 20} MiB of cuBLAS "
+        "workspace, as on one H200",
         "what kernels take inside themselves is not seen",
     ]
     if hidden:

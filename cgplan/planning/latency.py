@@ -164,7 +164,11 @@ class StepTimes(BaseModel):
         Raises:
             StepTimeError: as ``from_bench`` and ``from_table`` do.
         """
-        text = text_of(path)
+        return cls.parse(text_of(path), path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | Path) -> StepTimes:
+        """The same from a text that was read already; ``path`` names it in messages. Raises StepTimeError likewise."""
         if not text.lstrip().startswith(("{", "[")):
             return cls.measured(table_points(text, str(path)), str(path))
         data = json_of(text, str(path))

@@ -13,6 +13,7 @@ from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.allocator import unit_of
 from cgplan.planning.costs import GraphCosts, Key, static_bytes
+from cgplan.planning.stand_ins import stand_in_notes
 
 
 def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
@@ -34,16 +35,21 @@ class MeasuredKey:
     """What one captured key took.
 
     Attributes:
-        mode, has_lora, num_tokens: Which key; of the LoRA cases those with adapters count as one.
+        mode, num_active_loras, num_tokens: Which key.
         driver_bytes: Device memory that the driver took for its nodes, on average.
         seconds: Warm-ups and capture.
     """
 
     mode: CUDAGraphMode
-    has_lora: bool
+    num_active_loras: int
     num_tokens: int
     driver_bytes: float
     seconds: float
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether it is for adapters."""
+        return self.num_active_loras > 0
 
 
 class _Record(Protocol):
@@ -79,10 +85,13 @@ class _Report(Protocol):
 class MeasuredCosts(GraphCosts):
     """Costs from captures that were really made; sizes between those that were captured are interpolated.
 
+    Graphs of a mode that was not captured are priced as those of the others, and graphs with adapters as those without
+    where there are no others (or the other way round); the notes say so.
+
     Args:
         keys: What was captured.
         pools: For each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
-        config: For the static buffers.
+        config: What is planned for; its inputs give the static buffers.
         workspace_bytes, once_seconds: See GraphCosts.
         bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
         source: Where the figures come from.
@@ -104,12 +113,12 @@ class MeasuredCosts(GraphCosts):
         notes: Iterable[str] = (),
     ) -> None:
         self.source = source
-        self.notes = tuple(notes)
         self.bytes_per_node = dict(bytes_per_node or {})
         self._config = config
         self._workspace_bytes = workspace_bytes
         self._once_seconds = once_seconds
         self._keys = tuple(keys)
+        self.notes = (*notes, *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)))
         self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
         self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
 
@@ -137,7 +146,7 @@ class MeasuredCosts(GraphCosts):
             pools[mode] = ((0, 0), (largest, pool))
             driver = per_node[mode] * (record.nodes or 1)
             seconds = record.warmup_seconds + record.capture_seconds - (once if index == 0 else 0.0)
-            keys.append(MeasuredKey(mode, descriptor.has_lora, descriptor.num_tokens, driver, seconds))
+            keys.append(MeasuredKey(mode, descriptor.num_active_loras, descriptor.num_tokens, driver, seconds))
         counted = all(record.nodes is not None for record in records)
         return cls(
             keys,
@@ -152,12 +161,11 @@ class MeasuredCosts(GraphCosts):
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         """See GraphCosts. Other sizes than the measured ones lie on the line through their neighbours; smaller ones
-        take at least their share of the smallest. Rounded up to whole segments where pools consist of them; 0 for other
-        modes.
+        take at least their share of the smallest. Rounded up to whole segments where pools consist of them.
         """
         points = self._pools.get(mode)
-        if not points:
-            return 0
+        if not points:  # of a mode that was not measured: what those that were need at most
+            return max((self.pool_bytes(other, num_tokens) for other, found in self._pools.items() if found), default=0)
         above = next((point for point in points if point[0] >= num_tokens), None)
         if above is not None and above[0] == num_tokens:
             return above[1]
@@ -189,12 +197,16 @@ class MeasuredCosts(GraphCosts):
         return self._once_seconds
 
     def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
-        """A figure of a key: from those like it, else from those of its mode, else from all.
+        """A figure of a key: what was measured of it, else from those like it, whatever their number of adapters, if
+        they have some; else from those of its mode, else from all.
 
         No size takes less than the least that was measured: times are noisy, and a line through two of them, drawn
         beyond them, would end at graphs that cost nothing.
         """
         mode, descriptor = key
+        name = mode, descriptor.num_active_loras, descriptor.num_tokens
+        if itself := [value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name]:
+            return sum(itself) / len(itself)
         alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
         by_size: dict[int, list[float]] = {}
         for measured in alike or [k for k in self._keys if k.mode is mode] or self._keys:

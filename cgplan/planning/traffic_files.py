@@ -65,10 +65,19 @@ def read_traffic(path: str | Path, *, config: Config, step_time: StepTime, speed
         TrafficError: the file cannot be read, has none of these forms, holds no batch, or a row makes no sense.
         StepTimeError: a step time is not positive.
     """
+    return parse_traffic(read_text(Path(path)), path, config=config, step_time=step_time, speedup=speedup)
+
+
+def parse_traffic(text: str, path: str | Path, *, config: Config, step_time: StepTime, speedup: float = 1.0) -> Traffic:
+    """The same from a text that was read already: from a pipe it can be read once alone. ``path`` names it in messages.
+
+    Raises:
+        TrafficError, StepTimeError: as ``read_traffic`` does.
+    """
     path = Path(path)
     if not 0 < speedup < math.inf:
         raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as recorded.")
-    found = _parsed(read_text(path), path, config)
+    found = _parsed(text, path, config)
     if isinstance(found, Traffic):
         if speedup != 1:
             raise TrafficError(

@@ -136,11 +136,16 @@ def _passed(budget: BudgetRecord) -> str:
     return ", because the last capture took longer than was known before" if over else ""
 
 
+def _freed(budget: BudgetRecord) -> str:
+    """Why nothing is used although something was in the way of a key, if so."""
+    return ": without a graph the static buffers are freed, too" if budget.stops and not budget.used_bytes else ""
+
+
 def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     """Limits and what was used of them, and the keys that have no graph."""
     limits = []
     if budget.memory is not None:
-        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used")
+        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used{_freed(budget)}")
     if budget.capture_time is not None:
         limits.append(
             f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used{_passed(budget)}"

@@ -38,7 +38,7 @@ def render_evidence(evidence: Evidence) -> RenderableType:
         title = "Left out, of the sizes that the configuration has without traffic"
         parts += [Text(), Text(title, style="bold"), _left_out(evidence), sentences(_LEFT_OUT_WORDS)]
     if evidence.uses:
-        title = "Padding of each graph, of the tokens that it runs, and its share of all steps"
+        title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
         parts += [Text(), Text(title, style="bold")]
         parts.append(Drawing(partial(padding_text, padding_plot(evidence))))
     if evidence.not_worth:

@@ -19,12 +19,17 @@ _KINDS: dict[str, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], in
     "bench": (BenchReport, REPORT_SCHEMA_VERSION),
     "plan": (Plan, PLAN_SCHEMA_VERSION),
 }
+_REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
 def load_report(path: str | Path) -> Report:
     """A saved report or plan. Raises ReportError if the file is none, or of a schema version that is not read."""
-    remedy = "Give a JSON file that `cgplan ... --output` wrote."
-    text = files.read_text(path, ReportError, remedy)
+    return parse_report(files.read_text(path, ReportError, _REMEDY), path)
+
+
+def parse_report(text: str, path: str | Path) -> Report:
+    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
+    remedy = _REMEDY
     try:
         data = json.loads(text)
     except RecursionError:

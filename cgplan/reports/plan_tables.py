@@ -29,6 +29,7 @@ def render_plan(plan: Plan) -> RenderableType:
     """A plan: what will be captured, what it is predicted to cost, and what batches are padded to."""
     by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
     rows = [
+        *model_rows(plan),
         *mode_rows(plan),
         sizes_row(plan),
         ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
@@ -61,6 +62,13 @@ def _why(plan: Plan) -> RenderableType | None:
         return render_evidence(Evidence.model_validate(plan.evidence))
     except ValidationError:
         return None
+
+
+def model_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The target of the model that the plan was made for, where its configuration names one."""
+    model = (plan.config or {}).get("model")
+    target = model.get("target") if isinstance(model, dict) else None
+    return [("model", str(target))] if target else []
 
 
 def mode_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -150,11 +158,10 @@ def predicted_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _ways(plan: Plan) -> str:
-    """How batches up to the largest size are run."""
-    decode, mixed = (
-        "eager" if mode is CUDAGraphMode.NONE else str(mode)
-        for mode in (plan.mode.decode_mode(), plan.mode.mixed_mode())
-    )
+    """What runs batches up to the largest size: graphs for mixed batches serve uniform decode where it has none."""
+    lanes = plan.lanes()
+    mixed = next((str(lane.mode) for lane in lanes if not lane.uniform), "eager")
+    decode = next((str(lane.mode) for lane in lanes if lane.uniform), mixed)
     return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
 
 

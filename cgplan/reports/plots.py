@@ -107,18 +107,21 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
 
 
 def padding_text(plot: PaddingPlot, width: int = 80) -> str:
-    """One bar a size, as long as its share of padding; the largest shares of steps where there are too many bars."""
+    """One bar a size, beside its share of padding and as long as that.
+
+    Where there are too many bars, those with the largest shares of steps.
+    """
     shown = _most_used(plot)
     name_width = max(len("size"), *(len(plot.names[i]) for i in shown))
-    numbers = 16 if plot.share else 9
+    numbers = 18 if plot.share else 9
     bar = max(width - name_width - numbers - 3, 10)
-    head = f"{'size':>{name_width}}  {'padding':>7}" + (f"{'steps':>7}" if plot.share else "")
-    lines = [head]
+    lines = [
+        f"{'size':>{name_width}}  {'steps':>7}{'padding':>9}" if plot.share else f"{'size':>{name_width}}  padding"
+    ]
     for i in shown:
-        share = f"{plot.share[i]:>7.1%}" if plot.share else ""
-        lines.append(
-            f"{plot.names[i]:>{name_width}}  {plot.padding[i]:>7.1%}{share}  {'#' * round(plot.padding[i] * bar)}"
-        )
+        share = f"{plot.share[i]:>7.1%}  " if plot.share else ""
+        drawn = "#" * round(plot.padding[i] * bar)
+        lines.append(f"{plot.names[i]:>{name_width}}  {share}{plot.padding[i]:>7.1%}  {drawn}")
     if len(shown) < len(plot.names):
         rest = len(plot.names) - len(shown)
         lines.append(f"and {rest} more, {'with fewer steps' if plot.share else 'with less padding'}")

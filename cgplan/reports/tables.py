@@ -14,7 +14,7 @@ from cgplan.reports.cost_tables import budget_rows, prediction_table
 from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
 from cgplan.reports.loading import Report
 from cgplan.reports.peer_tables import peers_tables
-from cgplan.reports.plan_tables import mode_rows, render_plan, sizes_row
+from cgplan.reports.plan_tables import mode_rows, model_rows, render_plan, sizes_row
 from cgplan.reports.rank_records import rank_table
 from cgplan.reports.records import (
     BenchRecord,
@@ -66,7 +66,8 @@ def _warnings(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*_environment(report.environment), *mode_rows(report.plan), sizes_row(report.plan), *_demand_rows(report)]
+    rows = [*_environment(report.environment), *model_rows(report.plan), *mode_rows(report.plan)]
+    rows += [sizes_row(report.plan), *_demand_rows(report)]
     if report.environment.backend == TAPE:
         rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
     rows += [("note", text) for text in report.plan.notes]
@@ -180,6 +181,7 @@ def _bench(report: BenchReport) -> RenderableType:
     cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
     rows = [
         *_environment(report.environment),
+        *model_rows(capture.plan),
         *mode_rows(capture.plan),
         ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
         ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),

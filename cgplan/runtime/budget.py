@@ -26,6 +26,8 @@ from cgplan.reports.records import BudgetRecord, Limit, StopRecord
 from cgplan.reports.units import format_bytes, format_seconds
 from cgplan.runtime.key_capture import CapturedKey, driver_bytes
 
+NO_GRAPH = "no graph was captured within this budget: every batch runs eagerly"
+
 
 def fitting(plan: Plan, config: Config, free: int | None) -> tuple[Plan, tuple[Key, ...]]:
     """The plan without the keys that are known not to fit the budget before anything is captured, and those keys.
@@ -236,7 +238,10 @@ class BudgetGuard:
         return self._stop("reserve", key, f"{format_bytes(free)} are free{expected}")
 
     def _used(self) -> str:
-        return f"{format_bytes(self.used_bytes)} are used"
+        if self._captured:
+            return f"{format_bytes(self.used_bytes)} are used"
+        also = " and workspaces" if (self._outside or 0) > self.static_bytes else ""
+        return f"the static buffers{also} take {format_bytes(self.used_bytes)}"
 
     def _stop(self, limit: Limit, key: Key, detail: str) -> bool:
         self.stops.append(StopRecord(limit=limit, mode=key[0], descriptor=key[1], detail=detail))

@@ -84,7 +84,7 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
 class _Alone:
     """One key, captured alone into an empty pool; ``name`` as in MeasuredKey."""
 
-    name: tuple[CUDAGraphMode, bool, int]
+    name: tuple[CUDAGraphMode, int, int]
     pool_bytes: int
     nodes: int | None
     seconds: float
@@ -102,7 +102,7 @@ def _measure_alone(
         workspace = max(workspace, outside if backend.supports("driver_bytes") else 0)
         done = capture.capture(mode, descriptor)
         once += max(first - _seconds(done), 0.0)
-        name = (mode, descriptor.has_lora, descriptor.num_tokens)
+        name = (mode, descriptor.num_active_loras, descriptor.num_tokens)
         found.append(_Alone(name, done.after[1], done.record(backend).nodes, _seconds(done)))
         del done
         capture.drop_all()

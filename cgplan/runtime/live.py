@@ -19,7 +19,7 @@ from cgplan.planning.costs import Key
 from cgplan.planning.plan import capture_order
 from cgplan.planning.subset import restricted
 from cgplan.reports.records import CaptureReport, FailedKey, GraphRecord
-from cgplan.runtime.budget import BudgetGuard
+from cgplan.runtime.budget import NO_GRAPH, BudgetGuard
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.key_capture import KeyCapture
@@ -234,6 +234,7 @@ class LiveGraphs:
                 "generation": pools.generation,
                 "waiting": sum(key not in self.failed for key in skipped) if lazy else 0,
                 "failed": tuple(self.failed.values()),
+                "warnings": tuple(text for text in first.warnings if text != NO_GRAPH or not records),
             }
         )
         if seconds and first.budget is not None:

@@ -19,7 +19,7 @@ from cgplan.planning import Plan, config_hash
 from cgplan.planning.costs import Key
 from cgplan.planning.subset import restricted
 from cgplan.reports.records import CaptureReport
-from cgplan.runtime.budget import BudgetGuard, fitting
+from cgplan.runtime.budget import NO_GRAPH, BudgetGuard, fitting
 from cgplan.runtime.environment import describe_environment
 from cgplan.runtime.failures import drop_locals
 from cgplan.runtime.graphed import GraphedModel
@@ -160,7 +160,9 @@ class CaptureSession:
             report = self._report(graphed, captured, before, start)
             skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
             budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
-            report = self._together.completed(report.model_copy(update={"budget": budget}))
+            refused = (NO_GRAPH,) if (left_out or skipped) and not report.records else ()
+            found = {"budget": budget, "warnings": (*report.warnings, *refused)}
+            report = self._together.completed(report.model_copy(update=found))
         except BaseException as error:
             drop_locals(error)
             captured.clear()  # the traceback holds this frame

@@ -47,7 +47,7 @@ def extreme():
     points = {FULL: {1: 100, most: 82020}, PIECEWISE: {1: 300, most: 82220}, NONE: {1: 9100, most: 101920}}
     times = StepTimes.measured({(mode, 0): table for mode, table in points.items()}, "made up")
     keys = [
-        MeasuredKey(mode, False, size, least * (1 + growth * size), 1.0)
+        MeasuredKey(mode, 0, size, least * (1 + growth * size), 1.0)
         for mode, least, growth in ((FULL, 2 * mib, 2e-5), (PIECEWISE, 6 * mib, 2e-5))
         for size in (1, most)
     ]
