@@ -200,7 +200,7 @@ class RunnerState:
             CgplanError: a call is under way.
         """
         with self._use.held(self._name):
-            self._demand.live.failed.clear()
+            self._demand.live.retry_failed()
             self.graphs_changed()
 
     def replan(
