@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -103,12 +104,22 @@ def test_truth_values_are_no_rows_and_numbers_no_flags(backend: GraphBackend) ->
                 with pytest.raises(InputError, match="num_active_loras is "):
                     ask(1, num_active_loras=wrong)  # type: ignore[arg-type]
         for ask in (runner.stage, lambda _, *asked: runner(x=x, uniform_decode=asked[1])):
-            with pytest.raises(InputError, match="uniform_decode is 1"):
-                ask(1, 1, 1)  # type: ignore[arg-type]
+            for wrong in (1, 1.0, np.int64(1), Fraction(1)):
+                with pytest.raises(InputError, match="uniform_decode is "):
+                    ask(1, 1, wrong)  # type: ignore[arg-type]
+        for wrong in (1.0, np.float32(1), Fraction(1), 1 + 0j):
+            for counts in ((wrong,), (1, wrong)):
+                with pytest.raises(InputError, match=r"num_(tokens|reqs) is "):
+                    runner.stage(*counts)  # type: ignore[arg-type]
+            for ask in (runner.stage, lambda _, **asked: runner(x=x, **asked)):
+                with pytest.raises(InputError, match="num_active_loras is "):
+                    ask(1, num_active_loras=wrong - 1)  # type: ignore[arg-type]
+        runner.stage(1)
         with runner.stage(1, 1, True) as buffers:
             buffers["x"].fill_(4)
         same(buffers.output, torch.full((1, 3), 8.0, device=backend.device))
-        same(runner(x=x, uniform_decode=True), x * 2)
+        for flag in (None, True):
+            same(runner(x=x, uniform_decode=flag), x * 2)
     for count in (np.int32(1), torch.tensor(1)):
         assert runner.stage(count, count, True) is buffers  # type: ignore[arg-type]
 

@@ -750,6 +750,189 @@ def test_a_partition_without_inductor_is_refused() -> None:
         validate_config({"compilation": {"use_inductor_graph_partition": True}})
 
 
+# --- on demand ------------------------------------------------------------------------------------------------
+
+
+class Softmax(nn.Module):
+    """Rows of whole numbers, and one operator to split at; ``breaks`` makes it untraceable."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, device=device)
+        self.breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.softmax(self.up(x), -1) * 2
+
+
+def lazy(backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any) -> GraphRunner:
+    ops = list(splitting_ops) or ["aten::softmax"]
+    return open_runner(backend, model, splitting_ops=ops, capture_policy="lazy", **compilation)
+
+
+def rows_of(backend: GraphBackend, count: int) -> Tensor:
+    return torch.randn(count, 8, device=backend.device)
+
+
+def run_without_capture(runner: GraphRunner, x: Tensor) -> Tensor:
+    with runner.no_capture():
+        found: Tensor = runner(x=x)
+    return found
+
+
+EAGER: dict[str, tuple[int, Callable[[GraphRunner, Tensor], Any]]] = {
+    "too large": (9, lambda runner, x: runner(x=x)),
+    "no_capture": (2, run_without_capture),
+    "run_eagerly": (2, lambda runner, x: runner.run_eagerly(x=x)),
+}
+
+
+@pytest.mark.parametrize("first", [*EAGER, "graphed"])
+def test_a_trace_on_demand_is_made_in_the_inference_mode_of_the_session(backend: GraphBackend, first: str) -> None:
+    model = Softmax(backend.device)
+    runner = lazy(backend, model)
+    with torch.inference_mode():
+        if first == "graphed":  # captured, but what Dynamo traced is bound to the mode
+            with pytest.raises(CaptureError, match="traced with inference mode off and is called with inference mode"):
+                runner(x=rows_of(backend, 2))
+        else:
+            count, call = EAGER[first]
+            x = rows_of(backend, count)
+            torch.testing.assert_close(call(runner, x), model(x))
+    for count in (2, 4):
+        x = rows_of(backend, count)
+        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    assert runner.plan.capture_sizes == (2, 4)
+    assert not runner.report.failed
+    runner.close()
+
+
+def test_a_trace_on_demand_is_made_in_the_autocast_of_the_session(backend: GraphBackend) -> None:
+    model, kind = Softmax(backend.device), backend.device.type
+    runner = lazy(backend, model)
+    x = rows_of(backend, 2)
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        runner.run_eagerly(x=x)
+        with pytest.raises(CaptureError, match="autocast"):
+            runner(x=x)
+    assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    assert not runner.report.failed
+    runner.close()
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        runner = lazy(backend, model)
+    runner.run_eagerly(x=x)
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        assert torch.equal(runner(x=x), model(x))
+    assert runner.plan.capture_sizes == (2,)
+    runner.close()
+
+
+def test_what_runs_eagerly_needs_no_trace_and_a_trace_that_fails_is_remembered(backend: GraphBackend) -> None:
+    model = Softmax(backend.device)
+    model.breaks = True
+    runner = lazy(backend, model)
+    for count, call in EAGER.values():
+        x = rows_of(backend, count)
+        torch.testing.assert_close(call(runner, x), model(x))
+    assert not runner.report.failed
+    for failures, count in enumerate((2, 2, 8, 8), start=1):
+        x = rows_of(backend, count)
+        torch.testing.assert_close(runner(x=x), model(x))
+        with runner.stage(count) as buffers:
+            buffers["x"].copy_(x)
+        torch.testing.assert_close(buffers.output, model(x))
+        assert len(runner.report.failed) == runner.stats.failures == (failures + 1) // 2
+    for key in runner.report.failed:
+        assert key.error == "CaptureError"
+        assert key.detail.startswith(f"capture of PIECEWISE {key.descriptor}: the model cannot be traced as one graph")
+    model.breaks = False
+    runner(x=rows_of(backend, 4))
+    assert len(runner.report.failed) == 3, "not traced again by itself"
+    runner.retry_failed()
+    for count in (4, 2):
+        x = rows_of(backend, count)
+        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    assert runner.plan.capture_sizes == (2, 4)
+    assert len(runner._graphed.route.pieces) == 3
+    runner.close()
+
+
+def test_a_splitting_op_that_does_not_occur_is_remembered_on_demand(backend: GraphBackend) -> None:
+    model = Softmax(backend.device)
+    runner = lazy(backend, model, "aten::softmax", "aten::gelu")
+    x = rows_of(backend, 2)
+    for _ in range(2):
+        torch.testing.assert_close(runner(x=x), model(x))
+        [failed] = runner.report.failed
+        assert failed.error == "ConfigError"
+        assert "'aten::gelu' does not occur in the model" in failed.detail
+    assert runner.stats.failures == 1
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("aten::sofmax", "aten::softmax"), ("softmax", "aten::softmax"), ("cgplan::atention", "cgplan::attention"),
+        ("aten::softmax.nonesuch", "aten::softmax"), ("python::nonesuch", "namespace::name"),
+    ],
+)  # fmt: skip
+def test_a_splitting_op_that_does_not_exist_is_an_error_at_the_start(
+    backend: GraphBackend, name: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"the operator '{name}' does not exist") as caught:
+        lazy(backend, Softmax(backend.device), "aten::softmax", name)
+    assert hint in caught.value.remedy
+
+
+def test_a_splitting_op_may_be_a_function_that_is_no_operator(backend: GraphBackend) -> None:
+    assert not hasattr(torch.ops.aten, "softsign")
+    runner = open_runner(
+        backend, lambda x: F.softsign(x * 2) + 1, splitting_ops=["aten::softsign"], capture_policy="lazy"
+    )
+    x = rows_of(backend, 2)
+    assert torch.equal(runner(x=x), F.softsign(x * 2) + 1)
+    assert [piece.eager for piece in runner._graphed.route.pieces] == [False, True, False]
+    runner.close()
+    for name in ("aten::softmax.int", "aten::__add__", "python::getitem", "higher_order::cond"):
+        lazy(backend, Softmax(backend.device), name).close()  # may occur in other models
+
+
+@torch.library.custom_op("cgplan_test::up_to_eight", mutates_args=())
+def up_to_eight(x: Tensor) -> Tensor:
+    if len(x) > 8:
+        raise torch.OutOfMemoryError("out of memory")
+    return x.clone()
+
+
+@up_to_eight.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_trace_that_runs_out_of_memory_is_made_with_fewer_rows(backend: GraphBackend) -> None:
+    config = validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+            "compilation": {
+                "cudagraph_mode": "PIECEWISE",
+                "cudagraph_capture_sizes": [4, 8, 32],
+                "splitting_ops": ["aten::softmax"],
+            },
+            "budget": {"max_graphs": 10},
+            "device": backend.device.type,
+        }
+    )
+    runner = CaptureSession(build_plan(config), lambda x: torch.softmax(up_to_eight(x), -1) * 2, backend, config).run()
+    assert runner.plan.capture_sizes == (4, 8)
+    for count in (3, 8):
+        x = rows_of(backend, count)
+        torch.testing.assert_close(runner(x=x), torch.softmax(x, -1) * 2)
+    runner.close()
+
+
 def branches_on_a_value(x: Tensor) -> Tensor:
     if x.max().item() > 5:
         return x.softmax(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runtime.managers import CudaGraphManager, GraphPool, capture_together
 from cgplan.runtime.runner import GraphRunner
-from cgplan.runtime.session import CaptureSession
+from cgplan.runtime.session import CaptureProgress, CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 POLICIES = ("shared", "per_mode", "per_graph")
@@ -324,6 +324,90 @@ def test_a_second_thread_inside_a_member_is_refused() -> None:
     check(other)
     other.close()
     eager.close()
+
+
+class Opening(TapeBackend):
+    """Calls ``during`` ahead of each key of a capture, see ``progress``, and while a runner takes new graphs."""
+
+    during: Callable[[], None] = staticmethod(lambda: None)
+
+    def progress(self, _: CaptureProgress) -> None:
+        self.during()
+
+    def copier(self, *given: Any, **options: Any) -> Any:
+        self.during()
+        return super().copier(*given, **options)
+
+
+def refusals_during(backend: Opening, calls: Sequence[Callable[[], Any]], what: Callable[[], Any]) -> list[str]:
+    """What calls were told while something else went on; each has to be refused."""
+    told: list[str] = []
+
+    def during() -> None:
+        for call in calls:
+            with pytest.raises(CgplanError) as caught:
+                call()
+            told.append(caught.value.message)
+
+    backend.during = during
+    try:
+        what()
+    finally:
+        backend.during = lambda: None
+    return told
+
+
+def test_no_member_is_called_while_another_captures() -> None:
+    """What the second would replay writes over what the first one's capture has just computed."""
+    backend = Opening()
+    pool, config, x = GraphPool(backend), config_of(backend, "shared"), rows(backend, 256)
+    other = open_runner(backend, "shared", given=pool, name="other")
+    calls = (lambda: other(x=x), lambda: other.run_eagerly(x=x), other.recapture, other.suspend, other.close)
+    plan, progress = build_plan(config), backend.progress
+    one = CudaGraphManager(config, Net(backend), pool=pool, name="one", progress=progress)
+    session = CaptureSession(plan, Net(backend), backend, config, pool=pool, name="one", progress=progress)
+    sessions: list[GraphRunner] = []
+
+    def close_and_capture() -> None:
+        one.close()
+        one.capture()
+
+    for what in (
+        one.capture, one.recapture, lambda: one.runner.recapture(), close_and_capture,
+        lambda: sessions.append(session.run()), lambda: sessions[0].recapture(),
+    ):  # fmt: skip
+        told = refusals_during(backend, calls, what)
+        assert len(told) == (len(plan.keys) + 1) * len(calls)
+        assert set(told) == {"'other' was called while a call of 'one' was under way, and both capture into one pool"}
+        for runner in (other, one.runner, *sessions):
+            check(runner)
+    with other.stage(3), pytest.raises(CgplanError, match="'one' was called while a call of 'other' was under way"):
+        session.run()
+    for runner in (other, one, *sessions):
+        runner.close()
+    assert pool.nbytes == 0
+
+
+def test_calls_during_a_recapture_are_typed_errors_and_lose_nothing() -> None:
+    backend = Opening()
+    x, config = rows(backend, 3), config_of(backend, "per_mode")
+    manager = CudaGraphManager(config, Net(backend), backend, progress=backend.progress)
+    manager.capture()
+    runner = manager.runner
+    assert not runner.is_closed
+    calls = (
+        lambda: manager.run(x=x), lambda: runner.stage(3), lambda: runner.route({"x": x}), runner.retry_failed,
+        lambda: runner.input_views(3), manager.recapture, manager.close, runner.suspend,
+    )  # fmt: skip
+    assert refusals_during(backend, calls, manager.recapture)
+    assert manager.runner is runner
+    check(runner)
+    runner.suspend()
+    assert refusals_during(backend, calls, manager.recapture)
+    check(runner)
+    manager.close()
+    assert refusals_during(backend, (manager.capture,), manager.capture)
+    manager.close()
 
 
 @pytest.mark.gpu

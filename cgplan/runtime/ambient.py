@@ -42,6 +42,13 @@ class AmbientState(NamedTuple):
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
+    @contextmanager
+    def without_grad(self, device: str) -> Iterator[None]:
+        """A block in this state, autocast for a type of device, but with gradients off, as in captures and calls."""
+        autocast = torch.autocast(device, self.autocast, enabled=self.autocast is not None)
+        with torch.inference_mode(self.inference), torch.no_grad(), autocast:
+            yield
+
     def words(self) -> dict[str, str]:
         """Each part by name, in words."""
         on = {True: "on", False: "off"}

@@ -47,7 +47,7 @@ def describe_split(
     mode, smallest = piecewise[-1]
     try:
         if graphed.route.splitter is not None:
-            graphed.run_eager(smallest, graphed.views(smallest))
+            graphed.trace(smallest)
         return graphed.route.describe()
     except Exception as error:
         failure = explain_eager_failure(error, f"{mode} {smallest}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 from weakref import finalize
@@ -23,10 +24,11 @@ from cgplan.planning.costs import Key
 from cgplan.runtime.ambient import AmbientState, generators_of, random_state_kept, refuse_other_generators
 from cgplan.runtime.breaks import calls_breaks
 from cgplan.runtime.context import CaptureScope, forward_context
+from cgplan.runtime.first_trace import FirstTrace
 from cgplan.runtime.pools import GraphPool, RunnerPools
 from cgplan.runtime.rebound import StateSnapshot
 from cgplan.runtime.routes import choose_route
-from cgplan.runtime.traced import PiecewiseModel, sizes_of_trace
+from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 
@@ -59,6 +61,7 @@ class GraphedModel:
         buffers: Static buffers for the largest key.
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
+        first_trace: Makes the trace where the route does.
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
         generators: The random generators of its own that the model draws from.
@@ -83,7 +86,6 @@ class GraphedModel:
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
-        self._is_traced = True  # unless the route traces
         self.model = model
         self.find_generators()
         self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
@@ -99,10 +101,9 @@ class GraphedModel:
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
         self._refusal: CgplanError | None = None
-        self._inference = torch.is_inference_mode_enabled()
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
-        self._is_traced = self.route.splitter is None
+        self.first_trace = FirstTrace(plan, config, backend, self._ambient, is_made=self.route.splitter is None)
         # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
         self._own = model if config.compilation.compiler == "eager" else self.route.forward
         if self.route.splitter is not None and isinstance(self.route.forward, PiecewiseModel):
@@ -143,12 +144,16 @@ class GraphedModel:
         self.backend.synchronize()
         self.scope.is_open = True
         try:
-            with torch.inference_mode(self._inference), self.buffers.on_padding():
-                with self.backend.session(), torch.no_grad():
+            with self._ambient.without_grad(self.backend.device.type), self.buffers.on_padding():
+                with self.backend.session():
                     yield
                 self.backend.synchronize()
         finally:
             self.seal()
+
+    def trace(self, descriptor: BatchDescriptor) -> None:
+        """Trace the model where its route does, unless that is done; ahead of a capture. Raises as FirstTrace.make."""
+        self.first_trace.make(partial(self._run, self.route.forward, CUDAGraphMode.NONE), descriptor, self.generators)
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
@@ -263,8 +268,14 @@ class GraphedModel:
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors, compiled if inductor compiles it for capture."""
-        return self._run(self._own, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors, compiled if inductor compiles it for capture, and can."""
+        own = self._own
+        if own is not self.model:
+            try:
+                self.trace(descriptor)
+            except CgplanError:  # then no graph rounds otherwise
+                own = self.model
+        return self._run(own, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
@@ -305,9 +316,6 @@ class GraphedModel:
         descriptor: BatchDescriptor,
         tensors: Mapping[str, torch.Tensor],
     ) -> Any:
-        if not self._is_traced:
-            self._is_traced = True
-            self._trace(descriptor)
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
             return call(**{name: tensors[name] for name in self.config.inputs})
@@ -317,13 +325,3 @@ class GraphedModel:
         _, smallest = self.plan.keys[-1]
         with random_state_kept(self.backend.device, self.generators):
             self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))
-
-    def _trace(self, descriptor: BatchDescriptor) -> None:
-        """Let the route's compiler see the model, on padding that lies in memory of its own."""
-        mixed = self.plan.mode.has_mode(CUDAGraphMode.PIECEWISE)
-        rows, reqs = sizes_of_trace(self.most_tokens, self.plan.max_num_seqs, mixed=mixed)
-        specs = {**self.config.inputs, **self.config.metadata}
-        views = StaticBuffers(specs, rows, reqs, self.backend.device).views(rows, reqs)
-        batch = descriptor._replace(num_tokens=rows, num_reqs=reqs, uniform=False)
-        with random_state_kept(self.backend.device, self.generators):
-            self._run(self.route.forward, CUDAGraphMode.NONE, batch, views)

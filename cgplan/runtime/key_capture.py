@@ -127,6 +127,7 @@ class KeyCapture:
         scope.pool = graphed.pools.of((mode, descriptor))
         try:
             start = time.perf_counter()
+            graphed.trace(descriptor)
             for _ in range(graphed.config.compilation.cudagraph_num_of_warmups):
                 graphed.run_eager(descriptor, graphed.views(descriptor))
             backend.synchronize()

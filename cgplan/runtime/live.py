@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from cgplan.errors import BudgetError, CaptureError, ModelError
+from cgplan.errors import BudgetError, CaptureError, ConfigError, ModelError
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.costs import Key
 from cgplan.planning.plan import capture_order
@@ -74,6 +74,11 @@ class LiveGraphs:
             return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
         waits = self.graphed.config.compilation.capture_policy == "lazy" and key in self.wanted.keys
         return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
+
+    def retry_failed(self) -> None:
+        """Forget which keys could not be captured, and that the model could not be traced."""
+        self.failed.clear()
+        self.graphed.first_trace.forget_failure()
 
     def check(self, key: Key) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where
@@ -166,7 +171,7 @@ class LiveGraphs:
         before, pool_before = backend.memory(), self.graphed.pools.nbytes
         try:
             captured = self._capture.capture(*key)
-        except (CaptureError, ModelError) as error:
+        except (CaptureError, ModelError, ConfigError) as error:
             self.failed[key] = FailedKey(
                 mode=key[0], descriptor=key[1], error=type(error).__name__, detail=error.message
             )

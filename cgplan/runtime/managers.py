@@ -18,7 +18,7 @@ from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.reports.replan import ReplanReport
 from cgplan.reports.units import format_bytes
-from cgplan.runtime.pools import GraphPool, check_pools
+from cgplan.runtime.pools import GraphPool, PoolUse, check_pools
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureProgress, CaptureSession
 from cgplan.runtime.stats import RunnerStats
@@ -134,6 +134,7 @@ class CudaGraphManager:
         given = self.pool if pool is not None or config.compilation.pool == "shared" else None
         self._session = CaptureSession(self.plan, model, backend, config, progress=progress, pool=given, name=name)
         self._runner: GraphRunner | None = None
+        self._turn = PoolUse()  # of captures; that of the pool is the session's to take
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -166,13 +167,8 @@ class CudaGraphManager:
         """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured already."""
         if self._runner is not None:
             raise CgplanError(f"{self.name!r} is captured already", remedy="Call recapture(), or close() first.")
-        use = self.pool.use
-        if not use.acquire(False):
-            raise use.under_way(self.name)
-        try:
+        with self._turn.held(self.name):
             self._runner = self._session.run()
-        finally:
-            use.release()
         return self._runner.report
 
     def run(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **batch: torch.Tensor) -> Any:

@@ -4,8 +4,9 @@ Note [Sharing a pool]
     Graphs of one pool reuse one another's memory: what a capture left behind is overwritten by the next one's replay.
     That is safe for graphs that never run at once, and a server's models do not: the target waits for the draft's
     tokens, the draft for what the target accepted. So both fit into the memory that the larger one needs. The pool
-    refuses what would break that: a call while another member's call is under way, and a call on another stream while
-    the last stream still has work. An output is valid until the next call of any member, not only of its own model.
+    refuses what would break that: a call while another member's call is under way, or while it captures, and a call on
+    another stream while the last stream still has work. An output is valid until the next call of any member, not only
+    of its own model.
 
 Note [Generations]
     A pool gives its memory back when its last graph is gone, and not before. While one of its graphs lives, memory that
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from cgplan.errors import BackendError, CgplanError
@@ -44,12 +47,26 @@ class PoolUse:
         self.stream: int | None = None
         self.user = ""
         self.is_shared = is_shared
+        self._holder = ""
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """A block of the runner of that name, with no call in it. Raises CgplanError if one is under way."""
+        if not self.acquire(False):
+            raise self.under_way(name)
+        self._holder = name
+        try:
+            yield
+        finally:
+            self._holder = ""
+            self.release()
 
     def under_way(self, name: str) -> CgplanError:
         """The error of a call inside a call, or from a second thread."""
-        if self.is_shared and name != self.user:  # a manager alone in its pool has no other to name
+        other = self._holder or self.user
+        if self.is_shared and name != other:  # a manager alone in its pool has no other to name
             return CgplanError(
-                f"{name!r} was called while a call of {self.user!r} was under way, and both capture into one pool",
+                f"{name!r} was called while a call of {other!r} was under way, and both capture into one pool",
                 remedy="Call the members of a pool from one thread at a time, or give each its own GraphPool.",
             )
         return CgplanError(

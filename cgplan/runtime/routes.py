@@ -21,7 +21,7 @@ from cgplan.runtime.breakable import BreakableCUDAGraphCapture
 from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
 from cgplan.runtime.eager_pieces import EagerPiece
 from cgplan.runtime.piecewise import PiecewiseBackend
-from cgplan.runtime.splitting import Piece
+from cgplan.runtime.splitting import Piece, refuse_unknown_ops
 from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions
 
@@ -138,6 +138,8 @@ def choose_route(
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
+        if piecewise and compilation.capture_policy == "lazy":  # the trace, which looks closer, is made on demand
+            refuse_unknown_ops(compilation.splitting_ops)
         compiled = PiecewiseModel(model, config, backend, plan.max_capture_size)
         return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
     if not piecewise or name == "wrappers":

@@ -79,7 +79,13 @@ class GraphRunner(RunnerState):
                     pass
                 elif uniform is uniform_decode and loras is num_active_loras and is_alike(*values):
                     copy_in = way
-                elif type(uniform_decode) is not int and type(num_active_loras) is not bool:  # 1 is no flag, and equal
+                else:
+                    # What is equal to a count or flag need not be one: 1.0 and True are no counts.
+                    if type(num_active_loras) is not int or not (
+                        uniform_decode is None or type(uniform_decode) is bool
+                    ):
+                        uniform_decode = as_flag(uniform_decode)
+                        num_active_loras = as_rows("num_active_loras", num_active_loras)
                     i, dim, j, other = self._counted
                     asked = values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras
                     batch = self._batches[asked]
@@ -161,8 +167,12 @@ class GraphRunner(RunnerState):
             DispatchMissError, CgplanError: As for a call.
         """
         counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
-        flags = num_tokens is True or num_reqs is True or type(num_active_loras) is bool
-        if not flags and type(uniform_decode) is not int:  # nor equal to them
+        if (
+            num_tokens.__class__ is int  # 1.0 and True are equal to 1, and no counts; sooner than by type()
+            and num_active_loras.__class__ is int
+            and (num_reqs is None or num_reqs.__class__ is int)
+            and (uniform_decode is True or uniform_decode is None or uniform_decode is False)
+        ):
             try:
                 return self._staged[counts]
             except _NOT_MET:

@@ -72,7 +72,6 @@ class RunnerState:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
         self._graphed, self._outputs = live.graphed, live.outputs
-        self._closed = self._is_freed = self._suspended = False
         graphed, compilation = live.graphed, live.graphed.config.compilation
         self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
         self._launcher = BatchLauncher(graphed, self._use, self._name)
@@ -80,6 +79,7 @@ class RunnerState:
             self._launcher.acquire, self._launcher.release, self._launcher.launch,
         )  # fmt: skip
         self.graphs_changed()
+        self._closed = self._is_freed = self._suspended = False  # last: what takes no lock looks at it first
 
     def graphs_changed(self) -> None:
         """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then. The
@@ -137,7 +137,7 @@ class RunnerState:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or failed to capture again: for good. One that is suspended is not."""
+        """Whether it was closed, or failed to capture again: for good. One that is suspended, or captures, is not."""
         return self._closed and not self._suspended
 
     def invalidate(self, name: str) -> None:
@@ -169,16 +169,23 @@ class RunnerState:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
 
         The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. Raises as CaptureSession.run does; the runner is then closed, and cannot capture again.
+        no longer valid. No call comes in between, of another member of the pool neither. Raises as CaptureSession.run
+        does; the runner is then closed, and cannot capture again. Raises CgplanError, and changes nothing, if a call is
+        under way.
         """
-        if not self._suspended:
-            self._check_open()
-        live = self._demand.live
-        keys = live.keys if self._demand.is_lazy else None
-        self.close()
-        self._demand.live = self._capture_plan(live.asked, keys)
-        self._open()
-        self.stats.captures += len(self.plan.keys)
+        with self._use.held(self._name):
+            if not self._suspended:
+                self._check_open()
+            live = self._demand.live
+            keys = live.keys if self._demand.is_lazy else None
+            self._suspended = True
+            try:
+                self._free_once()
+                self._demand.live = self._capture_plan(live.asked, keys)
+                self._open()
+            finally:
+                self._suspended = False
+            self.stats.captures += len(self.plan.keys)
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
@@ -192,13 +199,9 @@ class RunnerState:
         Raises:
             CgplanError: a call is under way.
         """
-        if not self._acquire(False):
-            raise self._launcher.under_way()
-        try:
-            self._demand.live.failed.clear()
+        with self._use.held(self._name):
+            self._demand.live.retry_failed()
             self.graphs_changed()
-        finally:
-            self._release()
 
     def replan(
         self,
@@ -230,20 +233,18 @@ class RunnerState:
             BudgetError: the budget does not pay for a single graph.
             AddressError: the model's memory has moved: ``recapture`` first.
         """
-        self._check_open()
-        if not self._acquire(False):
-            raise self._launcher.under_way()
-        try:
-            self._launcher.check()
-            if apply:
-                self.graphs_changed()  # what is prepared holds outputs, and evicted graphs wait for theirs
-            return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
-        finally:
-            if self._demand.live.graphed is not self._graphed:
-                self._open()
-            if apply:
-                self.graphs_changed()
-            self._release()
+        with self._use.held(self._name):
+            self._check_open()
+            try:
+                self._launcher.check()
+                if apply:
+                    self.graphs_changed()  # what is prepared holds outputs, and evicted graphs wait for theirs
+                return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
+            finally:
+                if self._demand.live.graphed is not self._graphed:
+                    self._open()
+                if apply:
+                    self.graphs_changed()
 
     def _reopen(self, plan: Plan) -> LiveGraphs:
         """Give all memory back, and make static buffers for a plan, without a graph yet."""
@@ -256,24 +257,24 @@ class RunnerState:
         Raises:
             CgplanError: a call is under way.
         """
-        if not self._acquire(False):
-            raise self._launcher.under_way()
-        try:
-            if not self._is_freed:  # a close that was interrupted is made good by the next one
-                self._free()
+        with self._use.held(self._name):
+            self._free_once()
             self._suspended = False
-        finally:
-            self._release()
 
     def suspend(self) -> None:
         """Give graphs, pools and static buffers back as ``close`` does, until ``recapture`` makes them anew.
 
         Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it, too.
         """
-        if not self._suspended:
-            self._check_open()
-            self.close()
-            self._suspended = True
+        with self._use.held(self._name):
+            if not self._suspended:
+                self._check_open()
+                self._free_once()
+                self._suspended = True
+
+    def _free_once(self) -> None:
+        if not self._is_freed:  # a close that was interrupted is made good by the next one
+            self._free()
 
     def _free(self) -> None:
         self._closed = True

@@ -104,6 +104,7 @@ class CaptureSession:
             BackendError: torch or the device lacks the dtype of an input; nothing was allocated.
             ConfigError: graphs on demand were asked for with several ranks.
             DistributedError: with other ranks, one of them failed; all raise it.
+            CgplanError: a call of another member of the pool is under way.
         """
         config, use = self._config, PoolUse() if self._pool is None else self._pool.use
         self._check_plan()
@@ -113,8 +114,9 @@ class CaptureSession:
                 f"capture_policy is {policy}, and several ranks capture together",
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
             )
-        lazy = policy == "lazy"
-        runner = GraphRunner(self._captured(self._plan, () if lazy else None), self._captured, use, self._name)
+        with use.held(self._name):
+            live = self._captured(self._plan, () if policy == "lazy" else None)
+            runner = GraphRunner(live, self._captured, use, self._name)
         self._together.tell_of_losses(runner.refuse)
         return runner
 

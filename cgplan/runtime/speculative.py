@@ -239,13 +239,9 @@ class SpecDecodeGraphManager:
         stream while the first one has work, say.
         """
         use = self.pool.use
-        if not use.acquire(False):
-            raise use.under_way("speculation")
-        try:
+        with use.held("speculation"):
             use.take_stream(self.backend.stream_getter()(), "speculation", self.backend)
             yield
-        finally:
-            use.release()
 
     def _request(self, slot: int) -> SpecRequest:
         if slot not in self._requests:

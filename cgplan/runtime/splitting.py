@@ -31,6 +31,12 @@ _OF_PYTHON: dict[Any, str] = {  # what PyTorch calls Python's operators on tenso
     operator.itruediv: "div_",
 }
 
+_HOMES: dict[str, tuple[Any, ...]] = {  # of what a trace may call that is no operator, by the namespace it goes by
+    "aten": (torch, torch.Tensor, torch.nn.functional, torch.fft, torch.linalg, torch.special),
+    "python": (operator,),
+    "higher_order": (torch.ops.higher_order,),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -218,6 +224,29 @@ def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx
         raise ConfigError(
             f"compilation.splitting_ops: the operator {wanted!r} {what}",
             remedy=f"{hint}The model's operators are {', '.join(listed)}.",
+        )
+
+
+def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
+    """Refuse names that no operator has, ahead of any trace. Whether the others occur, the trace says.
+
+    Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is what
+    ``F.softsign`` is called in a trace. An operator of a library has to be registered by now.
+
+    Raises:
+        ConfigError: there is no such operator.
+    """
+    for wanted in splitting_ops or ():
+        namespace, _, bare = wanted.removesuffix(".default").partition("::")
+        if _exists(wanted) or any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
+            continue
+        names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+        near = difflib.get_close_matches(wanted, names, n=2)
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"compilation.splitting_ops: the operator {wanted!r} does not exist",
+            remedy=f"{hint}Operators are named namespace::name, as in aten::softmax; import what registers one of a "
+            "library before the capture.",
         )
 
 

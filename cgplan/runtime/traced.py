@@ -92,7 +92,13 @@ class PiecewiseModel:
             inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
         now = AmbientState.now(self._device)
         if self._ambient is None:
-            output = self._trace(inputs)
+            try:
+                output = self._trace(inputs)
+            except BaseException:  # half a trace is none
+                self.forget()
+                self.backend.pieces.clear()
+                self.backend.is_bounded = False
+                raise
             self._ambient = now
             self._look_at_code(inputs)
             return output
@@ -126,7 +132,7 @@ class PiecewiseModel:
         return {size: next(iter(dims)) for size, dims in found.items() if len(dims) == 1}
 
     def forget(self) -> None:
-        """Drop what Dynamo keeps of the trace; the model must not be called any more."""
+        """Drop what Dynamo keeps of the trace; once it is made, the model must not be called any more."""
         forget_trace(self._code, self.backend)
 
     def _is_larger(self, inputs: Mapping[str, torch.Tensor]) -> bool:
