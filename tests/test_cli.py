@@ -628,6 +628,17 @@ def test_graphs_of_a_mode_that_a_report_does_not_have_are_not_priced(
     assert plan.predicted.keys[0].pool_bytes > 0
 
 
+def test_a_report_of_the_same_mode_is_taken_whatever_its_budget_left(home: Path) -> None:
+    """Nobody could give another one; what stands in for the mode that it lacks is said."""
+    both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    good("capture", "--config", "good.yaml", *both, "--set", "budget.max_graphs=1", "--output", "run.json")
+    shown = good("plan", "--config", "good.yaml", *both, "--costs", "run.json", "--json").stdout
+    predicted = Plan.model_validate_json(shown).predicted
+    assert predicted is not None
+    assert predicted.notes[-1].startswith("there are no figures of FULL graphs: they are priced as PIECEWISE ones")
+    assert predicted.keys[0].pool_bytes > 0
+
+
 def test_a_report_without_adapters_prices_those_with_them_as_such(home: Path) -> None:
     good("capture", "--config", "good.yaml", "--output", "run.json")
     for command in (use_traffic(home), ("plan", "--config", "good.yaml"), ("inspect", "--config", "good.yaml")):

@@ -222,6 +222,42 @@ def test_a_capture_that_somebody_profiles_is_theirs(backend: GraphBackend) -> No
     assert sum(event.name == "aten::addmm" for event in profiler.events()) >= 4
 
 
+@pytest.mark.parametrize("where", ["segment", "piece"])
+def test_a_forward_that_profiles_itself(backend: GraphBackend, where: str) -> None:
+    """There is one profiler in a thread; the forward's comes first."""
+
+    @eager_break_during_capture
+    def profiled_piece(x: Tensor) -> Tensor:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            return x * 2
+
+    def forward(x: Tensor) -> Tensor:
+        if where == "piece":
+            return profiled_piece(x + 1) + 1
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            return twice(x + 1) + 1
+
+    with closing(open_runner(backend, forward, piecewise="modules")) as runner:
+        x = torch.randn(3, 6, device=backend.device)
+        assert torch.equal(runner(x=x), (x + 1) * 2 + 1)
+        assert split_of(runner).captured == {}
+
+
+def test_a_wrapper_that_is_called_several_times(backend: GraphBackend) -> None:
+    """Its replays in the forward that captures it are none of the eager code."""
+    linear = nn.Linear(6, 6).to(backend.device)
+    segment = CUDAGraphWrapper(linear, PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = segment(x * 2).clone()
+        return x
+
+    with closing(open_runner(backend, forward, piecewise="wrappers")) as runner:
+        split = split_of(runner)
+        assert (split.captured, split.eager) == ({"aten::addmm": 1}, {"aten::mul": 3, "aten::clone": 3})
+
+
 def test_no_profiler_is_left_behind_by_a_capture_that_fails(backend: GraphBackend) -> None:
     def fails(x: Tensor) -> Tensor:
         return twice(x)[: int(x.sum())]

@@ -4,16 +4,17 @@ Note [Operators of a capture]
     A CUDA graph knows kernels alone, and a dispatch mode would keep code that torch.compile has compiled from running
     while it is captured. So operators are noted as a profiler notes them, by PyTorch's own hooks in the dispatcher:
     they change nothing. These tell names and what was called inside of what, so an operator that is made of others
-    alone stands for those, and others for themselves; views and bare allocations are left out. Kernels that do not
-    pass the dispatcher are not seen, such as those that inductor has made. `marked` says where a segment, an eager
-    piece, or cgplan's own work around them begins and ends.
+    alone stands for those, and others for themselves; views and bare allocations are left out. Not seen are kernels
+    that do not pass the dispatcher, such as those that inductor has made, and what other threads run. `marked` says
+    where a segment, an eager piece, or cgplan's own work around them begins and ends.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -25,11 +26,19 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from cgplan.graphs.host_sync import is_composite
 
 Part = Literal["segment", "eager piece", "around graphs"]
+ALREADY_PROFILED = "Profiler is already enabled"  # what torch says to a second one in a thread
 _PREFIX = "cgplan: "
 _OWN = ("profiler", "prim")  # namespaces of operators that compute nothing
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _AS_VIEWS = {"_unsafe_view"}  # whose schema does not say that they are
 _INSIDE, _SILENT = "inside", "silent"
+
+
+class _Noting(threading.local):
+    is_on = False
+
+
+_noting = _Noting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,8 @@ class OperatorCounts:
 
 
 def marked(part: Part) -> AbstractContextManager[object]:
-    """A block that is one part of a forward with segments."""
-    return _RecordFunctionFast(f"{_PREFIX}{part}")
+    """A block that is one part of a forward with segments; while nobody notes operators here, any block."""
+    return _RecordFunctionFast(f"{_PREFIX}{part}") if _noting.is_on else nullcontext()
 
 
 @contextmanager
@@ -61,10 +70,14 @@ def noted_operators(*, outside: Part) -> Iterator[OperatorCounts]:
     except RuntimeError:
         yield counts
         return
+    threads: Any = ()
+    _noting.is_on = True
     try:
         yield counts
     finally:
-        threads = _disable_profiler_legacy()
+        _noting.is_on = False
+        with suppress(RuntimeError):  # somebody has ended it
+            threads = _disable_profiler_legacy()
     for events in threads:
         _count(events, outside, counts)
 
@@ -117,4 +130,4 @@ def _is_view(overload: Any) -> bool:
     return any(result.alias_info is not None for result in overload._schema.returns)
 
 
-__all__ = ["ALLOCATIONS", "OperatorCounts", "marked", "noted_operators"]
+__all__ = ["ALLOCATIONS", "ALREADY_PROFILED", "OperatorCounts", "marked", "noted_operators"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,11 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.graphs.host_sync import find_host_sync
+from cgplan.graphs.operator_log import ALREADY_PROFILED, OperatorCounts
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.records import GraphRecord
 from cgplan.runtime.ambient import random_state_kept
-from cgplan.runtime.failures import explain_failure
+from cgplan.runtime.failures import drop_locals, explain_failure
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
 from cgplan.runtime.rebound import check_rebound
@@ -169,14 +169,26 @@ class KeyCapture:
         graphed = self._graphed
         lives = mode is CUDAGraphMode.PIECEWISE and graphed.route.name == "wrappers"  # Python code runs on each replay
         before = None if lives or mode in self._watched else graphed.state()
-        notes = graphed.route.noting_operators() if mode is CUDAGraphMode.PIECEWISE else nullcontext()
-        with notes:
-            output = graphed.run_graphed(mode, descriptor, views)
+        output = self._run_noted(mode, descriptor, views)
         if before is not None:
             self._watched.add(mode)
             given = list(views.values())
             graphed.notes += check_rebound(before, lambda: graphed.run_eager(descriptor, views), given)
         return output
+
+    def _run_noted(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, views: dict[str, torch.Tensor]) -> Any:
+        """Capture; the first PIECEWISE key tells what runs in segments, unless the forward itself has a profiler."""
+        graphed = self._graphed
+        if mode is CUDAGraphMode.PIECEWISE:
+            try:
+                with graphed.route.noting_operators():
+                    return graphed.run_graphed(mode, descriptor, views)
+            except RuntimeError as error:
+                if ALREADY_PROFILED not in str(error):
+                    raise
+                graphed.route.operators = OperatorCounts()
+                drop_locals(error)
+        return graphed.run_graphed(mode, descriptor, views)
 
     def drop_all(self) -> None:
         """Free all graphs that were captured so far, and their pool; more can be captured.

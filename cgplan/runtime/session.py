@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +115,9 @@ class CaptureSession:
                 f"capture_policy is {policy}, and several ranks capture together",
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
             )
-        with use.held(self._name):
-            live = self._captured(self._plan, () if policy == "lazy" else None)
+        lazy = policy == "lazy"
+        with nullcontext() if lazy else use.held(self._name):
+            live = self._captured(self._plan, () if lazy else None)
             runner = GraphRunner(live, self._captured, use, self._name)
         self._together.tell_of_losses(runner.refuse)
         return runner

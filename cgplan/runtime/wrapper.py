@@ -111,8 +111,13 @@ class CUDAGraphWrapper:
         if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
             entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
             self._checked.add(key)
-        self._fill(entry, args)
-        self._replay(entry)
+        if context.scope is None or not context.scope.is_open:
+            self._fill(entry, args)
+            self._replay(entry)
+        else:  # called again by the forward that is captured
+            with marked("around graphs"):
+                self._fill(entry, args)
+                self._replay(entry)
         return entry.handed()
 
     @property
