@@ -9,7 +9,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning.building import lora_cases
 from cgplan.planning.resolution import resolve_mode
 
-CAPTURED_MODES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+_CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
 def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]]) -> Iterator[str]:
@@ -23,10 +23,11 @@ def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]])
         ModeError: as ``resolve_mode`` does.
     """
     known = set(priced)
-    modes = [mode for mode in CAPTURED_MODES if resolve_mode(config)[0].has_mode(mode)]
-    others = " and ".join(str(mode) for mode in CAPTURED_MODES if any(found is mode for found, _ in known))
-    for mode in modes if known else ():
-        if not any(found is mode for found, _ in known):
+    measured = [mode for mode in _CAPTURED if any(found is mode for found, _ in known)]
+    mode_of_plan, _ = resolve_mode(config)
+    for mode in filter(mode_of_plan.has_mode, _CAPTURED if known else ()):
+        if mode not in measured:
+            others = " and ".join(map(str, measured))
             yield f"there are no figures of {mode} graphs: they are priced as {others} ones of the same size"
             continue
         for has_lora in sorted({case > 0 for case in lora_cases(config)}):
@@ -35,4 +36,4 @@ def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]])
                 yield f"there are no figures of {mode} graphs {which} adapters: they are priced as those {instead}"
 
 
-__all__ = ["CAPTURED_MODES", "stand_in_notes"]
+__all__ = ["stand_in_notes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,8 +216,7 @@ def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx
     for wanted in splitting_ops:
         if wanted in occurring:
             continue
-        near = difflib.get_close_matches(wanted, listed, n=2)
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        hint = _near(wanted, listed)
         if "::" not in wanted:
             hint = f"Operators are named namespace::name, as in aten::softmax. {hint}"
         what = "does not occur in the model" if _exists(wanted) else "does not exist"
@@ -240,14 +239,18 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
         if _exists(wanted) or any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
             continue
-        names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-        near = difflib.get_close_matches(wanted, names, n=2)
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        hint = _near(wanted, {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()})
         raise ConfigError(
             f"compilation.splitting_ops: the operator {wanted!r} does not exist",
             remedy=f"{hint}Operators are named namespace::name, as in aten::softmax; import what registers one of a "
             "library before the capture.",
         )
+
+
+def _near(wanted: str, names: Collection[str]) -> str:
+    """A question after the names that are nearest, to stand ahead of other words; empty if none is near."""
+    near = difflib.get_close_matches(wanted, names, n=2)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def _exists(name: str) -> bool:
