@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -601,9 +602,11 @@ def test_a_capture_error_that_names_no_operator(backend: GraphBackend, way: str,
 @pytest.mark.parametrize("what", ["operator", "method"])
 @each_size
 def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, what: str) -> None:
-    """The model prints a value inside try, and goes on. On a GPU that has made the capture invalid; a graph without the
-    rest of the block must not come of it elsewhere.
+    """The model prints a value inside try, and goes on. On a GPU an error of CUDA's makes the capture invalid, one of
+    torch's own (a copy to memory that is not pinned) does not; no graph may lack the rest of the block in silence.
     """
+    if what == "method" and backend.device.type == "cuda" and sys.version_info < (3, 12):
+        pytest.skip("Python 3.11 does not tell of errors that are caught")
     ran = []
 
     def shown(x: Tensor) -> Tensor:
@@ -617,6 +620,8 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     with pytest.raises(CaptureError, match=where):
         open_runner(backend, Model(backend, way, shown), way)
     assert ran[-1] is None or backend.device.type == "cuda", "the forward went on"
+    if sys.version_info >= (3, 12):
+        assert not {"cgplan"} & set(map(sys.monitoring.get_tool, range(6))), "nobody listens any more"
     x = full(backend, 1)
     graph, out = bare(backend, lambda: x * 2)  # the device captures as before
     backend.replay(graph)

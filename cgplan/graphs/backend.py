@@ -20,6 +20,7 @@ import torch
 
 from cgplan.errors import BackendError
 from cgplan.graphs.buffers import StaticBuffers
+from cgplan.graphs.caught_errors import forget_caught, refuse_caught
 from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.graphs.operator_log import marked
 from cgplan.planning.allocator import Allocation
@@ -212,9 +213,11 @@ class GraphBackend(ABC):
         torch.set_autocast_cache_enabled(False)
         try:
             self.begin(graph)
+            forget_caught()
             try:
                 with marked("segment"):
                     yield
+                refuse_caught()
             except BaseException:
                 self.abort(graph)
                 raise

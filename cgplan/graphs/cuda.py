@@ -28,6 +28,7 @@ from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
 from cgplan.graphs.backend import Feature, GraphBackend, MemoryReading, foreign_pool
 from cgplan.graphs.borrowing import can_borrow, unowned
 from cgplan.graphs.buffers import StaticBuffers
+from cgplan.graphs.caught_errors import errors_noted
 from cgplan.graphs.copy_kernel import load_copy_kernel
 from cgplan.graphs.copying import Copier, TorchCopier
 from cgplan.graphs.cuda_pools import CudaGraph, CudaPool, segments_of
@@ -152,9 +153,7 @@ class CudaBackend(GraphBackend):
 
     def replay(self, graph: CudaGraph) -> None:
         """Queue the graph on the current stream."""
-        if not graph.captured:
-            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
-        graph.graph.replay()
+        self.launcher(graph)()
 
     def launcher(self, graph: CudaGraph) -> Callable[[], None]:
         """torch's own replay."""
@@ -257,7 +256,7 @@ class CudaBackend(GraphBackend):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             try:
-                with collector_quiet(), captures_here(), torch.cuda.stream(self._stream):
+                with collector_quiet(), captures_here(), errors_noted(), torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:

@@ -20,7 +20,12 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._autograd import (
+    _disable_profiler,
+    _disable_profiler_legacy,
+    _enable_profiler,
+    _enable_profiler_legacy,
+)
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 
 from cgplan.graphs.host_sync import is_composite
@@ -63,10 +68,7 @@ def noted_operators(*, outside: Part) -> Iterator[OperatorCounts]:
     """
     counts = OperatorCounts()
     try:
-        # Without shapes, memory, stacks, FLOPs and modules.
-        _enable_profiler_legacy(
-            ProfilerConfig(ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig())
-        )
+        _enable_profiler_legacy(_plain(ProfilerState.CPU))
     except RuntimeError:
         yield counts
         return
@@ -80,6 +82,22 @@ def noted_operators(*, outside: Part) -> Iterator[OperatorCounts]:
             threads = _disable_profiler_legacy()
     for events in threads:
         _count(events, outside, counts)
+
+
+def end_prepared_trace() -> None:
+    """End what a profiler had prepared when it could not start. The next one does so; with torch 2.11 it fails."""
+    only_cpu = {torch.profiler.ProfilerActivity.CPU}
+    try:
+        with torch.profiler.profile(activities=only_cpu):
+            pass
+    except RuntimeError:
+        _enable_profiler(_plain(ProfilerState.KINETO), only_cpu)
+        _disable_profiler()
+
+
+def _plain(state: ProfilerState) -> ProfilerConfig:
+    """Without shapes, memory, stacks, FLOPs and modules."""
+    return ProfilerConfig(state, False, False, False, False, False, _ExperimentalConfig())
 
 
 def _count(events: Any, outside: Part, counts: OperatorCounts) -> None:
@@ -130,4 +148,4 @@ def _is_view(overload: Any) -> bool:
     return any(result.alias_info is not None for result in overload._schema.returns)
 
 
-__all__ = ["ALLOCATIONS", "ALREADY_PROFILED", "OperatorCounts", "marked", "noted_operators"]
+__all__ = ["ALLOCATIONS", "ALREADY_PROFILED", "OperatorCounts", "end_prepared_trace", "marked", "noted_operators"]

@@ -13,7 +13,7 @@ from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import CaptureError
 from cgplan.graphs import GraphBackend, MemoryReading
 from cgplan.graphs.host_sync import find_host_sync
-from cgplan.graphs.operator_log import ALREADY_PROFILED, OperatorCounts
+from cgplan.graphs.operator_log import ALREADY_PROFILED, OperatorCounts, end_prepared_trace
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.records import GraphRecord
 from cgplan.runtime.ambient import random_state_kept
@@ -188,6 +188,7 @@ class KeyCapture:
                     raise
                 graphed.route.operators = OperatorCounts()
                 drop_locals(error)
+                end_prepared_trace()
         return graphed.run_graphed(mode, descriptor, views)
 
     def drop_all(self) -> None:

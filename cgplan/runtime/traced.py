@@ -153,6 +153,19 @@ class PiecewiseModel:
             oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
             with oblivious, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 return self._compiled(**own)
+        except torch._dynamo.exc.UserError as error:  # with torch 2.11 an Unsupported, too
+            if "data-dependent" in str(error):
+                raise HostSyncError(
+                    f"the model's Python code depends on a value of a tensor, at {_user_line(error)}",
+                    remedy="Keep it on the device (torch.where, masked_fill), or split without a trace: it runs "
+                    "between segments: compilation.splitting_modules, or piecewise: modules for functions under "
+                    "eager_break_during_capture.",
+                ) from error
+            raise CaptureError(
+                f"the number of rows is not free in this model: {str(error).splitlines()[0]}",
+                remedy="Avoid Python code that depends on the number of rows or on values, or split without a trace: "
+                "compilation.splitting_modules, or piecewise: modules for functions under eager_break_during_capture.",
+            ) from error
         except torch._dynamo.exc.Unsupported as error:
             if "runtime/wrapper.py" in str(error):
                 raise CaptureError(
@@ -185,19 +198,6 @@ class PiecewiseModel:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             inner = error.inner_exception
             raise inner if isinstance(inner, CgplanError) else error from None
-        except torch._dynamo.exc.UserError as error:
-            if "data-dependent" in str(error):
-                raise HostSyncError(
-                    f"the model's Python code depends on a value of a tensor, at {_user_line(error)}",
-                    remedy="Keep it on the device (torch.where, masked_fill), or split without a trace: it runs "
-                    "between segments: compilation.splitting_modules, or piecewise: modules for functions under "
-                    "eager_break_during_capture.",
-                ) from error
-            raise CaptureError(
-                f"the number of rows is not free in this model: {str(error).splitlines()[0]}",
-                remedy="Avoid Python code that depends on the number of rows or on values, or split without a trace: "
-                "compilation.splitting_modules, or piecewise: modules for functions under eager_break_during_capture.",
-            ) from error
 
 
 def compile_piecewise(
