@@ -618,6 +618,7 @@ def test_the_report_says_what_is_captured_and_what_is_not(backend: GraphBackend)
     split = runner.report.split
     assert split is not None
     assert (split.route, split.segments, split.eager_pieces) == ("ops", 4, 3)
+    assert {(key.graphs, key.eager_pieces) for key in runner.report.records} == {(4, 3)}
     assert split.eager == {"aten::scaled_dot_product_attention": 3}
     assert split.captured["aten::linear"] == 3
     assert split.captured["aten::sigmoid"] == 1

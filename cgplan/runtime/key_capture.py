@@ -39,6 +39,7 @@ class CapturedKey:
     """One key: its graphs, and (device memory, bytes of all pools) before and after the capture.
 
     Attributes:
+        eager_pieces: Functions that run eagerly between the graphs.
         warmup_seconds: Time of the eager warm-ups.
         capture_seconds: From begin to instantiated graph, of all its graphs.
         reading_seconds: Time that the two readings took.
@@ -47,6 +48,7 @@ class CapturedKey:
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     entries: tuple[CUDAGraphEntry, ...]
+    eager_pieces: int
     before: tuple[MemoryReading, int]
     after: tuple[MemoryReading, int]
     warmup_seconds: float
@@ -66,7 +68,7 @@ class CapturedKey:
             descriptor=self.descriptor,
             graphs=len(nodes),
             nodes=None if None in nodes else sum(n or 0 for n in nodes),
-            eager_pieces=sum(entry.eager_pieces for entry in self.entries),
+            eager_pieces=self.eager_pieces,
             pool_growth=self.after[1] - self.before[1],
             driver_bytes=driver_bytes(backend, self.before[0], self.after[0]),
             warmup_seconds=self.warmup_seconds,
@@ -162,7 +164,9 @@ class KeyCapture:
         after = (backend.memory(), graphed.pools.nbytes)
         reading = (read - warm) + (time.perf_counter() - done)
         captured = sum(entry.capture_seconds for entry in entries)
-        return CapturedKey(mode, descriptor, tuple(entries), before, after, warm - start, captured, reading)
+        pieces = graphed.route.pieces if mode is CUDAGraphMode.PIECEWISE else ()  # of a trace; else entries hold them
+        eager = sum(piece.eager for piece in pieces) or sum(entry.eager_pieces for entry in entries)
+        return CapturedKey(mode, descriptor, tuple(entries), eager, before, after, warm - start, captured, reading)
 
     def _run_watched(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, views: dict[str, torch.Tensor]) -> Any:
         """Capture, and see to it that the first key of each mode leaves no state behind that graphs would not see."""
