@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -151,6 +153,166 @@ def test_state_that_is_kept_or_written_in_place_is_none(
         assert runner.report.warnings == ()
         x = torch.randn(3, 2, device=backend.device)
         assert torch.equal(runner(x=x), (x * 2).softmax(-1))
+
+
+class Pair(NamedTuple):
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    key: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    key: Tensor
+
+
+class Plain:
+    def __init__(self, key: Tensor) -> None:
+        self.key = key
+
+
+def adds_to_a_tuple(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    return ((held[0][0] + x.sum(0),),), held[0][0]
+
+
+def adds_to_a_named_tuple(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    return Pair(held.key, held.value + x.sum(0)), held.value
+
+
+def adds_in_a_slot(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    key, held.key = held.key, held.key + x.sum(0)
+    return held, key
+
+
+def makes_a_frozen_one(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    return FrozenSlotted(held.key + x.sum(0)), held.key
+
+
+def shifts_a_deque(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    held.append(held[-1] + x.sum(0))
+    return held, held[0]
+
+
+def makes_another_dict(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    return {"a key": held["a key"] + x.sum(0)}, held["a key"]
+
+
+def makes_another_object(held: Any, x: Tensor) -> tuple[Any, Tensor]:
+    return Plain(held.key + x.sum(0)), held.key
+
+
+CONTAINERS: dict[Callable[[Any, Tensor], tuple[Any, Tensor]], tuple[Callable[[Tensor], Any], str]] = {
+    adds_to_a_tuple: (lambda t: ((t,),), r"held\[0\]\[0\]"),
+    adds_to_a_named_tuple: (lambda t: Pair(t.clone(), t), r"held\[1\]"),
+    adds_in_a_slot: (Slotted, r"held\.key"),
+    makes_a_frozen_one: (FrozenSlotted, r"held\.key"),
+    shifts_a_deque: (lambda t: deque([t], maxlen=1), r"held\[0\]"),
+    makes_another_dict: (lambda t: {"a key": t}, r"held\['a key'\]"),
+    makes_another_object: (Plain, r"held\.key"),
+}
+
+
+@pytest.mark.parametrize("way", ["full", "modules"])
+@pytest.mark.parametrize("change", list(CONTAINERS))
+def test_state_in_a_container_is_refused(backend: GraphBackend, change: Callable[..., Any], way: str) -> None:
+    def forward(model: Model, x: Tensor) -> Tensor:
+        model.held, read = change(model.held, x)
+        return x + read
+
+    model = Model(backend, forward)
+    make, path = CONTAINERS[change]
+    model.held = make(torch.ones(2, device=backend.device))
+    with pytest.raises(CaptureError, match=rf"the forward reads {path} and binds it anew"):
+        open_runner(backend, model, way)
+
+
+@pytest.mark.parametrize("way", ["full", "modules"])
+def test_containers_that_are_made_anew_of_the_same_tensors_are_no_state(backend: GraphBackend, way: str) -> None:
+    def forward(model: Model, x: Tensor) -> Tensor:
+        model.held = {"kept": (model.cache, model.inner), "last": x * 2}
+        return x + model.held["kept"][0]
+
+    model = Model(backend, forward).eval()
+    with closing(open_runner(backend, model, way)) as runner:
+        x = torch.randn(3, 2, device=backend.device)
+        assert torch.equal(runner(x=x), (x + 1).softmax(-1))
+        assert not runner.report.warnings
+
+
+def test_a_flag_that_the_forward_turns_each_time_is_refused(backend: GraphBackend) -> None:
+    def forward(model: Model, x: Tensor) -> Tensor:
+        model.odd = not model.odd
+        return x * (2 if model.odd else 3)
+
+    model = Model(backend, forward).eval()
+    model.odd = False
+    with pytest.raises(CaptureError, match="the forward reads odd and binds it anew"):
+        open_runner(backend, model, "full")
+
+
+def test_a_flag_that_is_set_once_is_a_warning(backend: GraphBackend) -> None:
+    def forward(model: Model, x: Tensor) -> Tensor:
+        scale = 2 if model.is_warm else 1 + 1
+        model.is_warm = True
+        return x * scale
+
+    model = Model(backend, forward).eval()
+    model.is_warm = False
+    with closing(open_runner(backend, model, "full", cudagraph_num_of_warmups=0)) as runner:
+        assert runner.report.warnings == ("the forward changes is_warm; replays do not, nor do they see it change",)
+
+
+def test_numbers_that_only_eager_pieces_change_need_no_warning(backend: GraphBackend) -> None:
+    class Counting(Middle):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x.softmax(-1) * self.calls
+
+    model = Model(backend, writes_in_place).eval()
+    model.middle = Counting().eval()
+    with closing(open_runner(backend, model, "modules")) as runner:
+        assert not runner.report.warnings
+        counted = model.middle.calls
+        x = torch.randn(3, 2, device=backend.device)
+        first, second = runner(x=x).sum(-1), runner(x=x).sum(-1)
+        torch.testing.assert_close(first, torch.full_like(first, counted + 1))
+        torch.testing.assert_close(second, torch.full_like(second, counted + 2))
+
+
+def test_a_piece_may_return_the_state_that_it_then_binds_anew(backend: GraphBackend) -> None:
+    class Previous(Middle):
+        def forward(self, x: Tensor) -> Tensor:
+            before, self.seen = self.seen, x.sum().reshape(1)
+            return x + before.sum()
+
+    class Returns(Middle):
+        def forward(self, x: Tensor) -> Tensor:
+            before, self.seen = self.seen, x.clone()[:1]
+            return before
+
+    class Adds(nn.Module):
+        def __init__(self, middle: Middle) -> None:
+            super().__init__()
+            self.middle = middle
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 + self.middle(x * 1)
+
+    for kind in (Previous, Returns):
+        model = Adds(kind()).eval()
+        model.middle.seen = torch.zeros(1, 2, device=backend.device)
+        with closing(open_runner(backend, model, "modules")) as runner:
+            assert not runner.report.warnings
+            model.middle.seen = torch.zeros(1, 2, device=backend.device)
+            xs = [torch.randn(4, 2, device=backend.device) for _ in range(4)]
+            found = [runner(x=x) for x in xs]
+            model.middle.seen = torch.zeros(1, 2, device=backend.device)
+            for x, y in zip(xs, found, strict=True):
+                torch.testing.assert_close(y, model(x))
 
 
 def test_a_count_that_no_operator_sees_is_a_warning(backend: GraphBackend) -> None:

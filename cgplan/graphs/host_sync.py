@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.errors import HostSyncError
@@ -142,6 +142,11 @@ class Onlooker(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._blocks.pop().close()
 
+    def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is to run eagerly between segments."""
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
 
 class _Probe(Onlooker):
     """Runs everything eagerly and stops at the first operator that needs the host."""
@@ -189,11 +194,12 @@ def is_probing() -> bool:
     return _looking.depth > 0
 
 
-def sees_operators() -> bool:
-    """Whether an ``Onlooker`` would see the next operator first: no other mode is inside of it, such as a tape's that
-    records a capture of its own.
+def current_onlooker() -> Onlooker | None:
+    """The one that would see the next operator first: no other mode is inside of it, such as a tape's that records a
+    capture of its own.
     """
-    return isinstance(_get_current_dispatch_mode(), Onlooker)
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Onlooker) else None
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:

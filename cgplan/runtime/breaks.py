@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.errors import CgplanError
-from cgplan.graphs.host_sync import looking_alone, sees_operators
+from cgplan.graphs.host_sync import current_onlooker, looking_alone
 from cgplan.runtime.breakable import name_of, recording_capture
 
 P = ParamSpec("P")
@@ -64,9 +63,8 @@ def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         capture = recording_capture()
         if capture is None:
-            if sees_operators():  # looking for what needs the host in a segment; here it may
-                with _disable_current_modes():
-                    return function(*args, **kwargs)
+            if (onlooker := current_onlooker()) is not None:  # it looks at segments; here the host may be needed
+                return onlooker.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
             return function(*args, **kwargs)
         return capture.add_named(name, function, args, kwargs)  # type: ignore[no-any-return]
 
