@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -168,3 +169,16 @@ def test_live_graphs_survive_a_failure_of_another_one(cuda: GraphBackend) -> Non
         cuda.replay(graph)
         same(y, (x @ w) @ w)
         del taken
+
+
+def test_each_backend_captures_on_a_stream_of_its_own() -> None:
+    """Graphs of one stream compute in one cuBLAS workspace; torch hands out 32 streams in turn."""
+    gc.collect()  # backends of other tests
+    backends, handles = [], set()
+    for _ in range(4):
+        backends.append(select_backend("cuda"))
+        with backends[-1].session():
+            handles.add(torch.cuda.current_stream().cuda_stream)
+        for _ in range(31):
+            torch.cuda.Stream()
+    assert len(handles) == 4

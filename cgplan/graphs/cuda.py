@@ -37,7 +37,7 @@ from cgplan.graphs.kernel_nodes import count_kernels, cuda_runtime
 from cgplan.graphs.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.graphs.plain_code import captures_here
 from cgplan.graphs.quiet import collector_quiet
-from cgplan.graphs.workspaces import keep_workspaces
+from cgplan.graphs.workspaces import keep_workspaces, own_stream
 
 
 class CudaBackend(GraphBackend):
@@ -59,7 +59,7 @@ class CudaBackend(GraphBackend):
             )
         self.device = torch.device("cuda", index)
         with torch.cuda.device(self.device):
-            self._stream = torch.cuda.Stream()
+            self._stream = own_stream(self)
             self._token = torch.zeros(1, device=self.device)
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._generators: dict[int, torch.Generator] = {}

@@ -16,9 +16,14 @@ Note [Workspaces]
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
+from typing import Any
 
 import torch
+
+_owners: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+_TORCH_HAS = 32  # streams of a device, which it hands out in turn
 
 
 @cache
@@ -34,6 +39,14 @@ def _operands(device: int) -> tuple[torch.Tensor, ...]:
     with torch.inference_mode(False), torch.cuda.stream(torch.cuda.default_stream(device)):
         matrix = torch.zeros(16, 16, device=f"cuda:{device}")
         return matrix, matrix[0], torch.zeros_like(matrix)
+
+
+def own_stream(owner: object) -> torch.cuda.Stream:
+    """A stream of the current device for the captures of ``owner``, as long as that lives, see Note [Workspaces]."""
+    taken = {stream.cuda_stream for stream in list(_owners.values())}
+    streams = [torch.cuda.Stream() for _ in range(_TORCH_HAS)]
+    _owners[owner] = next((stream for stream in streams if stream.cuda_stream not in taken), streams[0])
+    return _owners[owner]
 
 
 @torch.no_grad()

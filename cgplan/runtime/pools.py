@@ -86,7 +86,8 @@ class PoolUse:
                 )
             raise CgplanError(
                 "the runner was called from another stream than before, whose work is not done",
-                remedy="Synchronise the first stream before the second one takes over, or capture a runner for each.",
+                remedy="Synchronise the first stream before the second one takes over, or capture a runner for each, "
+                "with a backend of its own (as cgplan.capture makes one).",
             )
         self.stream, self.user = stream, name
 
