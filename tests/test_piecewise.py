@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from cgplan.models import decoder
 from cgplan.runtime.piecewise import PiecewiseBackend, cgplan_backend
 from cgplan.runtime.session import CaptureSession
 from cgplan.runtime.splitting import Piece
+from cgplan.runtime.traced import forget_trace
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 
@@ -431,6 +433,55 @@ def test_runners_leave_nothing_behind(backend: GraphBackend) -> None:
     for close in (True, False, True, False):
         capture(close)
     assert alive() <= before
+
+
+def traces_left() -> tuple[int, int]:
+    """Backends of traces that are alive, and all backends that Dynamo has registered."""
+    gc.collect()
+    alive = sum(type(found) is PiecewiseBackend for found in gc.get_objects())
+    return alive, sum(found is not None for found in torch._dynamo.eval_frame.cached_backends.values())
+
+
+def test_recaptures_and_closed_runners_leave_no_trace_behind(backend: GraphBackend) -> None:
+    """Dynamo registers the backends of traces, under ids that differ from torch to torch."""
+    model = Scaled(8, 2.0).to(backend.device)
+    before = traces_left()
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    captured = traces_left()
+    assert captured == (before[0] + 1, before[1] + 1)
+    for _ in range(3):
+        runner.recapture()
+    assert traces_left() == captured
+    runner.close()
+    del runner
+    assert traces_left() == before
+
+
+@pytest.mark.parametrize("compile_by", [torch.compile, torch._dynamo.optimize], ids=["wrapped", "as it is"])
+def test_a_trace_is_forgotten_however_its_backend_is_registered(
+    backend: GraphBackend, compile_by: Callable[..., Any]
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    mine, other = (PiecewiseBackend(backend=backend) for _ in range(2))
+    registered = torch._dynamo.eval_frame.cached_backends
+    compile_by(backend=other)(forward)
+    before = dict(registered)
+    compile_by(backend=mine)(forward)
+    assert len(registered) == len(before) + 1
+    for _ in range(2):  # the second time there is nothing
+        forget_trace(forward.__code__, mine)
+        assert registered == before
+
+
+def test_a_runner_that_its_model_holds_is_collected(backend: GraphBackend) -> None:
+    model: Any = Scaled(8, 2.0).to(backend.device)
+    model.runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_check_of_a_maximum_is_no_branch(backend: GraphBackend) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import AddressError, BatchDescriptor, CaptureError, CUDAGraphMode, GraphRunner, Input, forward_context
 from cgplan.graphs import GraphBackend
+from cgplan.runtime import piecewise
 from cgplan.runtime.context import current_forward_context, get_forward_context
-from cgplan.runtime.piecewise import cgplan_backend
+from cgplan.runtime.piecewise import PiecewiseBackend, cgplan_backend
 from cgplan.runtime.segments import SegmentWrapper, SplitForward
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
@@ -536,3 +537,94 @@ def test_the_call_that_captures_writes_once(backend: GraphBackend) -> None:
                 with forward_context(PIECEWISE, BatchDescriptor(rows)):
                     same(compiled(x=x), wanted)
     compiled.forget()
+
+
+# --- models that are dropped -------------------------------------------------------------------------------------
+
+
+def scaled_and_doubled(x: Tensor, scale: Tensor) -> Tensor:
+    return middle(x + 1, scale) * 2
+
+
+def captured_by(backend: GraphBackend, model: nn.Module) -> Any:
+    compiled = compiled_by(backend, model, "recorded::middle")
+    x = batch(backend, 8)
+    with torch.no_grad():
+        wanted = model(x)
+        same(compiled(x=x), wanted)
+        for _ in range(3):
+            with forward_context(PIECEWISE, BatchDescriptor(8)):
+                same(compiled(x=x), wanted)
+    return compiled
+
+
+def what_is_left() -> dict[type, int]:
+    """Live objects of what a trace consists of, and tensors; those of torch's own caches are fake ones."""
+    for _ in range(2):  # what a finalizer lets go is garbage for the next collection
+        gc.collect()
+    found = [type(each) for each in gc.get_objects()]
+    return {kind: found.count(kind) for kind in (Tensor, SegmentWrapper, SplitForward, PiecewiseBackend)}
+
+
+@pytest.mark.parametrize("how", ["captured", "never called", "forgotten", "held by the model"])
+def test_a_compiled_model_that_is_dropped_leaves_nothing_behind(backend: GraphBackend, how: str) -> None:
+    """Dynamo's caches, which no collector sees, held its wrappers with their graphs and tensors."""
+
+    def drop() -> weakref.ref[Any]:
+        model: Any = Steps(backend, scaled_and_doubled)
+        if how == "never called":
+            compiled = compiled_by(backend, model, "recorded::middle")
+        else:
+            compiled = captured_by(backend, model)
+        if how == "forgotten":
+            compiled.forget()
+        elif how == "held by the model":
+            model.compiled = compiled
+        return weakref.ref(model)
+
+    def registered() -> int:
+        return sum(found is not None for found in torch._dynamo.eval_frame.cached_backends.values())
+
+    before = what_is_left(), registered()
+    gone = [drop() for _ in range(2)]
+    assert (what_is_left(), registered()) == before
+    assert [each() for each in gone] == [None, None]
+
+
+@pytest.mark.parametrize("during", ["trace", "capture", "replay"])
+def test_a_compiled_model_may_be_dropped_anywhere(
+    backend: GraphBackend, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs in whatever allocates, and may find one there."""
+    kept = [captured_by(backend, Steps(backend, scaled_and_doubled))]
+    gone = weakref.ref(kept[0].backend)
+    split = piecewise.split_graph
+    model = Steps(backend, scaled_and_doubled)
+
+    def drop(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    if during == "trace":
+        monkeypatch.setattr(piecewise, "split_graph", lambda *given: (drop(), split(*given))[1])
+        captured_by(backend, model)
+    elif during == "replay":
+        compiled = captured_by(backend, model)
+        _looks.append(drop)
+        with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(8)):
+            x = batch(backend, 8)
+            compiled(x=x)
+    else:
+
+        def forward(x: Tensor) -> Tensor:
+            if backend.is_capturing():
+                drop()
+            return x * 2
+
+        wrapper, x = cgplan.CUDAGraphWrapper(forward, CUDAGraphMode.FULL, backend=backend), batch(backend, 3)
+        for _ in range(2):
+            with forward_context(CUDAGraphMode.FULL, BatchDescriptor(3)):
+                same(wrapper(x), x * 2)
+    assert not kept
+    gc.collect()
+    assert gone() is None

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any, Literal
-from weakref import finalize
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -28,7 +27,6 @@ from cgplan.runtime.first_trace import FirstTrace
 from cgplan.runtime.pools import GraphPool, RunnerPools
 from cgplan.runtime.rebound import StateSnapshot
 from cgplan.runtime.routes import choose_route
-from cgplan.runtime.traced import PiecewiseModel
 from cgplan.runtime.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 
@@ -106,9 +104,6 @@ class GraphedModel:
         self.first_trace = FirstTrace(plan, config, backend, self._ambient, is_made=self.route.splitter is None)
         # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
         self._own = model if config.compilation.compiler == "eager" else self.route.forward
-        if self.route.splitter is not None and isinstance(self.route.forward, PiecewiseModel):
-            # Its own, not one of the user's; also for a runner that is dropped without being closed.
-            self._finalizer = finalize(self, self.route.forward.forget)
 
     def find_generators(self) -> None:
         """Note the generators that the model holds now, for captures from now on; graphs that are there keep theirs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from types import CodeType, FunctionType
@@ -65,6 +66,9 @@ class PiecewiseModel:
         self._compiled = torch.compile(
             own, backend=self.backend, fullgraph=True, options={"guard_filter_fn": _no_guards}
         )
+        # Also for a model that nobody forgets. What is called then holds neither this object nor the model; at exit it
+        # is not called, as other threads may still run the trace.
+        weakref.finalize(self, forget_trace, self._code, self.backend).atexit = False
         self.model = model
         self._reader = BatchReader(config.inputs, backend.device)
         self._ambient: AmbientState | None = None
@@ -275,9 +279,15 @@ def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_trace(code: CodeType, backend: PiecewiseBackend) -> None:
-    """Drop what Dynamo keeps of a function: its cache holds the graphs' wrappers, where no collector sees them."""
+    """Drop what Dynamo keeps of a function: its cache holds the graphs' wrappers, where no collector sees them.
+
+    It may be called anywhere, as a finalizer, and again.
+    """
     torch._C._dynamo.eval_frame.reset_code(code)
-    torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
+    backends = torch._dynamo.eval_frame.cached_backends
+    for key, found in backends.copy().items():  # a copy: other threads compile meanwhile
+        if found is backend or getattr(found, "compiler_fn", None) is backend:  # what torch.compile puts around it
+            backends.pop(key, None)
     backend.compiled.clear()
 
 
