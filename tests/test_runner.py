@@ -1305,7 +1305,7 @@ def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBacken
 @pytest.mark.parametrize("earlier", ["nobody", "a runner", "by hand"])
 def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBackend, earlier: str) -> None:
     """A check of the graph that an earlier runner captured, or a call by hand, is none of this one's."""
-    first, second = (CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE) for k in (2, 3))
+    first, second = (CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, backend=backend) for k in (2, 3))
     buffers, turn = [torch.zeros(4, device=backend.device) for _ in range(2)], 0
 
     def between(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ Note [Output slots]
     buffers and tensors in attributes of the modules that it was called on or with, which were there before it ran and
     are there afterwards. Segments may write to those in place. State that it reaches in another way (a global, a
     closure, an object that is no module) is copied like any other result, and what a segment writes to it is lost.
+    Results that are views of one memory have slots that are views of one block, as segments may write to one and read
+    another, so on replay they have to share memory in the same way.
 
 Note [What a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries news between pieces and segments. A piece
