@@ -745,6 +745,12 @@ class Changing:
         (3, 3.0, "returned 3.0 on replay"),
         (True, 1, "returned 1 on replay"),
         (None, lambda x: x * 2, "tensor"),
+        (lambda x: [y := x * 2, y], lambda x: [x * 2, x * 3], "does not share memory with other results as it did"),
+        (lambda x: [y := x * 2, y[1:]], lambda x: [x * 2, x[1:] * 2], "does not share memory"),
+        (lambda x: [y := x * 2, y[1:]], lambda x: [y := x * 2, y[:1]], "does not share memory"),
+        (lambda x: [y := x[:, 1:] * 2, y], lambda x: [y := x[:, 1:] * 2, y.t()], "does not share memory"),
+        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, torch._neg_view(y)], "does not share memory"),
+        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, y.int()], "int32, .*in one memory with another result"),
     ],
 )
 def test_a_result_that_changes_is_refused(backend: GraphBackend, first: Any, later: Any, said: str) -> None:
@@ -762,6 +768,21 @@ def test_a_result_that_changes_is_refused(backend: GraphBackend, first: Any, lat
     piece.result = first
     made.replay()
     same(y, x + 1)
+
+
+def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBackend) -> None:
+    def piece(x: Tensor) -> Any:
+        whole = (torch.cat([x, x, x]) * 2)[skipped:]
+        return whole[:2], whole[1:2].t(), whole[:0] if skipped else whole.new_empty(0, 3)
+
+    x, skipped = randn(backend, 2, 3), 0
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        rows, column, nothing = made.add_eager(piece, x * 3)
+        found = rows + 1, column + 1, nothing + 1
+    for skipped in (1, 2):
+        made.replay()
+        whole = (torch.cat([x, x, x]) * 6)[skipped:]
+        same(found, (whole[:2] + 1, whole[1:2].t() + 1, x[:0]))
 
 
 def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) -> None:

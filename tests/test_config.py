@@ -396,6 +396,16 @@ def test_overrides_win_and_are_yaml(write: Any) -> None:
     assert sizes is None, "an empty value takes the key back"
 
 
+@pytest.mark.parametrize("word", ["off", "'off'", "Off", "false"])
+def test_off_is_a_word(write: Any, word: str) -> None:
+    """YAML reads it as false."""
+    setting = f"address_check: {word}"
+    assert load_config(write(f"compilation: {{{setting}}}")).compilation.address_check == "off"
+    assert read_config(write("{}"), [f"compilation.address_check={word}"]).config.compilation.address_check == "off"
+    assert "address_check" in failure(write("compilation: {address_check: on}"))
+    assert "address_check" in failure(write("{}"), "compilation.address_check=no way")
+
+
 def test_an_override_of_a_section_replaces_it_and_its_origins(write: Any) -> None:
     loaded = read_config(write("lora:\n  max_loras: 1\n  rank: 4\n"), ["lora={max_loras: 2}"])
     assert loaded.config.lora is not None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+import cgplan
 from cgplan import (
     AddressError,
     BatchDescriptor,
@@ -310,6 +311,57 @@ def test_every_size_has_to_take_the_same_way(backend: GraphBackend, branch: Call
 
     with pytest.raises(CaptureError, match="depends on the number of rows"):
         open_runner(backend, model, splitting_ops=["aten::softmax"])
+
+
+@pytest.mark.parametrize("branch", [lambda rows: rows == 1, lambda rows: rows > 4])
+def test_the_remedy_names_what_asks_for_one_row(backend: GraphBackend, branch: Callable[[int], bool]) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.softmax(-1) * 2 if branch(x.shape[0]) else x.softmax(-1) * 3
+
+    with pytest.raises(CaptureError, match="depends on the number of rows") as caught:
+        open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert ("`tensor[index] = rows`" in caught.value.remedy) == branch(1)
+    assert "Avoid the branch" in caught.value.remedy
+
+
+class Writing(nn.Module):
+    """Writes rows into a cache, as attention does into its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("cache", torch.zeros(9, 8))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        if self.way == "set":
+            self.cache[slots] = x
+        elif self.way == "index_put_":
+            self.cache.index_put_((slots,), x)
+        elif self.way == "index_copy_":
+            self.cache.index_copy_(0, slots, x)
+        else:
+            self.cache.scatter_(0, slots[:, None].expand(-1, 8), x)
+        return (x + self.cache[slots]).softmax(-1) * 2
+
+
+@pytest.mark.parametrize("way", ["set", "index_put_", "index_copy_", "scatter_"])
+def test_rows_that_are_written_by_index(backend: GraphBackend, way: str) -> None:
+    inputs = {
+        "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
+        "slots": Input(shape=("num_tokens",), dtype="int64", pad=8),
+    }
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 4], "splitting_ops": ["aten::softmax"]}
+    model, other = (Writing(way).to(backend.device) for _ in range(2))
+    if way == "set":
+        with pytest.raises(CaptureError, match="depends on the number of rows") as caught:
+            cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
+        assert "index_put_, index_copy_ and scatter_ do not" in caught.value.remedy
+        return
+    runner = cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
+    for rows in (1, 3, 4, 6, 1):
+        x, slots = torch.randn(rows, 8).to(backend.device), torch.randperm(8)[:rows].to(backend.device)
+        torch.testing.assert_close(runner(x=x, slots=slots), other(x, slots))
+        torch.testing.assert_close(model.cache[:8], other.cache[:8])
 
 
 class Scaled(nn.Module):

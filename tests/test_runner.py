@@ -37,6 +37,7 @@ from cgplan.graphs.tape import TapeBackend
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.difference import fitted
+from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper
 from cgplan.runtime.context import CaptureScope, forward_context, get_forward_context
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureProgress, CaptureSession
@@ -1301,6 +1302,30 @@ def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBacken
         first(x=x)
 
 
+@pytest.mark.parametrize("earlier", ["nobody", "a runner", "by hand"])
+def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBackend, earlier: str) -> None:
+    """A check of the graph that an earlier runner captured, or a call by hand, is none of this one's."""
+    first, second = (CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, backend=backend) for k in (2, 3))
+    buffers, turn = [torch.zeros(4, device=backend.device) for _ in range(2)], 0
+
+    def between(x: Tensor) -> Tensor:
+        return second(buffers[turn].copy_(first(x)))
+
+    options: dict[str, Any] = {"compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}, "sizes": [4]}
+    x = rows(1, 2, 3, 4, device=backend.device)
+    if earlier == "a runner":
+        same(open_runner(backend, between, {"x": ROWS}, **options)(x=x), x * 6)
+    if earlier == "by hand":
+        with forward_context(PIECEWISE, BatchDescriptor(4)), torch.no_grad():
+            same([between(x) for _ in range(2)], [x * 6] * 2)
+    runner = open_runner(backend, between, {"x": ROWS}, **options)
+    turn = 1
+    with pytest.raises(AddressError, match=r"args\[0\]"):
+        runner(x=x)
+    turn = 0
+    same(runner(x=x), x * 6)
+
+
 def test_the_call_that_captures_has_no_gradient_either(backend: GraphBackend) -> None:
     weight = torch.ones(2, 2, device=backend.device, requires_grad=True)
     wrapper = CUDAGraphWrapper(lambda x: x @ weight, FULL, backend=backend)
@@ -1318,6 +1343,33 @@ def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) 
         same(wrapper(x.clone()), x * 2)
     with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
         same(wrapper(x * 3), x * 6)
+
+
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda x, y: (x[:1], y),
+            r"argument 0, .* is torch.float32 \[1, 3\]; at capture it was torch.float32 \[4, 3\]",
+        ),
+        (lambda x, y: (x, y.double()), r"argument 1, .* is torch.float64 \[4, 3\]"),
+        (lambda x, y: (x.int(), y), r"argument 0, .* is torch.int32"),
+        (lambda x, y: (x, 5.0), r"argument 1, .* is 5.0; at capture"),
+        (lambda x, y: (x,), "argument 1, .* is missing among 1 arguments"),
+    ],
+)
+def test_copied_arguments_are_those_of_the_capture(backend: GraphBackend, kind: Any, change: Any, said: str) -> None:
+    options = CUDAGraphOptions(copied_arguments=(0, 1), address_check="off")
+    mode = (PIECEWISE,) if kind is CUDAGraphWrapper else ()
+    wrapper = kind(lambda x, y: x * y, *mode, backend=backend, options=options)
+    x, y = (torch.arange(12.0, device=backend.device).view(4, 3) + k for k in range(2))
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        for _ in range(2):
+            same(wrapper(x, y), x * y)
+        with pytest.raises(AddressError, match=rf"PIECEWISE num_tokens=4: {said}"):
+            wrapper(*change(x, y))
+        same(wrapper(x + 1, y), (x + 1) * y)
 
 
 @pytest.mark.parametrize("captured_under", [False, True])

@@ -15,7 +15,16 @@ from checks import same
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import AddressError, BatchDescriptor, CaptureError, CUDAGraphMode, GraphRunner, Input, forward_context
+from cgplan import (
+    AddressError,
+    BatchDescriptor,
+    CaptureError,
+    CUDAGraphMode,
+    GraphRunner,
+    Input,
+    InputError,
+    forward_context,
+)
 from cgplan.graphs import GraphBackend
 from cgplan.runtime import piecewise
 from cgplan.runtime.context import current_forward_context, get_forward_context
@@ -190,6 +199,53 @@ def test_a_parameter_that_moved_is_found_on_the_recorded_way(
         call()
     model.last.weight.data = there
     assert torch.equal(call(), wanted)
+    compiled.forget()
+
+
+@pytest.mark.parametrize("policy", ["off", "first"])
+def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBackend, policy: str) -> None:
+    model = Model(backend).eval()
+    compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts", address_check=policy)
+    x = batch(backend, 8)
+
+    def call(rows: int, descriptor: BatchDescriptor, mode: CUDAGraphMode = PIECEWISE) -> Tensor:
+        with torch.no_grad(), forward_context(mode, descriptor):
+            return compiled(x=x[:rows])["y"].clone()  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        wanted = model(x)["y"]
+    for _ in range(3):  # ahead of the trace, of the capture, of a recorded replay
+        for descriptor in (BatchDescriptor(8), BatchDescriptor(0), BatchDescriptor("4")):  # type: ignore[arg-type]
+            with pytest.raises(InputError, match=r"a batch of num_tokens = 4, the forward context's descriptor says"):
+                call(4, descriptor)
+        assert torch.equal(call(8, BatchDescriptor(8, num_reqs=3)), wanted)  # no input counts requests
+        assert torch.equal(call(8, BatchDescriptor(8)), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(call(4, BatchDescriptor(8), CUDAGraphMode.NONE), model(x[:4])["y"])  # no graph runs
+    compiled.forget()
+
+
+def test_a_descriptor_of_other_requests_than_the_inputs_is_refused(backend: GraphBackend) -> None:
+    inputs = {
+        "x": {"shape": ["num_reqs", 4], "dtype": "float32", "pad": 0},
+        "starts": {"shape": ["num_reqs + 1"], "dtype": "int64", "pad": "last"},
+    }
+    compiled = cgplan.compile_piecewise(
+        lambda x, starts: middle(x * 2, x) + starts[1:, None],
+        {"inputs": inputs, "compilation": {"splitting_ops": ["recorded::middle"], "cudagraph_capture_sizes": [4, 8]}},
+        backend=backend,
+    )
+    x, starts = batch(backend, 4), torch.arange(5, device=backend.device)
+    with torch.no_grad():
+        wanted = compiled(x=x, starts=starts).clone()
+        for descriptor in (BatchDescriptor(8, 4), BatchDescriptor(8, None)):  # nothing counts tokens
+            with forward_context(PIECEWISE, descriptor):
+                assert torch.equal(compiled(x=x, starts=starts), wanted)
+        with (
+            forward_context(PIECEWISE, BatchDescriptor(8, 8)),
+            pytest.raises(InputError, match="num_reqs = 4, the forward context's descriptor says 8"),
+        ):
+            compiled(x=x, starts=starts)
     compiled.forget()
 
 

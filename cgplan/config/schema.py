@@ -28,6 +28,7 @@ from cgplan.config.values import (
     dtype_name,
     enum_by_name,
     is_value_of,
+    off_word,
 )
 from cgplan.config.workload import BudgetConfig, TrafficConfig
 from cgplan.modes import AttentionSupport, CUDAGraphMode
@@ -164,7 +165,7 @@ class CompilationConfig(Section):
         description="With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops "
         "and at operators tagged cudagraph_unsafe. false: the traced forward is split first.",
     )
-    address_check: Literal["off", "first", "always"] = Field(
+    address_check: Annotated[Literal["off", "first", "always"], BeforeValidator(off_word)] = Field(
         default="first",
         description="Whether the model's parameters, buffers and other tensors in its attributes, and those that "
         "PIECEWISE segments read, are checked to lie where they lay at capture: on each graph's first replay, on "

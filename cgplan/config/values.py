@@ -52,6 +52,11 @@ def dtype_name(value: object) -> object:
     return str(value).removeprefix("torch.") if value is not None else value
 
 
+def off_word(value: object) -> object:
+    """``off``, which YAML reads as false."""
+    return "off" if value is False else value
+
+
 def strict_size(value: object) -> object:
     """A capture size as YAML gives it: a whole number of at least 1, and no text or truth value. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from cgplan.config import Dim, Input
+from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import InputError
 from cgplan.graphs.buffers import torch_dtype
 from cgplan.graphs.copying import PLAIN, no_memory
@@ -56,6 +57,7 @@ class BatchReader:
     def __init__(self, specs: Mapping[str, Input], device: torch.device) -> None:
         self._device = device
         self._expected = {name: _Expected.of(spec) for name, spec in specs.items()}
+        self._counts_tokens = self.counting("num_tokens") is not None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,6 +102,18 @@ class BatchReader:
         if num_tokens == 0 or (reqs and reqs[0] == 0):
             raise InputError("the batch has 0 rows", remedy="Do not call the runner for an empty batch.")
         return Batch(num_tokens, reqs[0] if reqs else None)
+
+    def refuse_other(self, batch: Batch, descriptor: BatchDescriptor) -> None:
+        """Raise InputError if a batch has other rows than its descriptor says, where inputs count them."""
+        counted = {"num_tokens": batch.num_tokens} if self._counts_tokens else {}
+        if batch.num_reqs is not None and descriptor.num_reqs is not None:
+            counted["num_reqs"] = batch.num_reqs
+        for symbol, count in counted.items():
+            if count != (wanted := getattr(descriptor, symbol)):
+                raise InputError(
+                    f"the inputs are a batch of {symbol} = {count}, the forward context's descriptor says {wanted!r}",
+                    remedy="Pad the inputs to the size of the descriptor, or pass the descriptor that they have.",
+                )
 
     def _check(self, name: str, value: Any, expected: _Expected) -> None:
         if not isinstance(value, torch.Tensor):

@@ -8,6 +8,8 @@ Note [Output slots]
     buffers and tensors in attributes of the modules that it was called on or with, which were there before it ran and
     are there afterwards. Segments may write to those in place. State that it reaches in another way (a global, a
     closure, an object that is no module) is copied like any other result, and what a segment writes to it is lost.
+    Results that are views of one memory have slots that are views of one block, as segments may write to one and read
+    another, so on replay they have to share memory in the same way.
 
 Note [What a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries news between pieces and segments. A piece
@@ -37,7 +39,7 @@ from cgplan.runtime.batch import exact_check
 from cgplan.runtime.frozen import Containers, contents, modules_of, state_of
 from cgplan.runtime.outputs import hides_tensors
 from cgplan.runtime.piece_arguments import PieceArguments
-from cgplan.runtime.piece_results import Frozen, Given, Slot, described
+from cgplan.runtime.piece_results import Block, Frozen, Given, Shared, Slot, described
 
 _LEAF = tree_flatten(None)[1]
 
@@ -99,8 +101,8 @@ class EagerPiece:
 
         Called once, inside that segment's capture, see Note [Output slots].
         """
-        blocks = {address: self._new_slot(memory) for address, memory in self._shared.items()}
-        handed, copies, results = [], [], list[Slot | Given | Frozen]()
+        blocks = {address: (self._new_slot(memory), Block()) for address, memory in self._shared.items()}
+        handed, copies, results = [], [], list[Slot | Shared | Given | Frozen]()
         for leaf, is_given in zip(self._flat, self._is_given, strict=True):
             handed.append(leaf)
             if not isinstance(leaf, torch.Tensor):
@@ -111,12 +113,13 @@ class EagerPiece:
                 )
             else:
                 block = None if _repeats(leaf) else blocks.get(_address(leaf))
-                handed[-1] = plain = self._new_slot(leaf) if block is None else _view_like(block, leaf)
+                handed[-1] = plain = self._new_slot(leaf) if block is None else _view_like(block[0], leaf)
                 with torch.inference_mode(False):
                     slot = self._backend.borrow(plain)
                 if block is not None:  # after borrowing, which would lose the bits
                     handed[-1], slot = _with_bits(plain, leaf), _with_bits(slot, leaf)
-                results.append(Slot(slot, slot.shape, slot.dtype, slot.device))
+                kept = Slot(slot, slot.shape, slot.dtype, slot.device)
+                results.append(kept if block is None or not leaf.numel() else block[1].part(kept, leaf))
                 copies.append((slot, leaf.detach()))
         self._results = results
         alone = self._spec is _LEAF and isinstance(results[0], Slot)
@@ -135,7 +138,7 @@ class EagerPiece:
         Results are compared with the last one that fitted by one compiled function, and only others one by one.
         """
         only = self._results[0] if self._spec is _LEAF else None
-        if self._arguments.is_nested or isinstance(only, Given) or only is None:
+        if self._arguments.is_nested or isinstance(only, Given | Shared) or only is None:
             return self._run
         if isinstance(only, Frozen):
             return self._run if only.value is not None else self._expecting_none()
@@ -197,7 +200,8 @@ class EagerPiece:
             raise self._changed(f"the structure {spec}", f"{self._spec}")
         for kept, value in zip(self._results, flat, strict=True):
             if not kept.accept(value):
-                raise self._changed(described(value), kept.describe())
+                found = kept.found(value) if isinstance(kept, Shared) else described(value)
+                raise self._changed(found, kept.describe())
 
     def _check(self, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
@@ -236,8 +240,9 @@ class EagerPiece:
         return CaptureError(
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
             remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key: a number that "
-            "changes as a tensor, rows that vary padded. A BreakableCUDAGraphWrapper can tell batches apart with "
-            "key_fn; a runner has none, and takes such a batch with runner.run_eagerly.",
+            "changes as a tensor, rows that vary padded, results that share memory for some batches alone as clones. "
+            "A BreakableCUDAGraphWrapper can tell batches apart with key_fn; a runner has none, and takes such a batch "
+            "with runner.run_eagerly.",
         )
 
 

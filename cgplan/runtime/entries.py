@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from cgplan.descriptors import BatchDescriptor
-from cgplan.errors import CaptureError, ConfigError
+from cgplan.errors import AddressError, CaptureError, ConfigError
 from cgplan.graphs import GraphBackend
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.source import current_line
+from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.context import AddressPolicy, CaptureScope
 from cgplan.runtime.handed_outputs import HandedOutput
@@ -31,7 +32,8 @@ class CUDAGraphOptions:
             an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
         num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
         copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
-            each replay copies them there. All other arguments must lie where they lay at capture.
+            each replay copies them there; shape and dtype must be those of the capture. All other arguments must lie
+            where they lay at capture.
         address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
             Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
             buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
@@ -61,6 +63,16 @@ class CUDAGraphOptions:
         if ruling == "off":
             return ruling
         return "always" if ruling == "always" else self.address_check
+
+    def check_copied(self, args: tuple[Any, ...]) -> None:
+        """Raise CaptureError where ``copied_arguments`` names something else than a tensor of a call."""
+        for i in self.copied_arguments:
+            if i >= len(args) or not isinstance(args[i], torch.Tensor):
+                found = f"{args[i]!r:.100}" if i < len(args) else f"one of {len(args)} arguments"
+                raise CaptureError(
+                    f"copied_arguments names argument {i}, which is {found}",
+                    remedy="Name positions of tensors that are passed by position.",
+                )
 
 
 def refuse_nested(backend: GraphBackend) -> None:
@@ -108,3 +120,23 @@ class CUDAGraphEntry:
     eager_pieces: int = 0
     ambient: AmbientState | None = None
     pooled: tuple[torch.Tensor, ...] = ()
+
+    def check_copied(self, args: tuple[Any, ...], mode: CUDAGraphMode) -> None:
+        """Raise AddressError for a copied argument of another shape or dtype than at capture, or that is missing."""
+        for i, slot in self.slots.items():
+            try:
+                fits = args[i].shape == slot.shape and args[i].dtype is slot.dtype
+            except (IndexError, AttributeError):
+                fits = False
+            if not fits:
+                found = _described(args[i]) if i < len(args) else f"missing among {len(args)} arguments"
+                raise AddressError(
+                    f"{mode} {self.descriptor}: argument {i}, which is copied, is {found}; at capture it was "
+                    f"{_described(slot)}",
+                    remedy="Pass it by position with the shape and dtype of the capture, or give batches that differ "
+                    "descriptors that differ.",
+                )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.100}"

@@ -31,6 +31,52 @@ class Slot(NamedTuple):
         return described(self.tensor)
 
 
+class Block:
+    """The one memory of several fresh results: where the first of them lay when it was last returned."""
+
+    def __init__(self) -> None:
+        self.place = (0, 0)  # address of the storage, and bytes from there
+        self._begin: int | None = None
+
+    def part(self, slot: Slot, result: torch.Tensor) -> Shared:
+        """The next of the results, as it was returned at capture."""
+        begin, is_first = _begin_of(result), self._begin is None
+        if self._begin is None:
+            self._begin = begin
+        return Shared(slot, self, is_first, begin - self._begin, _layout_of(result))
+
+
+class Shared(NamedTuple):
+    """A fresh result that is a view of one memory with others: their slots are views of one block, so that it is copied
+    only if it lies to the others as at capture.
+    """
+
+    slot: Slot
+    block: Block
+    is_first: bool
+    distance: int  # from the first, in bytes
+    layout: tuple[Any, ...]
+
+    def accept(self, value: Any) -> bool:
+        """As Slot's, once those before it in the block were asked."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.shape != self.slot.shape:
+            return False
+        place = value.untyped_storage().data_ptr(), _begin_of(value) - self.distance
+        if self.is_first:
+            self.block.place = place
+        return place == self.block.place and _layout_of(value) == self.layout and self.slot.accept(value)
+
+    def describe(self) -> str:
+        """In words."""
+        return f"{self.slot.describe()}, in one memory with another result"
+
+    def found(self, value: Any) -> str:
+        """A value that it does not accept, in words."""
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (self.slot.shape, self.slot.dtype):
+            return described(value)
+        return f"{described(value)}, which does not share memory with other results as it did,"
+
+
 class Given(NamedTuple):
     """A result that is memory of an argument, or of the state of a module: it is there already."""
 
@@ -77,6 +123,17 @@ class Frozen(NamedTuple):
         return described(self.value) + ("" if self.inside is None else " with other contents")
 
 
+def _begin_of(tensor: torch.Tensor) -> int:
+    """Where the tensor begins in its storage, in bytes."""
+    return int(tensor.storage_offset() * tensor.itemsize)
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How the tensor reads its memory, but for where it begins; of a dimension of one element the stride is any."""
+    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return (*strides, tensor.is_conj(), tensor.is_neg())
+
+
 def described(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, torch.Tensor):
@@ -85,4 +142,4 @@ def described(value: Any) -> str:
     return f"{value!r:.200}"
 
 
-__all__ = ["Frozen", "Given", "Slot", "described"]
+__all__ = ["Block", "Frozen", "Given", "Shared", "Slot", "described"]

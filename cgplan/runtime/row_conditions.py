@@ -30,11 +30,18 @@ def refuse_branches_on_size(max_rows: int, dims: Mapping[int, Dim]) -> bool:
         if len(condition.free_symbols) > 1 or not _holds(condition, range(first, max_rows + 1)):
             raise CaptureError(
                 f"the model's Python code depends on the number of rows ({expression}), at {place}",
-                remedy="Other sizes would take another way. Avoid the branch, or use compilation.splitting_modules; or "
-                "piecewise: modules, for functions under eager_break_during_capture.",
+                remedy=f"Other sizes would take another way. {_hint(expression)}Avoid the branch, or use "
+                "compilation.splitting_modules; or piecewise: modules, for functions under eager_break_during_capture.",
             )
         bounded = True
     return bounded
+
+
+def _hint(expression: Any) -> str:
+    """What torch may have asked where the model's code shows no branch."""
+    if not isinstance(expression, sympy.Eq | sympy.Ne) or sympy.Integer(1) not in expression.args:
+        return ""
+    return "`tensor[index] = rows` asks whether there is one row; index_put_, index_copy_ and scatter_ do not. "
 
 
 def _declared(expression: Any, shape_env: Any, dims: Mapping[int, Dim]) -> Any:

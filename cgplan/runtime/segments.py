@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -60,6 +60,8 @@ class SegmentWrapper(CUDAGraphWrapper):
         written: Positions of the arguments that it writes to; warm-ups leave them as they were, but for what is larger
             than ``LARGEST`` bytes (a KV cache, into which the same values are written again).
     """
+
+    _compares_copied: ClassVar[bool] = False
 
     def __init__(
         self, runnable: Callable[..., Any], *, guarded: bool = False, written: Sequence[int] = (), **options: Any

@@ -80,14 +80,17 @@ class PiecewiseModel:
         """Run the model; wrapped segments capture or replay as the forward context says.
 
         Raises:
-            InputError: outside of a runner, which has looked at them: inputs are not as they are declared.
+            InputError: outside of a runner, which has looked at them: inputs are not as they are declared, or have
+                other rows than the descriptor of a PIECEWISE forward context.
             CaptureError: grad, inference or autocast state is not that of the trace.
         """
         if args:
             raise InputError("the model takes no positional arguments", remedy="Pass every input by its name.")
         context = current_forward_context()
         if context is None or context.scope is None:
-            self._reader.read(inputs)
+            batch = self._reader.read(inputs)
+            if context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE:
+                self._reader.refuse_other(batch, context.descriptor)
         if torch._C._len_torch_dispatch_stack():  # a tape records, or somebody looks: operators, not compiled code
             return self.model(**inputs)
         if self.backend.is_bounded and self._is_larger(inputs):

@@ -55,6 +55,7 @@ class CUDAGraphWrapper:
 
     __graph_memory__ = True  # an address manifest of the model does not look inside
     _computes_while_capturing: ClassVar[bool] = False
+    _compares_copied: ClassVar[bool] = True  # False where generated code calls it, with what it was made for
 
     def __init__(
         self,
@@ -190,18 +191,11 @@ class CUDAGraphWrapper:
         """Positions of the arguments that may lie elsewhere on the next call."""
         return self.options.copied_arguments
 
-    def _check_copied(self, args: tuple[Any, ...]) -> None:
-        for i in self.options.copied_arguments:
-            if i >= len(args) or not isinstance(args[i], torch.Tensor):
-                found = f"{args[i]!r:.100}" if i < len(args) else f"one of {len(args)} arguments"
-                raise CaptureError(
-                    f"copied_arguments names argument {i}, which is {found}",
-                    remedy="Name positions of tensors that are passed by position.",
-                )
-
     def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
         if entry.slots:
+            if self._compares_copied:
+                entry.check_copied(args, self.runtime_mode)
             with torch.no_grad():
                 for i, slot in entry.slots.items():
                     slot.copy_(args[i])
@@ -252,7 +246,7 @@ class CUDAGraphWrapper:
                 )
             self._backend = scope.backend  # another object of the same device has other pools and another stream
         refuse_nested(self.backend)
-        self._check_copied(args)
+        self.options.check_copied(args)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
@@ -285,6 +279,7 @@ class CUDAGraphWrapper:
             manifest = AddressManifest.of(roots, self.backend.device, repeats=policy == "always")
             entry = replace(entry, manifest=manifest)
         self.entries[key] = entry
+        self._checked.discard(key)  # of another scope's entry
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)
