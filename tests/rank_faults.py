@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -13,7 +14,8 @@ from rank_programs import Doubling, batch, check_runner, config_of, doubled, pat
 
 import cgplan
 from cgplan.config import DistributedConfig
-from cgplan.distributed import GraphBufferRegistry, RankedCapture, open_ranks
+from cgplan.distributed import AllReduce, GraphBufferRegistry, RankedCapture, in_step, open_all_reduce, open_ranks
+from cgplan.distributed.all_reduce import GLOO_DTYPES
 from cgplan.distributed.cpu_kernels import CpuKernels
 from cgplan.distributed.shared_memory import SharedMemoryTransport
 from cgplan.errors import RegistrationError
@@ -140,6 +142,124 @@ def two_runners(rank: int) -> tuple[Said, Said]:
         check_runner(runner, rank, ranks.world_size)
         runner.close()
         return said, captured_again(second, rank, ranks.world_size)
+
+
+def dropped_runner(rank: int) -> tuple[Said, str, Said]:
+    """A runner that was dropped without close(): what the next capture raises, its remedy, and what helps."""
+    with session(rank) as (ranks, reducer, capture):
+        runner = capture.run()
+        check_runner(runner, rank, ranks.world_size)
+        del runner
+        gc.collect()
+        remedy = ""
+
+        def again() -> None:
+            nonlocal remedy
+            try:
+                capture.run()
+            except cgplan.CgplanError as error:
+                remedy = error.remedy
+                raise
+
+        said, config = tried(again), config_of()
+        with open_all_reduce(config, ranks, reducer.backend) as other:
+            together = RankedCapture(ranks, other, config)
+            second = CaptureSession(build_plan(config), Doubling(other), other.backend, config, together=together)
+            return said, remedy, captured_again(second, rank, ranks.world_size)
+
+
+class OneSum(torch.nn.Module):
+    """Sums over ranks once, in a dtype; rank 1 runs out of memory in the warm-ups of two rows."""
+
+    def __init__(self, reducer: AllReduce, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.reducer, self.dtype, self.is_short = reducer, dtype, reducer.ranks.rank == 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_short and len(x) == 2 and not self.reducer.backend.is_capturing():
+            time.sleep(0.2)  # the others wait in the sum meanwhile
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.ops.cgplan.all_reduce(x.to(self.dtype), self.reducer.number).to(x.dtype)
+
+
+def out_of_memory_beside_a_sum(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[list[int], list[float]]:
+    """A budget drops the key that rank 1 has no memory for; the keys that are left, and sums of several sizes."""
+    settings = {"all_reduce": all_reduce, "cudagraph_capture_sizes": [1, 2, 4]}
+    with session(rank, compilation=settings, budget={"memory": "10MiB"}) as (_, reducer, capture):
+        model = capture._model = OneSum(reducer, dtype)
+        runner = capture.run()
+        model.is_short = False
+        keys = [key.num_tokens for _, key in runner.plan.keys]
+        sums = [runner(x=torch.full((rows, 8), 10.0 * rows + rank)).unique().item() for rows in (4, 1, 2, 3)]
+        runner.close()
+    return keys, sums
+
+
+def captured_after_a_left_sum(rank: int) -> list[Said]:
+    """Rank 1 leaves out a call; once rank 0 has given it up, all capture again."""
+    with session(rank, compilation={"all_reduce": "nccl"}) as (ranks, _, capture):
+        runner = capture.run()
+        if rank == 0:
+            said = tried(lambda: runner(x=torch.ones(2, 8)))
+        else:
+            time.sleep(patience() + 2)  # what gloo waits for it, and rank 0 looks for a lost rank
+            said = "ok", None
+        again = tried(runner.recapture)
+        check_runner(runner, rank, ranks.world_size)
+        runner.close()
+    return [said, again]
+
+
+def refused_dtype(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[Said, float]:
+    """A sum of a dtype that gloo does not take, and one after it."""
+    with session(rank, compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
+        said = tried(lambda: reducer(torch.ones(16).to(dtype)))
+        total = reducer(torch.full((3,), 1.0 + rank, dtype=torch.float64)).unique().item()
+        assert captured_again(capture, rank, ranks.world_size) == ("ok", None)
+    return said, total
+
+
+def sums_of_each_dtype(rank: int) -> list[torch.dtype]:
+    """Dtypes whose sum is wrong."""
+    with session(rank, compilation={"all_reduce": "nccl"}) as (_, reducer, _):
+        one, two = torch.ones(4), torch.full((4,), 2.0)
+        return [dtype for dtype in GLOO_DTYPES if reducer(one.to(dtype)).tolist() != two.to(dtype).tolist()]
+
+
+def wrong_arguments(rank: int) -> list[Said]:
+    """Rank 1 comes to every other batch without rows, and with what is no batch; sums are right in those between."""
+    settings = {
+        "metadata": {"starts": {"shape": ["num_reqs + 1"], "dtype": "int32", "pad": "last"}},
+        "distributed": {"data_parallel_sync": True},
+    }
+    idle = {"x": torch.ones(0, 8), "starts": torch.zeros(1, dtype=torch.int32)}
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((), {**idle, "starts": None}),
+        ((), {**idle, "other": idle["x"]}),
+        ((), {**idle, "starts": torch.tensor(0, dtype=torch.int32)}),
+        ((idle["x"],), {}),
+        ((), idle),  # with no memory for its padding
+    ]
+    real, said = torch.cat, list[Said]()
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with session(rank, **settings) as (ranks, _, capture):
+        runner = capture.run()
+        call = in_step(runner, ranks)
+        for turn, (args, given) in enumerate(wrong):
+            inputs = [batch(other, turn, (2, 8), torch.float32) for other in range(ranks.world_size)]
+            right = {"x": inputs[rank], "starts": torch.arange(3, dtype=torch.int32)}
+            if rank == 1:
+                torch.cat = no_memory if given is idle else real
+                said.append(tried(lambda args=args, given=given: call(*args, **given)))
+                torch.cat = real
+            else:
+                said.append(tried(lambda right=right: call(**right)))
+            torch.testing.assert_close(call(**right), doubled(inputs, ranks.world_size), rtol=1e-6, atol=1e-6)
+        runner.close()
+    return said
 
 
 def used_after_close(rank: int, all_reduce: str) -> list[Said]:

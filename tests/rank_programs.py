@@ -199,18 +199,20 @@ def unequal_counts(rank: int) -> None:
 
 def unlike(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
     """What rank 1 sums with a tensor of another shape or dtype than rank 0 does."""
+    if kind == "layout":  # as many bytes
+        return x.t() if rank else x
     if kind == "shape":
         return torch.nn.functional.pad(x, (0, 16 * rank))
     return x.to(torch.float16 if rank else torch.bfloat16)
 
 
-def captures_unlike_inputs(rank: int, kind: str) -> None:
+def captures_unlike_inputs(rank: int, kind: str, mode: CUDAGraphMode = CUDAGraphMode.FULL, device: str = "cpu") -> None:
     """Without a warm-up: nothing is summed before the buffers are registered."""
-    with opened() as (_, reducer):
+    with opened() if device == "cpu" else on_gpus() as (_, reducer):
         reducer.begin_pass()
         graph = reducer.backend.new_graph(reducer.backend.new_pool())
-        x = torch.ones(4, 32)
-        with reducer.backend.session(), reducer.backend.capturing(graph):
+        x, key = torch.ones(4, 32, device=device), BatchDescriptor(4)
+        with reducer.backend.session(), forward_context(mode, key, {}), reducer.backend.capturing(graph):
             reducer(reducer(x))
             reducer(unlike(rank, kind, x))
         reducer.end_pass()
@@ -228,10 +230,12 @@ def sums_unlike_tensors(rank: int, kind: str) -> Any:
         return said, reducer(x).unique().tolist()
 
 
-def model_of_unlike_sums(rank: int, kind: str) -> None:
+def model_of_unlike_sums(rank: int, kind: str, mode: str) -> None:
     """A model whose ranks sum unlike tensors, in its warm-ups and in its graphs."""
-    with session(rank) as (_, reducer, capture):
-        capture._model.forward = lambda x: reducer(unlike(rank, kind, x))
+    settings = {"cudagraph_mode": mode, "splitting_modules": ["inner"] if mode == "PIECEWISE" else []}
+    with session(rank, compilation=settings) as (_, reducer, capture):
+        capture._model.inner = torch.nn.Identity()
+        capture._model.forward = lambda x: reducer(unlike(rank, kind, capture._model.inner(x)))
         capture.run()
 
 

@@ -12,6 +12,7 @@ import torch
 from ranks import HANG, Outcome, run_ranks, shared_segments, values
 
 from cgplan import errors
+from cgplan.modes import CUDAGraphMode
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +48,13 @@ def test_unequal_counts() -> None:
     [
         ("shape", r"with \[4, 48\] torch.float32, rank 0 with \[4, 32\] torch.float32"),
         ("dtype", r"with \[4, 32\] torch.float16, rank 0 with \[4, 32\] torch.bfloat16"),
+        ("layout", r"with \[32, 4\] torch.float32, rank 0 with \[4, 32\] torch.float32"),
     ],
 )
-def test_graphs_that_sum_unlike_tensors_are_not_registered(kind: str, words: str) -> None:
-    """A kernel would read its peers' inputs as if they were laid out like its own."""
-    found = run_ranks(2, programs.captures_unlike_inputs, kind)
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_graphs_that_sum_unlike_tensors_are_not_registered(mode: CUDAGraphMode, kind: str, words: str) -> None:
+    """A kernel would read its peers' inputs, or what they have staged, as if they were laid out like its own."""
+    found = run_ranks(2, programs.captures_unlike_inputs, kind, mode)
     all_raise(found, "RankMismatchError", f"^rank 1 captured all-reduce 3 of 3 {words}$")
 
 
@@ -62,8 +65,9 @@ def test_a_rank_that_sums_more_often_in_its_warm_ups() -> None:
 
 
 UNLIKE = [
-    ("shape", "768 bytes of torch.float32, rank 0 with 512 bytes of torch.float32"),
-    ("dtype", "256 bytes of torch.float16, rank 0 with 256 bytes of torch.bfloat16"),
+    ("shape", "[4, 48] torch.float32, rank 0 with [4, 32] torch.float32"),
+    ("dtype", "[4, 32] torch.float16, rank 0 with [4, 32] torch.bfloat16"),
+    ("layout", "[32, 4] torch.float32, rank 0 with [4, 32] torch.float32"),
 ]
 
 
@@ -74,10 +78,12 @@ def test_unlike_tensors_are_not_summed_on_the_cpu(kind: str, words: str) -> None
     assert values(run_ranks(2, programs.sums_unlike_tensors, kind)) == [(said, [2.0])] * 2
 
 
-@pytest.mark.parametrize("kind", ["shape", "dtype"])
-def test_a_model_whose_ranks_sum_unlike_tensors_is_not_captured(kind: str) -> None:
-    found = run_ranks(2, programs.model_of_unlike_sums, kind)
-    all_raise(found, "RankMismatchError", "rank 1 came to all-reduce 1 with .* bytes of torch.float")
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("shape", "FULL"), ("dtype", "FULL"), ("layout", "FULL"), ("layout", "PIECEWISE")]
+)
+def test_a_model_whose_ranks_sum_unlike_tensors_is_not_captured(kind: str, mode: str) -> None:
+    found = run_ranks(2, programs.model_of_unlike_sums, kind, mode)
+    all_raise(found, "RankMismatchError", r"rank 1 came to all-reduce 1 with \[.*\] torch.float")
 
 
 @pytest.mark.parametrize(("world_size", "phase"), [(2, "eager"), (4, "capture")])

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import rank_faults as faults
 import rank_programs as programs
+import torch
 from ranks import run_ranks, values
 
 from cgplan.distributed.ranks import Ranks
@@ -112,6 +113,55 @@ def test_a_second_runner_on_one_all_reduce() -> None:
     found = values(run_ranks(2, faults.two_runners))
     all_say([said for said, _ in found], "graphs of another runner reduce by this all-reduce", "RegistrationError")
     assert {again for _, again in found} == {("ok", None)}
+
+
+def test_a_runner_that_was_dropped_without_close() -> None:
+    found = values(run_ranks(2, faults.dropped_runner))
+    all_say([said for said, *_ in found], "graphs of another runner reduce by this all-reduce", "RegistrationError")
+    for _, remedy, again in found:
+        assert "where it was dropped without close()" in remedy
+        assert "open_all_reduce()" in remedy
+        assert again == ("ok", None)
+
+
+@pytest.mark.parametrize(("all_reduce", "dtype"), [("nccl", torch.float32), ("custom", torch.float64)])
+def test_a_key_that_one_rank_has_no_memory_for_while_gloo_waits_for_it(all_reduce: str, dtype: torch.dtype) -> None:
+    """The sum that is left is not taken up by one of another size, in the captures that follow."""
+    for keys, sums in values(run_ranks(2, faults.out_of_memory_beside_a_sum, all_reduce, dtype)):
+        assert keys == [4]
+        assert sums == [81.0, 21.0, 41.0, 61.0]
+
+
+def test_a_capture_after_a_sum_of_gloos_that_was_left() -> None:
+    left, skipped = values(run_ranks(2, faults.captured_after_a_left_sum, patience=6))
+    assert left[0][0] == "AllReduceError"
+    assert [left[1], skipped[1]] == [("ok", None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "dtype"), [("nccl", torch.int16), ("nccl", torch.float8_e4m3fn), ("custom", torch.float8_e4m3fn)]
+)
+def test_a_dtype_that_gloo_does_not_sum(all_reduce: str, dtype: torch.dtype) -> None:
+    for said, total in values(run_ranks(2, faults.refused_dtype, all_reduce, dtype)):
+        assert said == ("AllReduceError", f"gloo, torch's all-reduce on the CPU, sums no {dtype}")
+        assert total == 3.0
+
+
+def test_every_dtype_that_gloo_is_said_to_sum() -> None:
+    assert values(run_ranks(2, faults.sums_of_each_dtype)) == [[]] * 2
+
+
+def test_an_idle_data_parallel_rank_with_wrong_arguments() -> None:
+    """The others hear of each one, and their batch does not meet that rank's next one."""
+    good, bad = values(run_ranks(2, faults.wrong_arguments))
+    assert good == [("RankFailedError", "rank 1 refused its batch")] * 5
+    assert bad == [
+        ("InputError", "input 'starts' is a NoneType, not a tensor"),
+        ("InputError", "unknown input 'other'"),
+        ("InputError", "input 'starts' has shape [], declared is ['num_reqs + 1']"),
+        ("InputError", "the runner takes no positional arguments"),
+        ("OutOfMemoryError", "no memory"),
+    ]
 
 
 @pytest.mark.parametrize("all_reduce", ["custom", "nccl"])

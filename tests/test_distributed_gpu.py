@@ -8,6 +8,8 @@ import rank_programs as programs
 import torch
 from ranks import run_ranks, values
 
+from cgplan.modes import CUDAGraphMode
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two GPUs"),
@@ -41,6 +43,13 @@ def test_a_rank_that_raises_behind_queued_sums() -> None:
     assert len({said for said, _, _ in found}) == 1
     assert "rank 1 failed in the capture pass" in found[0][0][1]
     assert [wrong for _, *wrong in found] == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_graphs_that_sum_unlike_tensors_are_not_registered(mode: CUDAGraphMode) -> None:
+    for outcome in run_ranks(2, programs.captures_unlike_inputs, "layout", mode, "cuda", **LIMITS):
+        assert outcome.error == "RankMismatchError"
+        assert "rank 1 captured all-reduce 3 of 3 with [32, 4] torch.float32, rank 0 with [4, 32]" in outcome.message
 
 
 def test_ranks_that_are_late_at_random() -> None:

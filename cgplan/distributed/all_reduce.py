@@ -4,6 +4,16 @@
 ranks; ``group`` is an AllReduce's number. All ranks call it in the same order with the same shapes, on one stream.
 Inside it is ``cgplan::all_reduce_row``, which is one node of a graph and one step of a tape: it reads where the inputs
 lie from a row of the registry's table, see Note [Registration] in registry.py.
+
+Note [Sums that are left]
+    A rank that raises, or gives up waiting, leaves a sum to which others have brought their part, or will. What torch's
+    group holds of it would take the next sum for its rest: wrong numbers, or, with gloo and other sizes, the end of the
+    process. On the CPU the host waits for each sum, so a rank knows that it has left one. It sums no more until all
+    ranks are together, who agree whether any has, and take another group: at the end of a step in which a rank has
+    failed, and wherever a capture pass begins, or begins again because a budget has dropped its graphs.
+    On a GPU nobody knows: the host has only queued the sum, and NCCL's kernel waits on the device. It can be given up
+    only by aborting the communicator, whose kernels graphs may hold; and torch's watchdog ends the process after the
+    timeout, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise. So nothing is made new there.
 """
 
 from __future__ import annotations
@@ -28,6 +38,11 @@ from cgplan.graphs import GraphBackend
 from cgplan.graphs.host_sync import is_probing, record_whole
 
 logger = logging.getLogger(__name__)
+
+GLOO_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool, torch.complex32, torch.complex64, torch.complex128,
+)  # fmt: skip
 
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x, int group) -> Tensor")
@@ -122,8 +137,17 @@ class CollectiveAllReduce(AllReduce):
     def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
         super().__init__(ranks, backend)
         self._group = ranks.group
-        self._is_half_done = False  # a sum of the group's was left; it would take the next one for its rest
+        self._is_half_done = False  # a sum of the group's was left, see Note [Sums that are left]
         self._stop_renewing = ranks.renew_after_failures(self._renew) if backend.device.type == "cpu" else None
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises AllReduceError, with nothing begun, for a dtype that gloo does not sum."""
+        if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
+            raise AllReduceError(
+                f"gloo, torch's all-reduce on the CPU, sums no {x.dtype}",
+                remedy="Sum a tensor of another dtype, .to(torch.float32) say, and convert the result.",
+            )
+        return super().reduce(x)
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
         """Copy, and reduce in place.
@@ -134,7 +158,10 @@ class CollectiveAllReduce(AllReduce):
         """
         if self._is_half_done:
             self.ranks.watch.check()
-            raise AllReduceError("an earlier all-reduce was left half done", remedy="Start all ranks again.")
+            raise AllReduceError(
+                "an earlier all-reduce was left half done",
+                remedy="Capture again on all ranks, or start them again.",
+            )
         out.copy_(x)
         try:
             if x.device.type == "cpu":
@@ -149,6 +176,11 @@ class CollectiveAllReduce(AllReduce):
                 f"torch's all-reduce failed on rank {self.ranks.rank}: {first_line(error)}",
                 remedy="Every rank has to make the same calls in the same order; look at what the others printed.",
             ) from error
+
+    def begin_pass(self) -> None:
+        """Another group, where a rank has left a sum half done; nothing of it on GPUs."""
+        if self._stop_renewing is not None:
+            self._renew()
 
     def _renew(self) -> None:
         """Another group, on all ranks, where one has left a sum half done."""

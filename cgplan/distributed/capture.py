@@ -53,8 +53,8 @@ class RankedCapture(Together):
             if self._reducer.is_read:
                 raise RegistrationError(
                     "graphs of another runner reduce by this all-reduce, and new ones would take their rows",
-                    remedy="close() that runner first, or open an all-reduce for each model that is captured: "
-                    "open_all_reduce().",
+                    remedy="close() that runner first; where it was dropped without close(), or is to stay, open "
+                    "another all-reduce for this model: open_all_reduce().",
                 )
             self._reducer.begin_pass()
             said = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))

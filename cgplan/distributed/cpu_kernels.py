@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry
 from cgplan.distributed.transport import MemoryTransport
 from cgplan.errors import AllReduceError, CgplanError, RankMismatchError, RegistrationError
 
+_MOST_DIMS = 64  # of a tensor whose shape is compared; of one with more it is the number of elements
+_RECORD = 1 + _MOST_DIMS  # words: what a rank brings to a sum
 _SPINS = 200  # looks at the signals before the thread yields for longer
 
 
@@ -23,9 +26,9 @@ class CpuKernels:
     A barrier: each rank adds one to its own count, writes it to its place in every rank's signals, and waits until all
     places of its own signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
     is one aligned word with one writer; a yield, which passes through locks, stands before each write and after each
-    wait, so that data is written before the count that tells of it, on any processor. Behind the counts are as many
-    places more, for what each rank brings to the sum: bytes and dtype, written before the first barrier, compared
-    before the second.
+    wait, so that data is written before the count that tells of it, on any processor. Behind the counts is a record for
+    each rank, of what it brings to the sum: dtype and shape, written before the first barrier, compared before the
+    second.
 
     Args:
         ranks: All ranks.
@@ -35,9 +38,10 @@ class CpuKernels:
 
     def __init__(self, ranks: Ranks, registry: GraphBufferRegistry, transport: MemoryTransport) -> None:
         self._ranks = ranks
-        self._own = transport.empty(2 * 8 * ranks.world_size)
+        words = (1 + _RECORD) * ranks.world_size
+        self._own = transport.empty(8 * words)
         addresses = registry.open_block("signals", self._own)
-        self._signals = [(ctypes.c_uint64 * (2 * ranks.world_size)).from_address(address) for address in addresses]
+        self._signals: list[Any] = [(ctypes.c_uint64 * words).from_address(address) for address in addresses]
         self._count = 0
         self._left: CgplanError | None = None  # why a barrier was left without the others
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -46,7 +50,7 @@ class CpuKernels:
         """Barrier, sum in float32 in the order of the ranks, barrier.
 
         Raises:
-            RankMismatchError: ranks bring tensors of different sizes or dtypes; on all ranks, and sums may go on.
+            RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and sums may go on.
             RegistrationError: the row is not written: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
             AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
@@ -64,9 +68,10 @@ class CpuKernels:
                 "a graph was replayed before its buffers were registered",
                 remedy="End the capture pass on all ranks first: CaptureSession does, or AllReduce.end_pass().",
             )
-        self._bring(x)
+        own = _record(x)
+        self._bring(own)
         self._meet()
-        unlike = self._unlike()
+        unlike = self._unlike(own)
         if unlike is not None:
             self._meet()  # nobody writes what it brings to the next sum before all have read this
             raise unlike
@@ -99,24 +104,23 @@ class CpuKernels:
             self._views[key] = torch.frombuffer(memory, dtype=like.dtype)
         return self._views[key]
 
-    def _bring(self, x: torch.Tensor) -> None:
+    def _bring(self, own: list[int]) -> None:
         """Tell all ranks what this one brings to the sum."""
-        world, said = self._ranks.world_size, x.nbytes * len(DTYPES) + DTYPES.index(x.dtype)
+        at = self._ranks.world_size + self._ranks.rank * _RECORD
         for signals in self._signals:
-            signals[world + self._ranks.rank] = said
+            signals[at : at + len(own)] = own
 
-    def _unlike(self) -> RankMismatchError | None:
+    def _unlike(self, own: list[int]) -> RankMismatchError | None:
         """What the first rank brings that differs from rank 0's; the same on all ranks."""
-        world = self._ranks.world_size
-        first, *others = self._signals[self._ranks.rank][world:]
-        for rank, said in enumerate(others, 1):
-            if said != first:
-                return RankMismatchError(
-                    f"rank {rank} came to all-reduce {(self._count + 1) // 2} with {_brought(said)}, rank 0 with "
-                    f"{_brought(first)}",
-                    remedy=SUM_ALIKE,
-                )
-        return None
+        world, said = self._ranks.world_size, self._signals[self._ranks.rank]
+        if all(said[at : at + len(own)] == own for at in range(world, len(said), _RECORD)):
+            return None
+        first, *others = [_brought(said[at : at + _RECORD]) for at in range(world, len(said), _RECORD)]
+        rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, 1) if theirs != first)
+        return RankMismatchError(
+            f"rank {rank} came to all-reduce {(self._count + 1) // 2} with {theirs}, rank 0 with {first}",
+            remedy=SUM_ALIKE,
+        )
 
     def _meet(self) -> None:
         try:
@@ -150,9 +154,15 @@ class CpuKernels:
         time.sleep(0)
 
 
-def _brought(said: int) -> str:
-    nbytes, dtype = divmod(said, len(DTYPES))
-    return f"{nbytes} bytes of {DTYPES[dtype]}"
+def _record(x: torch.Tensor) -> list[int]:
+    """Dtype and number of dimensions in one word, and the sizes."""
+    shape = x.shape if x.dim() <= _MOST_DIMS else (x.numel(),)
+    return [len(shape) * len(DTYPES) + DTYPES.index(x.dtype), *shape]
+
+
+def _brought(record: list[int]) -> str:
+    dims, dtype = divmod(record[0], len(DTYPES))
+    return f"{record[1 : 1 + dims]} {DTYPES[dtype]}"
 
 
 __all__ = ["CpuKernels"]

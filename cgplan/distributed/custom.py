@@ -92,10 +92,13 @@ class CustomAllReduce(AllReduce):
         x = x.contiguous()
         if x.data_ptr() % ALIGNMENT:  # a slice: the kernels load whole packs
             x = x.clone()
-        if self.backend.is_capturing() and not _in_segment():
+        is_capturing = self.backend.is_capturing()
+        if is_capturing and not _in_segment():
             source = self._transport.place(x)
             row = self.registry.take_row(source)
         else:
+            if is_capturing:
+                self.registry.note(x)
             source = self._staging[: x.nbytes].view(x.dtype).view(x.shape)
             row = self._staging_row
         if source is not x:
@@ -115,6 +118,7 @@ class CustomAllReduce(AllReduce):
         self.ranks.agree("the start of the capture pass")
         self._kernels.reset()
         self.ranks.agree("new signals")
+        self._fallback.begin_pass()
 
     @property
     def is_read(self) -> bool:

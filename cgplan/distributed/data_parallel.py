@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
-from cgplan.errors import CgplanError, RankFailedError
+from cgplan.errors import InputError, RankFailedError
 from cgplan.modes import CUDAGraphMode
 from cgplan.runtime.dispatching import Route
 from cgplan.runtime.runner import GraphRunner
@@ -102,25 +102,28 @@ class DataParallelRunner:
         self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
 
-    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor) -> Any:
+    def __call__(
+        self, *args: Any, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor
+    ) -> Any:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
             RankFailedError: a rank is lost, did not come within the timeout (then there are no more batches), or has
                 refused its batch.
         """
-        one = self._runner.plan.query_len
-        is_idle = self._is_idle(inputs)
-        if is_idle:
-            inputs = _padded(inputs, self._specs, (0, 0), (one, 1))
-            uniform_decode, num_active_loras = True, 0
         try:
+            if args:
+                raise InputError("the runner takes no positional arguments", remedy="Pass every input by its name.")
+            is_idle = self._is_idle(inputs)
+            if is_idle:
+                inputs = _padded(inputs, self._specs, (0, 0), (self._runner.plan.query_len, 1))
+                uniform_decode, num_active_loras = True, 0
             route = self._runner.route(inputs, uniform_decode, num_active_loras)
-        except CgplanError:
+            size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
+        except Exception:  # whatever it is: the others' batch would meet this rank's next one
             self._sync.refuse()
             raise
-        size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
-        agreed = self.last = self._sync.agree(route.mode, size, num_active_loras)
+        agreed = self.last = self._sync.agree(route.mode, size, route.num_active_loras)
         output = self._run(agreed, route, inputs, is_idle)
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
         rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
@@ -161,13 +164,19 @@ def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParal
 def _padded(
     inputs: Mapping[str, torch.Tensor], specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
 ) -> dict[str, Any]:
-    """Each tensor with the padding that it declares behind its own rows; ``have`` and ``want`` are (tokens, reqs)."""
+    """Each tensor with the padding that it declares behind its own rows; ``have`` and ``want`` are (tokens, reqs).
+
+    What no spec knows, or cannot have such rows, is left as it is: GraphRunner.route says what is wrong with it.
+    """
     found: dict[str, Any] = {}
     for name, tensor in inputs.items():
-        spec = specs[name]
-        row_dim = spec.row_dim
-        more = 0 if row_dim is None else spec.dims[row_dim].size(*want) - spec.dims[row_dim].size(*have)
-        if row_dim is None or more == 0:
+        spec = specs.get(name)
+        row_dim = None if spec is None else spec.row_dim
+        if spec is None or row_dim is None or not isinstance(tensor, torch.Tensor) or row_dim >= tensor.dim():
+            found[name] = tensor
+            continue
+        more = spec.dims[row_dim].size(*want) - spec.dims[row_dim].size(*have)
+        if more == 0:
             found[name] = tensor
             continue
         shape = [more if dim == row_dim else size for dim, size in enumerate(tensor.shape)]

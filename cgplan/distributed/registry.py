@@ -5,8 +5,9 @@ Note [Registration]
     the address of a row in a table on the device, one column a rank, and the row is written later. `take_row` hands
     rows out during the captures and notes the input's address; nothing is exchanged then. At the end of the pass
     `register` does in this order, each step with a line in the log:
-    (1) `_agree_on_rows`: every rank says which rows it took (shapes and dtypes of the inputs), or why it failed; all
-        agree, or all raise the same: a kernel reads its peers' inputs as if they were laid out like its own;
+    (1) `_agree_on_rows`: every rank says what it captured all-reduces with (shapes and dtypes of the inputs, also of
+        those that need no row, see `note`), or why it failed; all agree, or all raise the same: a kernel reads its
+        peers' inputs as if they were laid out like its own;
     (2) `_exchange`: handles and offsets of the addresses go over the CPU group;
     (3) `_open_peers`: the peers' handles are opened, once for each base;
     (4) `_write_rows`: rows are written, and the device is waited for;
@@ -71,7 +72,7 @@ class GraphBufferRegistry:
         self._ranks, self._transport, self._capacity = ranks, transport, capacity
         self.table = torch.zeros(capacity, ranks.world_size, dtype=torch.int64, device=device)
         self._addresses: list[int] = []
-        self._inputs: list[str] = []  # shape and dtype of each row's input
+        self._inputs: list[str] = []  # shape and dtype of what each captured all-reduce was given, in order
         self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
         self._blocks: list[int] = []
         self._sealed = False
@@ -105,8 +106,12 @@ class GraphBufferRegistry:
                 remedy="Raise distributed.table_rows: a row for each all-reduce in each graph.",
             )
         self._addresses.append(tensor.data_ptr())
-        self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
+        self.note(tensor)
         return self.table[self.rows - 1]
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Have ranks compare the input of an all-reduce that is being captured over memory that all know already."""
+        self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
     def register(self, error: BaseException | None = None) -> Registration:
         """End the pass: make every rank's buffers known to all, or fail on all ranks alike.
@@ -115,7 +120,8 @@ class GraphBufferRegistry:
             error: Why this rank's pass failed; None if it went well.
 
         Raises:
-            RankFailedError, RankMismatchError: a rank failed, or took another number of rows, or rows for other inputs.
+            RankFailedError: a rank failed.
+            RankMismatchError: one captured another number of all-reduces, or one with another input.
             CgplanError: the given error, where all ranks failed alike.
         """
         start = time.perf_counter()
