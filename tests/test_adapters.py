@@ -53,6 +53,11 @@ def weights(model: Decoder, seed: int, rank: int = RANK) -> dict[str, Tensor]:
     return made
 
 
+def small() -> dict[str, Tensor]:
+    """An adapter for one projection."""
+    return {f"{Q_PROJ}.lora_A": torch.ones(2, 48), f"{Q_PROJ}.lora_B": torch.ones(64, 2)}
+
+
 def merged(model: Decoder, adapter: dict[str, Tensor] | None) -> Decoder:
     """A decoder without LoRA whose weights have the adapter in them."""
     other = first_layers(model, model.config.num_layers)
@@ -142,7 +147,7 @@ def test_changes_take_effect_in_the_next_replay_without_a_capture(server: Server
         projection.lora_a[0].any() or projection.lora_b[0].any() for projection in projections(model).values()
     )
     assert adapters.load("three", {f"{Q_PROJ}.{part}": old[f"{Q_PROJ}.{part}"] for part in ("lora_A", "lora_B")}) == 0
-    adapters.replace("three", {})
+    adapters.replace("three", {name: torch.zeros_like(weight) for name, weight in small().items()})
     _, third = answer("three")
     torch.testing.assert_close(third, logits_of(base, chunks), rtol=1e-9, atol=1e-9)
     assert adapters.slots == {"three": 0, "two": 1}
@@ -163,8 +168,8 @@ def test_a_removed_adapter_is_zero_also_for_requests_that_still_name_its_slot(se
 
 def test_what_a_batch_says() -> None:
     adapters = Adapters(lora_decoder(TapeBackend()))
-    adapters.load("b", {}, slot=2)
-    adapters.load("a", {})
+    adapters.load("b", small(), slot=2)
+    adapters.load("a", small())
     lora_ids, active = adapters.batch(["b", None, "a", "b"], [1, 3, 2, 1])
     assert lora_ids.tolist() == [2, -1, -1, -1, 0, 0, 2]
     assert lora_ids.dtype is torch.int64
@@ -188,6 +193,7 @@ def bad(**changes: Any) -> dict[str, Tensor]:
         (bad(lora_A=(2, 47)), "has shapes", r"lora_A (rank, 48)"),
         (bad(lora_B=(64, 3)), "has shapes", "lora_B (64, rank)"),
         (None, "weights are a NoneType", "a dict"),
+        ({}, "has no weights", "<projection>.lora_A"),
         ({f"{Q_PROJ}.lora_A": [1.0]}, "is a list, not a tensor", "dense matrices"),
         ({f"{Q_PROJ}.lora_A": torch.tensor(1.0), f"{Q_PROJ}.lora_B": torch.tensor(1.0)}, "is no matrix", "dense"),
         ({f"{Q_PROJ}.lora_A": torch.ones(2, 48).to_sparse()}, "has the layout torch.sparse_coo", "dense"),
@@ -236,11 +242,11 @@ def test_weights_that_lie_in_their_own_slot(backend: GraphBackend, rank: int) ->
 
 def test_names_slots_and_counts_of_other_types() -> None:
     adapters = Adapters(lora_decoder(TapeBackend()))
-    adapters.load("a", {})
+    adapters.load("a", small())
     wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: adapters.load("b", {}, slot="1"), "slot is '1', a str"),  # type: ignore[arg-type]
-        (lambda: adapters.load("b", {}, slot=1.0), "slot is 1.0, a float"),  # type: ignore[arg-type]
-        (lambda: adapters.load(["b"], {}), "no adapter's name"),  # type: ignore[arg-type]
+        (lambda: adapters.load("b", small(), slot="1"), "slot is '1', a str"),  # type: ignore[arg-type]
+        (lambda: adapters.load("b", small(), slot=1.0), "slot is 1.0, a float"),  # type: ignore[arg-type]
+        (lambda: adapters.load(["b"], small()), "no adapter's name"),  # type: ignore[arg-type]
         (lambda: adapters.remove(3), "3 is no adapter's name"),  # type: ignore[arg-type]
         (lambda: adapters.batch("aa", [1, 1]), "names is one text, 'aa'"),
         (lambda: adapters.batch([["a"]], [1]), "no adapter's name"),  # type: ignore[list-item]
@@ -262,34 +268,35 @@ def test_names_slots_and_counts_of_other_types() -> None:
 def test_names_and_slots_that_are_taken_or_not_there() -> None:
     model = lora_decoder(TapeBackend())
     adapters = Adapters(model)
-    adapters.load("french", {})
+    adapters.load("french", small())
     with pytest.raises(ModelError, match="'french' is loaded already, in slot 0") as caught:
-        adapters.load("french", {})
+        adapters.load("french", small())
     assert "replace" in caught.value.remedy
     with pytest.raises(ModelError, match="slot 0 holds the adapter 'french'") as caught:
-        adapters.load("german", {}, slot=0)
+        adapters.load("german", small(), slot=0)
     assert "Remove it first" in caught.value.remedy
     for wrong in (SLOTS, -1):
         with pytest.raises(ModelError, match=f"no adapter slot {wrong}") as caught:
-            adapters.load("german", {}, slot=wrong)
+            adapters.load("german", small(), slot=wrong)
         assert "from 0 to max_loras - 1" in caught.value.remedy
-    for action in (adapters.remove, lambda name: adapters.replace(name, {}), lambda name: adapters.batch([name], [1])):
+    replace: Callable[[str], int] = lambda name: adapters.replace(name, small())  # noqa: E731
+    for action in (adapters.remove, replace, lambda name: adapters.batch([name], [1])):
         with pytest.raises(InputError, match="no adapter 'frnch' is loaded") as caught:
             action("frnch")
         assert "Did you mean 'french'?" in caught.value.remedy
-    adapters.load("german", {})
-    adapters.load("polish", {})
+    adapters.load("german", small())
+    adapters.load("polish", small())
     with pytest.raises(ModelError, match="all 3 adapter slots are taken, by french, german, polish") as caught:
-        adapters.load("czech", {})
+        adapters.load("czech", small())
     assert "Remove one that no request needs" in caught.value.remedy
     adapters.remove("german")
-    assert adapters.load("czech", {}) == 1
+    assert adapters.load("czech", small()) == 1
 
 
 def test_more_adapters_in_a_batch_than_the_configuration_allows(server: Server) -> None:
     adapters = Adapters(server.model, max_active=2)
     for name in ("a", "b", "c"):
-        adapters.load(name, {})
+        adapters.load(name, small())
     with pytest.raises(InputError, match="the batch has 3 different adapters, at most 2 are allowed") as caught:
         adapters.batch(["a", "b", "c", None], [1, 1, 1, 1])
     assert "lora.max_loras" in caught.value.remedy

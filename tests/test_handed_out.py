@@ -373,6 +373,38 @@ def test_views_of_static_buffers_changed_in_place(backend: GraphBackend, change:
             assert runner.input_views(3)["x"].shape == (3, 3)
 
 
+@pytest.mark.parametrize("uniform", [None, False])
+def test_static_buffers_cannot_be_moved_by_resizing_them(backend: GraphBackend, uniform: bool | None) -> None:
+    specs = {
+        **SQUARE,
+        "flags": Input(shape=(3,), dtype="bool", pad=0),
+        "half": Input(shape=(), dtype="bfloat16", pad=1),
+    }
+    runner = open_runner(backend, lambda x, flags, half: x * 2 + flags + half, specs=specs)
+    batch = {"x": square(backend), "flags": torch.tensor([True, False, True], device=backend.device)}
+    batch["half"] = torch.ones((), dtype=torch.bfloat16, device=backend.device)
+    wanted = runner.run_eagerly(**batch)
+    addresses = {name: view.data_ptr() for name, view in runner.input_views(3).items()}
+    for name in batch:
+        with (
+            pytest.raises(InputError, match="cannot be resized") as caught,
+            runner.stage(3, uniform_decode=uniform) as buffers,
+        ):
+            buffers[name].resize_(1 << 20)
+        assert "runner.stage(num_tokens)" in caught.value.remedy
+        with pytest.raises(RuntimeError, match="not resizable"):
+            runner.input_views(3)[name].untyped_storage().resize_(1 << 20)
+        assert {name: view.data_ptr() for name, view in runner.input_views(3).items()} == addresses
+        with runner.stage(3, uniform_decode=uniform) as buffers:
+            for given, tensor in batch.items():
+                buffers[given].copy_(tensor)
+        same(buffers.output, wanted)
+        same(runner(**batch), wanted)
+    kept = runner.input_views(3)["x"]
+    runner.close()
+    same(kept, batch["x"])
+
+
 def test_a_buffer_of_fixed_shape_changed_in_place(backend: GraphBackend) -> None:
     specs = {**SQUARE, "scale": Input(shape=(3,), dtype="float32", pad=0)}
     runner = open_runner(backend, lambda x, scale: x * scale, specs=specs)

@@ -41,6 +41,7 @@ from cgplan.runtime.budget import NO_GRAPH
 from cgplan.runtime.managers import CudaGraphManager
 from cgplan.runtime.runner import GraphRunner
 from cgplan.runtime.session import CaptureSession
+from cgplan.runtime.state_kept import LARGEST, state_kept
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -71,10 +72,14 @@ class Net(torch.nn.Module):
             self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.requires_grad_(False)
         self.asks: set[int] = set()
-        self.calls = 0
+        self.runs: list[None] = []  # no number, which captures would put back
+
+    @property
+    def calls(self) -> int:
+        return len(self.runs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.runs.append(None)
         if len(x) in self.asks:
             x = x * float(x.sum().item() != 0.125)
         return self.second(self.first(x).relu())
@@ -495,6 +500,124 @@ def test_debug_mode_checks_each_new_graph() -> None:
         same(runner(x=x).clone(), runner.run_eagerly(x=x))
     assert runner.stats.captures == 3
     runner.close()
+
+
+# --- state of the model ---------------------------------------------------------------------------------------
+
+
+class Stateful(torch.nn.Module):
+    """Each run changes state: in place, small and large and of inference mode, by a new tensor, in a number."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        at = backend.device
+        self.decay = torch.nn.Buffer(torch.ones((), device=at))
+        self.held = [torch.full((3,), float("nan"), device=at)]
+        self.ran = torch.nn.Parameter(torch.zeros((), device=at), requires_grad=False)
+        self.large = torch.zeros(LARGEST // 4 + 1, device=at)
+        with torch.inference_mode():
+            self.inferred = torch.zeros((), device=at)
+        self.last: torch.Tensor | None = None
+        self.calls = 0
+        self.table = torch.zeros(WIDTH, device=at)
+        self.rows_of_table = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.rows_of_table < WIDTH:
+            self.table.copy_(torch.arange(WIDTH, device=x.device))
+            self.rows_of_table = WIDTH
+        self.decay.mul_(0.5)
+        self.ran.add_(1)
+        self.held[0].add_(1)
+        self.large.add_(1)
+        with torch.inference_mode():
+            self.inferred.add_(1)
+        self.last = (x + self.table) * self.decay
+        return self.last + 0
+
+    def counts(self) -> tuple[float, float, float]:
+        """Runs, as state in place has counted them."""
+        return -float(self.decay.log2()), self.ran.item(), self.inferred.item()
+
+
+def states_of(runner: GraphRunner, model: Stateful, x: torch.Tensor, runs: int) -> None:
+    """Run a batch, the ``runs``-th of the model."""
+    table = torch.arange(WIDTH, device=x.device)
+    same(runner(x=x), (x + table) * 0.5**runs)
+    assert model.counts() == (runs, runs, runs)
+    assert model.held[0].isnan().all()
+
+
+def test_captures_in_service_leave_the_models_state_as_batches_left_it(backend: GraphBackend) -> None:
+    model = Stateful(backend)
+    runner = open_runner(backend, "lazy", model)
+    for runs, count in enumerate((3, 4, 1, 16, 2), 1):
+        states_of(runner, model, rows(backend, count), runs)
+    assert model.calls == 0, "replays count nothing"
+    assert model.last is not None, "a tensor that was bound anew stays"
+    assert model.large[0] > 5, "a large tensor is not saved"
+    runner.recapture()
+    states_of(runner, model, rows(backend, 3), 6)
+    with torch.inference_mode():
+        runner.recapture()
+        states_of(runner, model, rows(backend, 3), 7)
+    runner.close()
+
+
+def test_replans_leave_the_models_state_as_batches_left_it(backend: GraphBackend) -> None:
+    model = Stateful(backend)
+    runner = open_runner(backend, "adaptive", model)
+    model.decay.fill_(1)
+    model.ran.fill_(0)
+    with torch.inference_mode():
+        model.inferred.fill_(0)
+    model.calls, x = 0, rows(backend, 3)
+    states_of(runner, model, x, 1)
+    runner.replan(apply=False)
+    states_of(runner, model, x, 2)
+    assert sizes_of(runner) == [2, 4, 16]
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [3]
+    states_of(runner, model, x, 3)
+    assert model.calls == 0
+    runner.close()
+
+
+def test_state_stays_where_a_capture_fails(backend: GraphBackend) -> None:
+    class Asks(Stateful):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y * float(y.sum().item() != 0.125)
+
+    model = Asks(backend)
+    runner = open_runner(backend, "lazy", model)
+    states_of(runner, model, rows(backend, 3), 1)
+    assert len(runner.report.failed) == 1
+    assert model.calls == 1, "the batch ran eagerly"
+    runner.close()
+
+
+def test_tensors_that_have_become_others_are_not_written(backend: GraphBackend) -> None:
+    class Grows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.one = torch.zeros(2, device=backend.device), torch.zeros(2, device=backend.device)
+            self.expanded = torch.zeros(1, device=backend.device).expand(4)
+
+    model = Grows()
+    one = model.one
+    with state_kept(model, backend):
+        model.kept.resize_(3).fill_(1)
+        one.fill_(1)
+        model.one = torch.full((2,), 2.0, device=backend.device)
+    assert model.kept.tolist() == [1, 1, 1]
+    assert (one.tolist(), model.one.tolist()) == ([1, 1], [2, 2])
+    version = model.kept._version
+    with pytest.raises(RuntimeError, match="expand"), state_kept(model, backend):
+        model.one.fill_(3).expand(5)
+    assert model.one.tolist() == [2, 2]
+    assert model.kept._version == version, "what nobody has written to is not written"
 
 
 # --- adaptive -------------------------------------------------------------------------------------------------

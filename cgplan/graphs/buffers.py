@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from cgplan.config import Dim, Input
 from cgplan.errors import BackendError
@@ -52,6 +53,19 @@ def _try_dtype(spec: Input, device: torch.device) -> None:
     element = torch.zeros([1], dtype=dtype, device=device).fill_(0 if spec.pad == "last" else spec.pad)
     element.copy_(torch.zeros([1], dtype=dtype, device="cpu"))
     element.clone()
+
+
+def _immovable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a storage that torch refuses to resize: who is handed a view of it cannot move it under the
+    graphs (``view.resize_(9, 4)``). It owns the memory as the tensor did.
+    """
+    if tensor.nbytes == 0:
+        return tensor
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,)
+    )
+    fixed = from_dlpack(raw).untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(fixed, 0, tensor.shape, tensor.stride())
 
 
 @dataclass(slots=True)
@@ -102,7 +116,7 @@ class StaticBuffer:
         shape = [dim.size(num_tokens, num_reqs) for dim in spec.dims]
         start = 0 if spec.pad == "last" else spec.pad
         with torch.inference_mode(False):  # a tensor made in inference mode could be written to only there
-            tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start)
+            tensor = _immovable(torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start))
         row_dim = spec.row_dim
         rows = None if row_dim is None else spec.dims[row_dim]
         return cls(spec, tensor, row_dim, rows, marks, version=tensor._version)

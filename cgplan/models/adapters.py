@@ -92,8 +92,8 @@ class Adapters:
 
         Raises:
             ModelError: the name is in use, all slots are, or the one that was asked for is or is not there; or the
-                weights do not fit (a rank above the slot's, a wrong shape, an unknown projection, no dense matrix of
-                floating-point numbers). Nothing changed.
+                weights do not fit (none at all, a rank above the slot's, a wrong shape, an unknown projection, no dense
+                matrix of floating-point numbers). Nothing changed.
             InputError: the name is no text, or the slot no int.
         """
         _check_name(name)
@@ -184,9 +184,13 @@ def _check_name(name: str) -> None:
 
 
 def _check_weights(weights: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if that is no mapping from names to dense matrices with numbers in them."""
+    """Raise ModelError if that is no mapping from names to dense matrices with numbers in them, one at least."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"weights are a {type(weights).__name__}", remedy="Give a dict of tensors by name.")
+    if not weights:
+        raise ModelError(
+            "the adapter has no weights", remedy="Give <projection>.lora_A and .lora_B, or None as a request's adapter."
+        )
     for name, tensor in weights.items():
         wrong = None
         if not isinstance(name, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from cgplan.reports.replan import ReplanReport, Way
 from cgplan.runtime.dispatching import Route
 from cgplan.runtime.live import LiveGraphs
 from cgplan.runtime.prepared import Values
+from cgplan.runtime.state_kept import state_kept
 from cgplan.runtime.stats import Mark, RunnerStats
 from cgplan.runtime.step_times import time_on_padding
 
@@ -88,7 +89,9 @@ class OnDemand:
     def capture(self, key: Key) -> None:
         """Capture a key, or remember why it cannot be. Raises AddressError if the model's memory has moved."""
         self.live.check(key)
-        if self.live.capture([key]):
+        with self._state_kept():
+            captured = self.live.capture([key])
+        if captured:
             self._stats.captures += 1
         if key in self.live.failed:
             self._stats.failures += 1
@@ -112,14 +115,15 @@ class OnDemand:
         start, live, old = time.perf_counter(), self.live, self.live.graphed.plan
         before = live.graphed.pools.nbytes
         live.check_all()
-        wanted, lost = self._proposal(traffic, times, costs), uncapturable(live.failed.values())
-        planned = set(wanted.keys)
         way: Way = "proposed"
         new: tuple[Key, ...] = ()
         known = set(live.failed)
-        if apply:
-            self._mark = self._stats.mark()
-            way, new = self._exchange(wanted, reopen)
+        with self._state_kept():
+            wanted, lost = self._proposal(traffic, times, costs), uncapturable(live.failed.values())
+            if apply:
+                self._mark = self._stats.mark()
+                way, new = self._exchange(wanted, reopen)
+        planned = set(wanted.keys)
         live = self.live
         had, has = set(old.keys), set(live.keys) if apply else set(old.keys)
         evicted = tuple(key for key in old.keys if key not in has)
@@ -138,6 +142,10 @@ class OnDemand:
             pool_bytes=(before, live.graphed.pools.nbytes),
             seconds=time.perf_counter() - start,
         )
+
+    def _state_kept(self) -> AbstractContextManager[None]:
+        """A block that leaves the model's state as batches have left it."""
+        return state_kept(self.live.graphed.holder, self.live.graphed.backend)
 
     def _check_policy(self) -> None:
         policy = self.config.compilation.capture_policy

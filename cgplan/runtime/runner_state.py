@@ -27,6 +27,7 @@ from cgplan.runtime.on_demand import OnDemand
 from cgplan.runtime.pools import PoolUse
 from cgplan.runtime.prepared import BatchPreparer, PreparedBatch, leave_alone
 from cgplan.runtime.staging import StagedBuffers
+from cgplan.runtime.state_kept import state_kept
 from cgplan.runtime.stats import RunnerStats
 
 # Of the last call: its flags, what is like its tensors, the batch, and how such are copied in.
@@ -180,8 +181,9 @@ class RunnerState:
             keys = live.keys if self._demand.is_lazy else None
             self._suspended = True
             try:
-                self._free_once()
-                self._demand.live = self._capture_plan(live.asked, keys)
+                with state_kept(live.graphed.holder, self.backend):
+                    self._free_once()
+                    self._demand.live = self._capture_plan(live.asked, keys)
                 self._open()
             finally:
                 self._suspended = False

@@ -50,7 +50,8 @@ class StagedBuffers(dict[str, torch.Tensor]):
         make: Makes views of the batch's rows, as tensors of nobody else.
 
     Raises:
-        InputError: a tensor is put in or taken out, instead of being written to in place.
+        InputError: a tensor is put in or taken out, instead of being written to in place; or one that was resized left
+            the block as torch's RuntimeError, for the memory cannot move.
         CgplanError: it is entered while a call is under way, while another stream still has work of the call before, or
             after its graphs are gone, or used outside of its block; leaving it raises what a call raises.
     """
@@ -125,6 +126,11 @@ class StagedBuffers(dict[str, torch.Tensor]):
                 self._output = launcher.launch(batch, batch.pad, tensors)
             else:
                 launcher.extend_marks(batch)
+                if kind is RuntimeError and "storage that is not resizable" in str(error):  # see buffers.py
+                    raise InputError(
+                        f"staged buffers cannot be resized, the graphs read the memory that is there: {error}",
+                        remedy="Stage a batch of the size that is needed: runner.stage(num_tokens).",
+                    ) from error
         except BaseException:
             launcher.extend_marks(batch)
             raise
