@@ -32,10 +32,10 @@ from cgplan import (
 from cgplan.config import Input, validate_config
 from cgplan.graphs import GraphBackend, select_backend
 from cgplan.models import decoder
+from cgplan.runtime.forgetting import forget_trace
 from cgplan.runtime.piecewise import PiecewiseBackend, cgplan_backend
 from cgplan.runtime.session import CaptureSession
 from cgplan.runtime.splitting import Piece
-from cgplan.runtime.traced import forget_trace
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 

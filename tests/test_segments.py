@@ -678,9 +678,12 @@ def test_a_compiled_model_may_be_dropped_anywhere(
             return x * 2
 
         wrapper, x = cgplan.CUDAGraphWrapper(forward, CUDAGraphMode.FULL, backend=backend), batch(backend, 3)
+        gc.collect()  # graphs of other tests
         for _ in range(2):
             with forward_context(CUDAGraphMode.FULL, BatchDescriptor(3)):
                 same(wrapper(x), x * 2)
+        assert gone() is not None, "to free graphs now would make the capture invalid"
+        compiled_by(backend, model, "recorded::middle")
     assert not kept
     gc.collect()
     assert gone() is None

@@ -42,10 +42,15 @@ def _operands(device: int) -> tuple[torch.Tensor, ...]:
 
 
 def own_stream(owner: object) -> torch.cuda.Stream:
-    """A stream of the current device for the captures of ``owner``, as long as that lives, see Note [Workspaces]."""
+    """A stream of the current device for the captures of ``owner``, as long as that lives, see Note [Workspaces].
+
+    The next one of torch's that is free, so that what is made after it gets others.
+    """
     taken = {stream.cuda_stream for stream in list(_owners.values())}
-    streams = [torch.cuda.Stream() for _ in range(_TORCH_HAS)]
-    _owners[owner] = next((stream for stream in streams if stream.cuda_stream not in taken), streams[0])
+    for _ in range(_TORCH_HAS):
+        _owners[owner] = torch.cuda.Stream()
+        if _owners[owner].cuda_stream not in taken:
+            break
     return _owners[owner]
 
 

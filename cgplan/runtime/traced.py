@@ -20,6 +20,7 @@ from cgplan.planning import build_plan
 from cgplan.runtime.ambient import AmbientState
 from cgplan.runtime.batch import BatchReader
 from cgplan.runtime.context import current_forward_context
+from cgplan.runtime.forgetting import forget_dropped, forget_put_off, forget_trace
 from cgplan.runtime.piecewise import PiecewiseBackend
 from cgplan.runtime.prologue import read_prologue
 from cgplan.runtime.segments import SplitForward
@@ -61,6 +62,7 @@ class PiecewiseModel:
             compilation.use_inductor_graph_partition,
             max(sizes, default=0),
         )
+        forget_put_off()
         own = _with_own_code(model)
         self._code = own.__code__
         self._compiled = torch.compile(
@@ -68,7 +70,7 @@ class PiecewiseModel:
         )
         # Also for a model that nobody forgets. What is called then holds neither this object nor the model; at exit it
         # is not called, as other threads may still run the trace.
-        weakref.finalize(self, forget_trace, self._code, self.backend).atexit = False
+        weakref.finalize(self, forget_dropped, self._code, self.backend).atexit = False
         self.model = model
         self._reader = BatchReader(config.inputs, backend.device)
         self._ambient: AmbientState | None = None
@@ -279,19 +281,6 @@ def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
         return model(**inputs)
 
     return FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
-
-
-def forget_trace(code: CodeType, backend: PiecewiseBackend) -> None:
-    """Drop what Dynamo keeps of a function: its cache holds the graphs' wrappers, where no collector sees them.
-
-    It may be called anywhere, as a finalizer, and again.
-    """
-    torch._C._dynamo.eval_frame.reset_code(code)
-    backends = torch._dynamo.eval_frame.cached_backends
-    for key, found in backends.copy().items():  # a copy: other threads compile meanwhile
-        if found is backend or getattr(found, "compiler_fn", None) is backend:  # what torch.compile puts around it
-            backends.pop(key, None)
-    backend.compiled.clear()
 
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
