@@ -101,7 +101,8 @@ def test_each_policy_gives_right_numbers_and_everything_back(backend: GraphBacke
     if backend.device.type == "cpu":
         assert reserved(backend) == report.pool_bytes
     else:
-        assert abs(reserved(backend) - start - report.pool_bytes - report.static_bytes) <= 2 * MIB
+        static = -(-report.static_bytes // (2 * MIB)) * 2 * MIB  # in whole segments; the slack is that of back_at
+        assert abs(reserved(backend) - start - report.pool_bytes - static) <= 2 * MIB
     runner.close()
     assert back_at(backend, start)
     assert runner._graphed.pools.nbytes == 0
