@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import CodeType
 
 import torch
 
 from cgplan.errors import CaptureError
 from cgplan.graphs.host_sync import blamed_line
+from cgplan.graphs.quiet import NestedBlocks
 
 _TORCH_REFUSES = "CUDA graph capture"  # in all such texts
 _NAME = "cgplan"
-_blocks = 0  # that are open now, in all threads
 _tool: int | None = None
-_lock = threading.Lock()
 
 
 class _Noted(threading.local):
@@ -32,23 +30,6 @@ class _Noted(threading.local):
 
 
 _noted = _Noted()
-
-
-@contextmanager
-def errors_noted() -> Iterator[None]:
-    """A block in which errors of captures are noted, caught or not; a block inside a block is part of it."""
-    global _blocks
-    with _lock:
-        if _blocks == 0:
-            _listen()
-        _blocks += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _blocks -= 1
-            if _blocks == 0:
-                _stop()
 
 
 def forget_caught() -> None:
@@ -92,6 +73,14 @@ def _stop() -> None:
         monitoring.register_callback(_tool, monitoring.events.RAISE, None)
         monitoring.free_tool_id(_tool)
         _tool = None
+
+
+_listening = NestedBlocks(_listen, _stop)
+
+
+def errors_noted() -> AbstractContextManager[None]:
+    """A block in which errors of captures are noted, caught or not; a block inside a block is part of it."""
+    return _listening.another()
 
 
 __all__ = ["errors_noted", "forget_caught", "refuse_caught"]
