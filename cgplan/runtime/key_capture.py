@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from cgplan.runtime.failures import drop_locals, explain_failure
 from cgplan.runtime.graphed import GraphedModel
 from cgplan.runtime.outputs import OutputRows
 from cgplan.runtime.rebound import check_rebound
-from cgplan.runtime.state_kept import current_state
+from cgplan.runtime.state_kept import capture_noted, look_at_state
 from cgplan.runtime.wrapper import CUDAGraphEntry
 
 _WRAP = (
@@ -129,9 +128,8 @@ class KeyCapture:
     def _capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> CapturedKey:
         backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
         scope.pool = graphed.pools.of((mode, descriptor))
-        kept = current_state()
         try:
-            cold = {} if kept is None else kept.look()
+            cold = look_at_state()
             start = time.perf_counter()
             graphed.trace(descriptor)
             for _ in range(graphed.config.compilation.cudagraph_num_of_warmups):
@@ -141,7 +139,7 @@ class KeyCapture:
             before = (backend.memory(), graphed.pools.nbytes)
             read = time.perf_counter()
             capturing = True
-            with nullcontext() if kept is None else kept.noting_capture(cold):
+            with capture_noted(cold):
                 output = self._run_watched(mode, descriptor, graphed.views(descriptor))
         except Exception as error:
             failure = explain_failure(

@@ -94,24 +94,26 @@ class StateSnapshot:
         with suppress(LookupError):
             self._found[place][0][place[1]] = value
 
-    def lost(self, place: Place) -> dict[str, torch.Tensor]:
-        """Tensors, by path, that were there, in a container or by themselves, and are not there any more."""
-        path, before = self._found[place][1:]
-        if isinstance(before, torch.Tensor):
-            return {path: before}
-        now = dict(_leaves(self.value(place), path))
-        lost = {p: t for p, t in _leaves(before, path) if isinstance(t, torch.Tensor) and now.get(p) is not t}
-        if lost:  # what the model has in another place, too, and had there before, is not state that went
+    def lost(self, places: Iterable[Place]) -> dict[str, torch.Tensor]:
+        """Tensors, by path, that were there, in containers or by themselves, and are not there any more."""
+        bound, inside = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for path, before, place in ((*self._found[place][1:], place) for place in places):
+            if isinstance(before, torch.Tensor):
+                bound[path] = before
+                continue
+            now = dict(_leaves(self.value(place), path))
+            inside |= {p: t for p, t in _leaves(before, path) if isinstance(t, torch.Tensor) and now.get(p) is not t}
+        if inside:  # what the model has in another place, too, and had there before, is not state that went
             others = StateSnapshot(self._model)._found
             stay = {id(item) for at, (_, _, item) in others.items() if at in self._found and item is self.before(at)}
-            lost = {p: t for p, t in lost.items() if id(t) not in stay}
-        return lost
+            inside = {p: t for p, t in inside.items() if id(t) not in stay}
+        return bound | inside
 
     def numbers(self, place: Place) -> tuple[str, ...]:
         """The numbers that were there, in a container or by themselves."""
         return _numbers(self.before(place))
 
-    def count(self, place: Place) -> tuple[str, ...]:
+    def numbers_now(self, place: Place) -> tuple[str, ...]:
         """The numbers that are there now."""
         return _numbers(self.value(place))
 
@@ -265,17 +267,19 @@ def check_rebound(snapshot: StateSnapshot, run: Callable[[], object], inputs: Se
     """
     changed = snapshot.changed()
     given = {id(tensor) for tensor in inputs}
-    lost = {path: tensor for place in changed.values() for path, tensor in snapshot.lost(place).items()}
-    tensors = {path: tensor for path, tensor in lost.items() if id(tensor) not in given}
-    had = {path: (place, snapshot.numbers(place)) for path, place in changed.items()}
-    numbers = {path: place for path, (place, before) in had.items() if before and before != snapshot.count(place)}
+    tensors = {path: t for path, t in snapshot.lost(changed.values()).items() if id(t) not in given}
+    numbers = {
+        path: place
+        for path, place in changed.items()
+        if (before := snapshot.numbers(place)) and before != snapshot.numbers_now(place)
+    }
     if not tensors and not numbers:
         return []
     after = {place: snapshot.value(place) for place in changed.values()}
     snapshot.put_back(changed.values())
     looks = []
     for _ in range(2 if numbers else 1):
-        look = _Reads(tensors, lambda: {path: snapshot.count(place) for path, place in numbers.items()})
+        look = _Reads(tensors, lambda: {path: snapshot.numbers_now(place) for path, place in numbers.items()})
         with suppress(Exception), look:  # a forward that fails has been reported already, or will be
             run()
         look.note_moved()

@@ -12,7 +12,7 @@ Note [State in service]
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -109,9 +109,18 @@ def _put_back(kept: KeptState, backend: GraphBackend) -> None:
     backend.synchronize()  # the next batch may come on another stream
 
 
-def current_state() -> KeptState | None:
-    """What the block around keeps; None where no runner is in service."""
-    return _CURRENT.get()
+def look_at_state() -> Look:
+    """The versions of what the block around keeps; empty where no runner is in service."""
+    kept = _CURRENT.get()
+    return {} if kept is None else kept.look()
+
+
+@contextmanager
+def capture_noted(cold: Look) -> Iterator[None]:
+    """A block that captures a key, for what the block around keeps; ``cold``: a look before its warm-ups."""
+    kept = _CURRENT.get()
+    with nullcontext() if kept is None else kept.noting_capture(cold):
+        yield
 
 
 def _differing(before: Look, after: Look) -> set[Any]:
@@ -155,4 +164,4 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-__all__ = ["LARGEST", "KeptState", "current_state", "state_kept"]
+__all__ = ["LARGEST", "KeptState", "capture_noted", "look_at_state", "state_kept"]
