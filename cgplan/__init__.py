@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from cgplan.version import __version__
 
 if TYPE_CHECKING:
+    from cgplan.api import capture
+    from cgplan.backends.context import forward_context, get_forward_context
     from cgplan.config import CompilationConfig, Config, Input, load_config
-    from cgplan.descriptors import BatchDescriptor
     from cgplan.errors import (
         AddressError,
         AllReduceError,
@@ -41,18 +42,16 @@ if TYPE_CHECKING:
         StepTimeError,
         TrafficError,
     )
-    from cgplan.modes import AttentionSupport, CUDAGraphMode
+    from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+    from cgplan.measure.bench import bench
+    from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
+    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+    from cgplan.piecewise.breaks import eager_break_during_capture
+    from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
+    from cgplan.piecewise.trace import compile_piecewise
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
-    from cgplan.runtime.api import capture
-    from cgplan.runtime.bench import bench
-    from cgplan.runtime.breakable import BreakableCUDAGraphCapture
-    from cgplan.runtime.breakable_models import BreakableCUDAGraphWrapper
-    from cgplan.runtime.breaks import eager_break_during_capture
-    from cgplan.runtime.context import forward_context, get_forward_context
-    from cgplan.runtime.runner import GraphRunner
-    from cgplan.runtime.session import CaptureSession
-    from cgplan.runtime.traced import compile_piecewise
-    from cgplan.runtime.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+    from cgplan.runner.runner import GraphRunner
+    from cgplan.runner.session import CaptureSession
 
 __all__ = [
     "AddressError",
@@ -111,19 +110,18 @@ __all__ = [
 
 _HOMES = {
     "cgplan.config": ("CompilationConfig", "Config", "Input", "load_config"),
-    "cgplan.descriptors": ("BatchDescriptor",),
-    "cgplan.modes": ("AttentionSupport", "CUDAGraphMode"),
+    "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
-    "cgplan.runtime.api": ("capture",),
-    "cgplan.runtime.bench": ("bench",),
-    "cgplan.runtime.breakable": ("BreakableCUDAGraphCapture",),
-    "cgplan.runtime.breakable_models": ("BreakableCUDAGraphWrapper",),
-    "cgplan.runtime.breaks": ("eager_break_during_capture",),
-    "cgplan.runtime.context": ("forward_context", "get_forward_context"),
-    "cgplan.runtime.runner": ("GraphRunner",),
-    "cgplan.runtime.session": ("CaptureSession",),
-    "cgplan.runtime.traced": ("compile_piecewise",),
-    "cgplan.runtime.wrapper": ("CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"),
+    "cgplan.api": ("capture",),
+    "cgplan.measure.bench": ("bench",),
+    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture",),
+    "cgplan.piecewise.modules": ("BreakableCUDAGraphWrapper",),
+    "cgplan.piecewise.breaks": ("eager_break_during_capture",),
+    "cgplan.backends.context": ("forward_context", "get_forward_context"),
+    "cgplan.runner.runner": ("GraphRunner",),
+    "cgplan.runner.session": ("CaptureSession",),
+    "cgplan.piecewise.trace": ("compile_piecewise",),
+    "cgplan.graphs.wrapper": ("CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cgplan.graphs import GraphBackend
+from cgplan.backends import GraphBackend
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cgplan.graphs import GraphBackend, select_backend
+from cgplan.backends import GraphBackend, select_backend
 
 
 def pytest_configure() -> None:
@@ -26,7 +26,7 @@ def _work_unit(nodeid: str) -> str:
     so that no more ranks run than one test needs, and none sees the shared memory of another one's.
     """
     file = nodeid.split("::")[0]
-    return "ranks" if file.startswith(("tests/test_distributed", "tests/test_tensor_parallel")) else file
+    return "ranks" if file.startswith("tests/ranks/") else file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cgplan.backends import GraphBackend
+from cgplan.backends.context import forward_context
 from cgplan.config import Config, Input, validate_config
-from cgplan.graphs import GraphBackend
 from cgplan.models.decoder import Decoder, build
-from cgplan.runtime.context import forward_context
 
 VOCAB, BLOCK, MAX_BLOCKS, NUM_BLOCKS = 97, 4, 8, 48
 CAPACITY = BLOCK * MAX_BLOCKS

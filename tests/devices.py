@@ -10,9 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.graphs import MemoryReading
-from cgplan.graphs.backend import Feature
-from cgplan.graphs.tape import TapeBackend
+from cgplan.backends import MemoryReading
+from cgplan.backends.backend import Feature
+from cgplan.backends.tape import TapeBackend
 
 
 class WithDriver(TapeBackend):

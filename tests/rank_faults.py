@@ -13,16 +13,16 @@ import torch
 from rank_programs import Doubling, batch, check_runner, config_of, doubled, patience, session
 
 import cgplan
+from cgplan.backends.tape import TapeBackend
+from cgplan.buffers.static import StaticBuffers
 from cgplan.config import DistributedConfig
 from cgplan.distributed import AllReduce, GraphBufferRegistry, RankedCapture, in_step, open_all_reduce, open_ranks
 from cgplan.distributed.all_reduce import GLOO_DTYPES
-from cgplan.distributed.cpu_kernels import CpuKernels
-from cgplan.distributed.shared_memory import SharedMemoryTransport
+from cgplan.distributed.kernels import CpuKernels
+from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import RegistrationError
-from cgplan.graphs.buffers import StaticBuffers
-from cgplan.graphs.tape import TapeBackend
 from cgplan.planning import build_plan
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 Said = tuple[str, Any]  # ``ok`` and what was returned, or an error's class and message
 

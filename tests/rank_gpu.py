@@ -14,11 +14,11 @@ import torch
 from rank_faults import Said, tried
 from rank_programs import Doubling, batch, config_of, doubled, patience
 
+from cgplan.backends import select_backend
 from cgplan.config import Config
 from cgplan.distributed import AllReduce, RankedCapture, Ranks, open_all_reduce, open_ranks
-from cgplan.graphs import select_backend
 from cgplan.planning import build_plan
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 
 @contextmanager

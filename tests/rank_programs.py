@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.context import forward_context
+from cgplan.backends.tape import TapeBackend
+from cgplan.captures.budget import BudgetGuard
 from cgplan.config import Config, DistributedConfig, load_config
-from cgplan.descriptors import BatchDescriptor
 from cgplan.distributed import (
     AllReduce,
     GraphBufferRegistry,
@@ -30,17 +33,13 @@ from cgplan.distributed import (
     open_all_reduce,
     open_ranks,
 )
-from cgplan.distributed.shared_memory import SharedMemoryTransport
+from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, ModelError, RegistrationError
-from cgplan.graphs import GraphBackend, select_backend
-from cgplan.graphs.tape import TapeBackend
+from cgplan.graphs.rebound import StateSnapshot
 from cgplan.models.decoder import Decoder, build, example_batch
-from cgplan.modes import CUDAGraphMode
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.runtime.budget import BudgetGuard
-from cgplan.runtime.context import forward_context
-from cgplan.runtime.rebound import StateSnapshot
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 
 def patience() -> float:
@@ -717,9 +716,9 @@ def on_gpus(all_reduce: str = "custom", debug: bool = False) -> Iterator[tuple[R
 
 
 def gpu_replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int) -> Any:
-    from cgplan.distributed import cuda_kernels
+    from cgplan.distributed import kernels
 
-    cuda_kernels.ONE_SHOT_BYTES = {2: one_shot_bytes}
+    kernels.ONE_SHOT_BYTES = {2: one_shot_bytes}
     with on_gpus() as (ranks, reducer):
         backend = reducer.backend
         pool = backend.new_pool()

@@ -18,7 +18,7 @@ from cgplan.errors import CgplanError
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runtime.session", "rank_programs"]
+    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runner.session", "rank_programs"]
 )
 HANG = "hang"
 

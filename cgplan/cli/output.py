@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cgplan.errors import OutputPathError
+from cgplan.errors import CgplanError, OutputPathError
 from cgplan.reports import Report, render
 from cgplan.reports.layout import TEXT_WIDTH, plain_text
 
@@ -102,3 +107,145 @@ def _not_written(path: Path, error: OSError) -> OutputPathError:
     return OutputPathError(
         f"cannot write {path}: {error.strerror or error}", remedy="Give a path in a folder that you may write to."
     )
+
+
+INTERNAL_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
+
+
+@contextmanager
+def failures_reported(show_traceback: bool = False) -> Iterator[None]:
+    """Turn what the block raises into a message and an exit code.
+
+    Args:
+        show_traceback: Show where the error was raised, and its causes, before the message.
+    """
+    try:
+        yield
+    except CgplanError as error:
+        _end(error, show_traceback, f"error: {error}", error.exit_code)
+    except KeyboardInterrupt as error:
+        _end(error, show_traceback, "interrupted", INTERRUPTED_EXIT_CODE)
+    except BrokenPipeError:  # the reader of a pipe has gone; typer ends the program in silence
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            full = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
+            _end(error, show_traceback, full, OutputPathError.exit_code)
+        what = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
+        _end(error, show_traceback, f"{what}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
+
+
+def _end(error: BaseException, show_traceback: bool, message: str, exit_code: int) -> None:
+    if show_traceback:
+        typer.echo("".join(traceback.format_exception(error)), err=True)
+    typer.echo(message, err=True)
+    raise typer.Exit(exit_code) from None
+
+
+def has_ranks() -> bool:
+    """Whether torchrun has started more than this process."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints: rank 0, or the only one."""
+    return not has_ranks() or os.environ["RANK"] == "0"
+
+
+ConfigPath = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Override a value by its dotted key; the value is YAML. May be repeated.",
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also save the report as JSON in this file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Check everything, slowly (compilation.debug).")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it was raised.")]
+PlanPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE", help="Capture exactly the keys of this saved plan, or refuse if it is not for this."
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="With --plan: capture it although it was made for something else.")
+]
+Costs = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="SOURCE",
+        help="What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """A plan to capture in place of the one that follows from the configuration; ``force``: whether it fits or not."""
+
+    path: Path
+    force: bool = False
+
+    @classmethod
+    def of(cls, path: Path | None, force: bool) -> SavedPlan | None:
+        """What --plan and --force say together. Raises BadParameter for --force alone, and for no file."""
+        if path == Path():
+            raise typer.BadParameter("--plan is empty, or the current folder: give the path of a file")
+        if path is None and force:
+            raise typer.BadParameter("--force is about a saved plan: give --plan FILE with it")
+        return None if path is None else cls(path, force)
+
+
+PLAIN_LINES = 10
+
+Step = Callable[[int, int, str], None]
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Step]:
+    """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps.
+
+    Args:
+        doing: What is under way, such as "capture"; nothing is shown where it is empty.
+    """
+    if not doing:
+        yield lambda *_: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda index, total, what: _plain(console, doing, index, total, what)
+        return
+    bar = Progress(
+        TextColumn("{task.fields[doing]}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=None, doing=doing)
+        yield lambda index, total, what: bar.update(task, completed=index, total=total, description=what)
+
+
+def _plain(console: Console, doing: str, index: int, total: int, what: str) -> None:
+    """One line for each tenth of the way, and one for the last step."""
+    first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
+    if first_of_its_tenth or index == total - 1:
+        console.file.write(f"{doing} {index + 1}/{total}: {what}\n")
+        console.file.flush()

@@ -1,19 +1,20 @@
 """What the user asks for: frozen models, YAML in, and where each value came from."""
 
-from cgplan.config.distributed import DistributedConfig
 from cgplan.config.load import LoadedConfig, Override, load_config, read_config, validate_config
 from cgplan.config.schema import (
+    BudgetConfig,
     CompilationConfig,
     Config,
+    Dim,
+    DistributedConfig,
     Input,
     LoRAConfig,
     ModelConfig,
     ReportConfig,
     SchedulerConfig,
     SpeculativeConfig,
+    TrafficConfig,
 )
-from cgplan.config.shapes import Dim
-from cgplan.config.workload import BudgetConfig, TrafficConfig
 
 __all__ = [
     "BudgetConfig",

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic._internal._model_construction import ModelMetaclass
 
-from cgplan.config.distributed import DistributedConfig
-from cgplan.config.messages import contradiction
-from cgplan.config.section import Section
-from cgplan.config.shapes import Dim
+from cgplan.config.messages import contradiction, explain
 from cgplan.config.values import (
     DEVICE,
     DIMENSION,
     BatchBound,
+    Bytes,
+    BytesToSpend,
     CaptureSize,
     Count,
     CountOrZero,
     DType,
     Flag,
     LadderName,
+    Length,
+    Seconds,
+    SecondsToSpend,
     Symbol,
     check_device,
     check_example,
@@ -30,8 +35,150 @@ from cgplan.config.values import (
     is_value_of,
     off_word,
 )
-from cgplan.config.workload import BudgetConfig, TrafficConfig
 from cgplan.modes import AttentionSupport, CUDAGraphMode
+
+SYMBOLS = ("num_tokens", "num_reqs")
+_DIM = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]+)\s*(?:\+\s*(?P<offset>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension: ``factor * symbol + offset``, or just ``offset`` where there is no symbol.
+
+    Attributes:
+        symbol: ``num_tokens``, ``num_reqs``, or None for a fixed size.
+        factor: Rows of the input for each row of the batch.
+        offset: Rows that every batch has besides (the 1 in ``num_reqs + 1``).
+    """
+
+    symbol: str | None
+    factor: int
+    offset: int
+
+    @classmethod
+    def parse(cls, value: int | str) -> Dim:
+        """Dimension from YAML: ``224``, ``num_tokens``, ``num_reqs + 1`` or ``2 * num_tokens``. Raises ValueError."""
+        if isinstance(value, int):
+            if value < 1:
+                raise ValueError(f"a dimension must be at least 1, found {value}")
+            return cls(None, 0, value)
+        match = _DIM.fullmatch(value.strip())
+        if match is None or match["symbol"] not in SYMBOLS:
+            raise ValueError(
+                f"cannot read the dimension {value!r}; allowed are a number, num_tokens, num_reqs, "
+                "num_reqs + 1, 2 * num_tokens and the like"
+            )
+        factor = int(match["factor"] or 1)
+        if factor < 1:
+            raise ValueError(f"the factor in {value!r} must be at least 1")
+        return cls(match["symbol"], factor, int(match["offset"] or 0))
+
+    def size(self, num_tokens: int, num_reqs: int) -> int:
+        """Rows of this dimension in a batch of ``num_tokens`` tokens and ``num_reqs`` requests."""
+        if self.symbol is None:
+            return self.offset
+        return self.factor * (num_tokens if self.symbol == "num_tokens" else num_reqs) + self.offset
+
+    def count(self, size: int) -> int | None:
+        """The symbol's value for which this dimension has ``size`` rows, None if there is none."""
+        rest = size - self.offset
+        return rest // self.factor if self.symbol and rest >= 0 and rest % self.factor == 0 else None
+
+
+class _TypedErrors(ModelMetaclass):
+    """Makes ``Input(...)`` and the like raise ConfigError, as the file does; validation inside pydantic is as ever."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValidationError as error:
+            raise explain(error, kwargs, cls.__name__, cast(type[BaseModel], cls)) from None
+
+
+class Section(BaseModel, metaclass=_TypedErrors):
+    """A part of the configuration: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DistributedConfig(Section):
+    """Several processes under torchrun, one rank each; without torchrun nothing of it is used."""
+
+    timeout: Annotated[Seconds, Field(gt=0)] = Field(
+        default=60.0,
+        description="How long ranks wait for one another, with a unit as in `30s`: at the start, at each common step, "
+        "and for a rank that has stopped answering.",
+    )
+    all_reduce_max_size: Bytes = Field(
+        default=8 << 20,
+        description="Largest tensor that the custom and symm_mem all-reduce take, in the units of `budget.memory`; "
+        "larger ones go to NCCL. Two staging buffers of this size are kept on each rank.",
+    )
+    table_rows: Count = Field(
+        default=1 << 14,
+        description="Rows of the device pointer table: captured all-reduces at most, in all graphs of a runner.",
+    )
+    data_parallel_sync: Flag = Field(
+        default=False,
+        description="Before each batch ranks agree on one graph, by a small all-reduce: the largest padded size and "
+        "the weakest mode (`cgplan.distributed.in_step`). Needed where ranks run different batches and exchange data "
+        "inside.",
+    )
+
+
+class TrafficConfig(Section):
+    """Synthetic traffic: Poisson arrivals, lognormal lengths. A file of traffic on the command line wins over it."""
+
+    request_rate: Annotated[float, Field(strict=True, ge=0.001, le=1e6)] = Field(
+        description="Requests per second on average; the times between them are exponentially distributed."
+    )
+    num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = Field(
+        default=10_000, description="Requests to simulate."
+    )
+    prompt_median: Length = Field(description="Tokens of a prompt: the median of a lognormal distribution.")
+    prompt_p95: Length = Field(description="Tokens of a prompt: the 95th percentile.")
+    output_median: Length = Field(description="Tokens generated for a request: the median of a lognormal distribution.")
+    output_p95: Length = Field(description="Tokens generated for a request: the 95th percentile.")
+    lora_share: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
+        default=0.0, description="Share of the requests that use a LoRA adapter, from 0 to 1."
+    )
+    num_adapters: Count | None = Field(
+        default=None,
+        description="Distinct adapters among all requests, each as likely as the others. Absent: lora.max_loras.",
+    )
+    seed: CountOrZero = Field(default=0, description="Of the random numbers; equal seeds give equal traffic.")
+
+    @model_validator(mode="after")
+    def _percentiles_ascend(self) -> TrafficConfig:
+        for name in ("prompt", "output"):
+            median, p95 = getattr(self, f"{name}_median"), getattr(self, f"{name}_p95")
+            if p95 < median:
+                raise ValueError(f"{name}_p95 is {p95}, which is below {name}_median = {median}; exchange the two")
+        return self
+
+
+class BudgetConfig(Section):
+    """What graphs may cost: bounds of the plan, and of the capture."""
+
+    memory: BytesToSpend | None = Field(
+        default=None,
+        description="Device memory for all graphs together, their static buffers included: bytes, or with a unit (B, "
+        "kB, MB, GB, KiB, MiB, GiB), as in `2GiB`. Absent: no bound.",
+    )
+    capture_time: SecondsToSpend | None = Field(
+        default=None,
+        description="Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), "
+        "as in `30s`. Absent: no bound.",
+    )
+    max_graphs: Count | None = Field(
+        default=None,
+        description="Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches "
+        "of all sizes are padded least. Absent: no bound.",
+    )
+    reserve: Bytes | None = Field(
+        default=None,
+        description="Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free.",
+    )
 
 
 class Input(Section):

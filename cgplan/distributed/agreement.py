@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cgplan.backends import GraphBackend
+from cgplan.captures.environment import describe_environment
 from cgplan.config import Config
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import RankMismatchError
-from cgplan.graphs import GraphBackend
 from cgplan.planning import Plan
 from cgplan.reports.records import Environment
-from cgplan.runtime.environment import describe_environment
 
 _MOST_NAMED = 3  # differences that a message spells out
 

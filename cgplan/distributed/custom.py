@@ -7,15 +7,15 @@ from typing import Protocol
 
 import torch
 
+from cgplan.backends import GraphBackend
+from cgplan.backends.context import current_forward_context
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration
-from cgplan.distributed.transport import MemoryTransport
+from cgplan.distributed.transports import MemoryTransport
 from cgplan.errors import CgplanError
-from cgplan.graphs import GraphBackend
 from cgplan.modes import CUDAGraphMode
-from cgplan.reports.units import format_bytes
-from cgplan.runtime.context import current_forward_context
+from cgplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

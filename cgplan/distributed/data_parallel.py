@@ -19,8 +19,8 @@ from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import InputError, RankFailedError
 from cgplan.modes import CUDAGraphMode
-from cgplan.runtime.dispatching import Route
-from cgplan.runtime.runner import GraphRunner
+from cgplan.runner.routing import Route
+from cgplan.runner.runner import GraphRunner
 
 
 @dataclass(frozen=True, slots=True)

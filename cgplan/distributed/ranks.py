@@ -17,19 +17,70 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from cgplan.distributed.answers import Answer, packed
-from cgplan.distributed.late import late, missing
-from cgplan.distributed.process_group import end_process_group
-from cgplan.distributed.rendezvous import Place, Presence
+from cgplan.config import DistributedConfig
+from cgplan.distributed.rendezvous import Place, Presence, connect, meet
 from cgplan.distributed.store import PatientStore
-from cgplan.distributed.watch import RankWatch, first_line
+from cgplan.distributed.watch import SILENCE, RankWatch, first_line, spoken
 from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank brings to the end of a step. ``induced``: it failed because another one had."""
+
+    step: str
+    value: Any
+    error: str = ""
+    remedy: str = ""
+    induced: bool = False
+
+
+def packed(step: str, value: Any, error: BaseException | None) -> tuple[bytes, BaseException | None]:
+    """What a rank brings to a step, and the error that it brings: a value that cannot be sent is one, too."""
+    if error is None:
+        try:
+            return pickle.dumps(Answer(step, value)), None
+        except Exception as raised:  # of the value's own class
+            error = raised
+    induced = isinstance(error, RankFailedError)
+    return pickle.dumps(Answer(step, None, spoken(error), getattr(error, "remedy", ""), induced)), error
+
+
+def end_process_group(*, aborted: bool) -> None:
+    """End it. After a failure NCCL is told to give up instead of to wait."""
+    if aborted:
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and dist.get_backend() != "gloo":
+            with suppress(RuntimeError):
+                abort()
+                return
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def missing(store: Any, keys: Sequence[str], said: str | None = None) -> list[str]:
+    """Ranks that have not written to their key; with ``said``, those that have not written that."""
+    there = [store.check([key]) and (said is None or store.get(key).decode() == said) for key in keys]
+    return [str(rank) for rank, is_there in enumerate(there) if not is_there]
+
+
+def late(ranks: Sequence[str], step: str, timeout: float, waiting: int) -> RankFailedError:
+    """What is raised once ranks were waited for in vain: where they are instead is not known."""
+    return RankFailedError(
+        f"rank {', '.join(ranks)} did not come to {step} within {timeout:g} s: it is late, or waits in an all-reduce "
+        f"that rank {waiting} takes no part in",
+        remedy="Every rank has to do as many all-reduces in each forward as the others, in the same order; where it "
+        "does, look at what that rank does, and raise distributed.timeout if it only takes longer.",
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -325,4 +376,54 @@ class Ranks:
                     time.sleep(0.01)
 
 
-__all__ = ["Ranks"]
+def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Place | None = None) -> Ranks | None:
+    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo for all that the host says.
+
+    A process group that is there already is used, and left as it is at the end.
+
+    Args:
+        settings: The ``distributed`` section.
+        device: As ``config.device``; ``cuda`` is the GPU of the local rank.
+        place: This rank's; absent: from torchrun's environment.
+
+    Returns:
+        The ranks, or None outside of torchrun and for a single process.
+
+    Raises:
+        RendezvousError, RankMismatchError, BackendError, ConfigError: see ``connect`` and ``meet``.
+    """
+    place = Place.from_environment() if place is None else place
+    if place is None or place.world_size == 1:
+        return None
+    presence, own = Presence.of(place, device)
+    store, beside = connect(place, settings.timeout)
+    presences = meet(store, place, presence, settings.timeout)
+    processes = [presence.process for presence in presences]
+    heard = PatientStore(beside, SILENCE * settings.timeout)
+    watch = RankWatch(heard, place.rank, processes, settings.timeout, None if place.agent_store else 0)
+    owns_group = not dist.is_initialized()
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    try:
+        if owns_group:
+            dist.init_process_group(
+                backend="gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=PrefixStore("group", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=settings.timeout),
+            )
+        kept = PatientStore(store, settings.timeout, watch.check_lost)
+        return Ranks(place, own, presences, kept, watch, settings.timeout, owns_group=owns_group)
+    except RuntimeError as failure:
+        try:
+            watch.blame(patience=min(3.0, settings.timeout / 4))
+        finally:
+            watch.stop()
+        raise RankFailedError(
+            f"rank {place.rank} could not set torch.distributed up: {first_line(failure)}",
+            remedy="Look at what the other ranks printed, and at the network between them.",
+        ) from failure
+
+
+__all__ = ["Answer", "Ranks", "end_process_group", "late", "missing", "open_ranks", "packed"]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from cgplan.distributed.ranks import Ranks
-from cgplan.distributed.transport import ExportedMemory, MemoryTransport
+from cgplan.distributed.transports import ExportedMemory, MemoryTransport
 from cgplan.errors import RankMismatchError, RegistrationError
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,14 @@ import logging
 
 import torch
 
+from cgplan.backends import GraphBackend
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
 from cgplan.distributed.custom import CustomAllReduce, Kernels
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import GraphBufferRegistry
-from cgplan.distributed.transport import MemoryTransport
+from cgplan.distributed.transports import MemoryTransport
 from cgplan.errors import AllReduceError
-from cgplan.graphs import GraphBackend
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
                 logger.warning("custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name)
             return collective
     if wanted == "symm_mem":
-        from cgplan.distributed.symmetric import SymmetricAllReduce
+        from cgplan.distributed.all_reduce import SymmetricAllReduce
 
         return SymmetricAllReduce(ranks, backend, collective, config.distributed.all_reduce_max_size)
     return _custom(config, ranks, backend, collective)
@@ -54,11 +54,11 @@ def _custom(config: Config, ranks: Ranks, backend: GraphBackend, collective: All
     registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
     kernels: Kernels
     if ranks.device.type == "cpu":
-        from cgplan.distributed.cpu_kernels import CpuKernels
+        from cgplan.distributed.kernels import CpuKernels
 
         kernels = CpuKernels(ranks, registry, transport)
     else:
-        from cgplan.distributed.cuda_kernels import CudaKernels
+        from cgplan.distributed.kernels import CudaKernels
 
         kernels = CudaKernels(
             ranks, registry, transport, settings.all_reduce_max_size, bounded=config.compilation.debug
@@ -68,10 +68,10 @@ def _custom(config: Config, ranks: Ranks, backend: GraphBackend, collective: All
 
 def _transport(ranks: Ranks) -> MemoryTransport:
     if ranks.device.type == "cpu":
-        from cgplan.distributed.shared_memory import SharedMemoryTransport
+        from cgplan.distributed.transports import SharedMemoryTransport
 
         return SharedMemoryTransport()
-    from cgplan.distributed.cuda_ipc import CudaIpcTransport
+    from cgplan.distributed.transports import CudaIpcTransport
 
     return CudaIpcTransport(ranks.device)
 
@@ -82,7 +82,7 @@ def _custom_unfit(ranks: Ranks) -> str:
         return "the ranks are on several machines"
     if ranks.device.type == "cpu":
         return ""
-    from cgplan.distributed.cuda_ipc import uses_expandable_segments
+    from cgplan.distributed.transports import uses_expandable_segments
 
     if ranks.world_size not in WORLD_SIZES:
         return f"{ranks.world_size} ranks are none of {', '.join(map(str, WORLD_SIZES))}"

@@ -16,9 +16,9 @@ from types import CodeType
 
 import torch
 
+from cgplan.backends.host_sync import blamed_line
+from cgplan.backends.quiet import NestedBlocks
 from cgplan.errors import CaptureError
-from cgplan.graphs.host_sync import blamed_line
-from cgplan.graphs.quiet import NestedBlocks
 
 _TORCH_REFUSES = "CUDA graph capture"  # in all such texts
 _NAME = "cgplan"

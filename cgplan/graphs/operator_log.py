@@ -28,7 +28,7 @@ from torch._C._autograd import (
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 
-from cgplan.graphs.host_sync import is_composite
+from cgplan.backends.host_sync import is_composite
 
 Part = Literal["segment", "eager piece", "around graphs"]
 ALREADY_PROFILED = "Profiler is already enabled"  # what torch says to a second one in a thread

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cgplan.errors import InputError, ModelError
-from cgplan.runtime.dispatching import as_count
+from cgplan.runner.routing import as_count
 
 NO_SLOT = -1
 

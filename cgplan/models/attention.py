@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from cgplan.backends.context import ForwardContext, get_forward_context
 from cgplan.errors import InputError
-from cgplan.runtime.context import ForwardContext, get_forward_context
 
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define(

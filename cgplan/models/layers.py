@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
+from cgplan.backends.context import ForwardContext, get_forward_context
 from cgplan.errors import InputError
-from cgplan.runtime.context import ForwardContext, get_forward_context
 
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()")

@@ -1,8 +1,7 @@
 """What will be captured: sizes, modes, keys, the plan and its dispatcher. No torch here."""
 
-from cgplan.planning.building import build_plan
+from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.dispatcher import CudagraphDispatcher, MissReason
-from cgplan.planning.ladders import LADDERS
 from cgplan.planning.plan import Plan, config_hash
 
 __all__ = ["LADDERS", "CudagraphDispatcher", "MissReason", "Plan", "build_plan", "config_hash"]

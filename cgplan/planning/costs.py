@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cgplan.config import Config
-from cgplan.descriptors import BatchDescriptor
-from cgplan.modes import CUDAGraphMode
-
-Key = tuple[CUDAGraphMode, BatchDescriptor]
+from cgplan.modes import CUDAGraphMode, Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from cgplan.config import Config
-from cgplan.config.workload import BudgetConfig
+from cgplan.config.schema import BudgetConfig
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.evidence import LeftOut
+from cgplan.optimizer.evidence import LeftOut
 from cgplan.planning.plan import Lane, Machine, Mode, Plan, budget_of, capture_config, config_hash
 
 # The plan decides these itself; whatever the configuration says now, the plan's keys are captured.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 
-from cgplan.descriptors import BatchDescriptor
-from cgplan.modes import CUDAGraphMode
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.plan import Lane, Plan
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]

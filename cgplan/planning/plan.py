@@ -11,9 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from cgplan.config import Config
 from cgplan.config.values import mode_by_name
-from cgplan.descriptors import BatchDescriptor
 from cgplan.errors import ReportError
-from cgplan.modes import CUDAGraphMode
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
 
 PLAN_SCHEMA_VERSION = 2

@@ -2,11 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from cgplan.reports.loading import Report, load_report
-from cgplan.reports.records import BenchRecord, BenchReport, CaptureReport, Environment, GraphRecord, Timing
+from cgplan.reports.records import (
+    BenchRecord,
+    BenchReport,
+    CaptureReport,
+    Environment,
+    GraphRecord,
+    Report,
+    Timing,
+    load_report,
+)
 
 if TYPE_CHECKING:
-    from cgplan.reports.tables import render, render_text
+    from cgplan.reports.capture_tables import render, render_text
 
 __all__ = [
     "BenchRecord",
@@ -25,6 +33,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("render", "render_text"):
         raise AttributeError(f"module 'cgplan.reports' has no attribute {name!r}")
-    from cgplan.reports import tables  # rich is needed only where something is shown
+    from cgplan.reports import capture_tables
 
-    return getattr(tables, name)
+    return getattr(capture_tables, name)

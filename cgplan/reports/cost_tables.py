@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cgplan.planning.case_costs import CaseCost
-from cgplan.planning.costs import Key, KeyCost
+from cgplan.modes import Key
+from cgplan.planning.costs import KeyCost
 from cgplan.planning.plan import Lane, Plan
+from cgplan.pricing.measured import CaseCost
 from cgplan.reports.layout import describe_sizes, facts, filled, sentences
 from cgplan.reports.records import BudgetRecord, CaptureReport, StopRecord
-from cgplan.reports.units import format_bytes, format_seconds
+from cgplan.units import format_bytes, format_seconds
 
 MOST_STOPS = 3
 

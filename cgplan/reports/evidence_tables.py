@@ -7,11 +7,11 @@ from functools import partial
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cgplan.planning.evidence import Evidence, LadderPoint, ParetoPoint, SizeUse
+from cgplan.optimizer.evidence import Evidence, LadderPoint, ParetoPoint, SizeUse
 from cgplan.planning.plan import Lane
 from cgplan.reports.layout import Drawing, describe_sizes, facts, filled, sentences
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, padding_text, pareto_text
-from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
+from cgplan.units import format_bytes, format_microseconds, format_seconds
 
 _MOST_POINTS = 12
 _LADDER_WORDS = (

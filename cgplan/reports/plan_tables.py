@@ -17,7 +17,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import describe_sizes, facts, filled
-from cgplan.reports.units import format_bytes, format_microseconds, format_seconds
+from cgplan.units import format_bytes, format_microseconds, format_seconds
 
 if TYPE_CHECKING:
     from cgplan.planning.difference import FieldChange, Figure, PlanDifference
@@ -55,7 +55,7 @@ def _why(plan: Plan) -> RenderableType | None:
     """Why the plan is as it is; None where it does not say, or not in the words of this version."""
     if plan.evidence is None:
         return None
-    from cgplan.planning.evidence import Evidence  # only here, so that a plan without evidence is shown at once
+    from cgplan.optimizer.evidence import Evidence  # only here, so that a plan without evidence is shown at once
     from cgplan.reports.evidence_tables import render_evidence
 
     try:

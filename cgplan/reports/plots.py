@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from cgplan.errors import OutputPathError
-from cgplan.reports.units import format_microseconds
+from cgplan.units import format_microseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

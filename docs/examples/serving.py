@@ -32,14 +32,14 @@ from pathlib import Path
 import torch
 
 from cgplan import CUDAGraphMode
+from cgplan.backends import select_backend
 from cgplan.config import load_config
 from cgplan.errors import CgplanError, TrafficError
-from cgplan.graphs import select_backend
 from cgplan.models.loading import load_model
-from cgplan.planning.latency import StepTimes
 from cgplan.reports.layout import describe_sizes, filled, plain_text
-from cgplan.reports.units import format_bytes
-from cgplan.runtime.managers import CudaGraphManager
+from cgplan.runner.manager import CudaGraphManager
+from cgplan.traffic.step_times import StepTimes
+from cgplan.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "tests/data/azure_llm_code_2023.csv"

@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Config, load_config
 from cgplan.errors import CgplanError
-from cgplan.graphs import GraphBackend, select_backend
 from cgplan.models.decoder import Decoder, first_layers
 from cgplan.models.loading import load_model
 from cgplan.reports.layout import filled, plain_text
-from cgplan.runtime.managers import CudaGraphManager
-from cgplan.runtime.spec_plan import plan_speculation
-from cgplan.runtime.speculative import SpecDecodeGraphManager
+from cgplan.runner.manager import CudaGraphManager
+from cgplan.speculative.manager import SpecDecodeGraphManager
+from cgplan.speculative.plan import plan_speculation
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,10 +13,10 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from cgplan.backends import select_backend
 from cgplan.config import Config
 from cgplan.distributed import open_all_reduce, open_ranks
 from cgplan.errors import CgplanError
-from cgplan.graphs import select_backend
 
 SIZES = [1 << power for power in range(13, 24)]  # 8 KiB to 8 MiB
 
@@ -132,9 +132,9 @@ def main():
     with ranks:
         backend = select_backend(str(ranks.device))
         if options.one_shot_bytes is not None:
-            from cgplan.distributed import cuda_kernels
+            from cgplan.distributed import kernels
 
-            cuda_kernels.ONE_SHOT_BYTES = dict.fromkeys((2, 4, 8), options.one_shot_bytes)
+            kernels.ONE_SHOT_BYTES = dict.fromkeys((2, 4, 8), options.one_shot_bytes)
         reducer = open_all_reduce(config, ranks, backend)
         measure(options, ranks, backend, reducer)
         reducer.close()

@@ -14,14 +14,14 @@ import time
 
 import torch
 
+from cgplan.backends import select_backend
+from cgplan.backends.context import forward_context
+from cgplan.buffers.static import StaticBuffers
 from cgplan.config import read_config
-from cgplan.graphs import select_backend
-from cgplan.graphs.buffers import StaticBuffers
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.runtime.context import forward_context
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 ROUNDS = 5
 

@@ -8,12 +8,12 @@ import sys
 
 import torch
 
+from cgplan.backends import select_backend
+from cgplan.buffers.static import example_batch
 from cgplan.config import read_config
-from cgplan.graphs import select_backend
-from cgplan.graphs.buffers import example_batch
 from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 SEEDS = 10
 

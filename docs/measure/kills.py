@@ -43,11 +43,11 @@ def rank_main(sender, rank, world_size, port, timeout):
 def run(rank, timeout):
     import torch
 
+    from cgplan.backends import select_backend
     from cgplan.config import Config
     from cgplan.distributed import RankedCapture, open_all_reduce, open_ranks
-    from cgplan.graphs import select_backend
     from cgplan.planning import build_plan
-    from cgplan.runtime.session import CaptureSession
+    from cgplan.runner.session import CaptureSession
 
     config = Config(
         device="cpu",
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    context.set_forkserver_preload(["torch._dynamo", "cgplan.distributed", "cgplan.runtime.session"])
+    context.set_forkserver_preload(["torch._dynamo", "cgplan.distributed", "cgplan.runner.session"])
     segments = {path.name for path in Path("/dev/shm").iterdir()}
     draw = random.Random(options.seed)
     start = time.monotonic()

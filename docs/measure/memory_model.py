@@ -17,18 +17,18 @@ import time
 
 import torch
 
+from cgplan.backends import select_backend
+from cgplan.backends.context import forward_context
+from cgplan.buffers.static import example_batch
 from cgplan.config import read_config
-from cgplan.graphs import select_backend
-from cgplan.graphs.buffers import example_batch
+from cgplan.measure.calibrate import calibrate
+from cgplan.measure.estimate import estimate
 from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
-from cgplan.planning.allocator import Allocation, CachingPool
 from cgplan.planning.costs import representative_keys
 from cgplan.planning.plan import Predicted
-from cgplan.runtime.calibrate import calibrate
-from cgplan.runtime.context import forward_context
-from cgplan.runtime.estimate import estimate
-from cgplan.runtime.session import CaptureSession
+from cgplan.pricing.allocator import Allocation, CachingPool
+from cgplan.runner.session import CaptureSession
 
 MIB = 1 << 20
 

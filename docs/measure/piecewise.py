@@ -13,16 +13,16 @@ import time
 
 import torch
 
+from cgplan.backends import select_backend
+from cgplan.backends.context import forward_context
+from cgplan.buffers.static import example_batch
 from cgplan.config import read_config
-from cgplan.graphs import select_backend
-from cgplan.graphs.buffers import example_batch
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
+from cgplan.piecewise.eager_piece import EagerPiece
+from cgplan.piecewise.segments import SplitForward
 from cgplan.planning import build_plan
-from cgplan.runtime.context import forward_context
-from cgplan.runtime.eager_pieces import EagerPiece
-from cgplan.runtime.segments import SplitForward
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 REPEATS = 50
 spent = [0, 0]  # nanoseconds inside eager pieces, and their number

@@ -14,14 +14,14 @@ import time
 
 import torch
 
+from cgplan.backends.tape import TapeBackend
+from cgplan.buffers.static import example_batch
 from cgplan.config import read_config, validate_config
-from cgplan.graphs.buffers import example_batch
-from cgplan.graphs.tape import TapeBackend
 from cgplan.models.loading import load_model
+from cgplan.piecewise.eager_piece import EagerPiece
+from cgplan.piecewise.segments import SplitForward
 from cgplan.planning import build_plan
-from cgplan.runtime.eager_pieces import EagerPiece
-from cgplan.runtime.segments import SplitForward
-from cgplan.runtime.session import CaptureSession
+from cgplan.runner.session import CaptureSession
 
 LAYERS, ROUNDS, CALLS, ROWS = 28, 7, 300, 4
 MODES = ["compilation.cudagraph_mode=PIECEWISE", f"compilation.cudagraph_capture_sizes=[{ROWS}]"]

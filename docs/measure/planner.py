@@ -15,14 +15,14 @@ import numpy as np
 
 from cgplan.config import validate_config
 from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer.propose import propose
 from cgplan.planning import build_plan
-from cgplan.planning.clock import step_clock
-from cgplan.planning.latency import StepTimes
-from cgplan.planning.measured_costs import MeasuredCosts, MeasuredKey
-from cgplan.planning.proposal import propose
-from cgplan.planning.traffic import Batch, Traffic
-from cgplan.planning.traffic_files import read_traffic, synthetic_traffic
+from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import load_report
+from cgplan.traffic.files import read_traffic, synthetic_traffic
+from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.simulation import step_clock
+from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 MODE = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}

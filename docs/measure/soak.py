@@ -12,10 +12,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from cgplan.backends import select_backend
 from cgplan.config import Config
 from cgplan.distributed import open_all_reduce, open_ranks
 from cgplan.errors import CgplanError
-from cgplan.graphs import select_backend
 
 SHAPES = [(8, torch.bfloat16), (4096, torch.float32), (65536, torch.bfloat16), (40000, torch.float16),
           (1 << 20, torch.bfloat16)]  # fmt: skip

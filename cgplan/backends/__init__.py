@@ -1,0 +1,33 @@
+"""The devices that capture and replay: the backend protocol, CUDA graphs, and the tape."""
+
+from __future__ import annotations
+
+import torch
+
+from cgplan.backends.backend import GraphBackend, MemoryReading
+
+
+def select_backend(device: str = "auto") -> GraphBackend:
+    """Backend for ``auto`` (a GPU if torch sees one), ``cuda``, ``cuda:N`` or ``cpu``.
+
+    Raises BackendError if a GPU is asked for and none is there.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        from cgplan.backends.tape import TapeBackend
+
+        return TapeBackend()
+    from cgplan.backends.cuda import CudaBackend
+
+    return CudaBackend(torch.device(device))
+
+
+def throwaway_tape() -> GraphBackend:
+    """A tape for recordings alone, of a model that is given up then: what a recording writes to stays written."""
+    from cgplan.backends.tape import TapeBackend
+
+    return TapeBackend(restores=False)
+
+
+__all__ = ["GraphBackend", "MemoryReading", "select_backend", "throwaway_tape"]

@@ -1,0 +1,235 @@
+"""The backend protocol: what cgplan needs of a device to capture and replay graphs.
+
+Note [Lifetimes]
+    A pool outlives its graphs: it is released when the last graph captured into it is reset. Tensors made during a
+    capture live in the pool. While somebody holds such a tensor its block is taken; once it is dropped the block is
+    free for the next capture into the same pool, and a replay of either graph overwrites it. `borrow` gives a tensor
+    on that memory that does not hold the block. Static buffers are allocated outside the pool and belong to the runner.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from cgplan.buffers.copier import Copier, TorchCopier
+from cgplan.buffers.static import StaticBuffers
+from cgplan.errors import BackendError
+from cgplan.graphs.caught_errors import forget_caught, refuse_caught
+from cgplan.graphs.operator_log import marked
+from cgplan.pricing.allocator import Allocation
+
+Pool = Any
+Graph = Any
+Feature = Literal["node_count", "borrow", "driver_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Memory of a device, in bytes.
+
+    Attributes:
+        free: Not taken by anybody; None where the system does not say.
+        total: Installed.
+        reserved: Held by the allocator of this process (on the tape: by its pools).
+    """
+
+    free: int | None
+    total: int
+    reserved: int
+
+
+class GraphBackend(ABC):
+    """Captures what a function launches on a device, and replays it.
+
+    Attributes:
+        name: ``cuda``, or ``cpu (tape)``; reports show it beside every figure.
+        device: Where tensors live.
+    """
+
+    name: str
+    device: torch.device
+
+    @abstractmethod
+    def new_pool(self) -> Pool:
+        """A private memory pool for captured tensors, empty until the first capture."""
+
+    @abstractmethod
+    def pool_bytes(self, *pools: Pool) -> int:
+        """Bytes that these pools have reserved together, whether their blocks are taken or free."""
+
+    def log_allocations(self, pool: Pool) -> list[Allocation] | None:  # noqa: ARG002
+        """The list that what captures take from the pool and give back is added to from now on; None where the device
+        does not tell.
+        """
+        return None
+
+    @abstractmethod
+    def new_graph(self, pool: Pool) -> Graph:
+        """An empty graph that will capture into ``pool``."""
+
+    def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
+        """Let graphs that are captured from now on draw from a random generator besides the device's default one, which
+        needs no word. The backend holds it.
+        """
+
+    @abstractmethod
+    def begin(self, graph: Graph) -> None:
+        """Start capturing in this thread; inside ``session``."""
+
+    @abstractmethod
+    def end(self, graph: Graph) -> None:
+        """Stop capturing and make the graph ready to replay. Raises CaptureError if the capture is not valid."""
+
+    @abstractmethod
+    def abort(self, graph: Graph) -> None:
+        """Stop a capture that failed and free what it took; the device works as before."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what this thread launches now goes into a graph."""
+
+    @abstractmethod
+    def replay(self, graph: Graph) -> None:
+        """Run the graph on the memory that it was captured with. On CUDA it is queued on the current stream."""
+
+    def launcher(self, graph: Graph) -> Callable[[], None]:
+        """``replay`` of one graph as a function of nothing, for a path on which every call counts."""
+        return partial(self.replay, graph)
+
+    def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
+        """What brings batches into static buffers. The caller owns both, and closes the copier first."""
+        return TorchCopier(buffers, copy_inputs=copy_inputs)
+
+    def stream_getter(self) -> Callable[[], int]:
+        """A function that returns the handle of the current stream; 0 where there are no streams."""
+        return int
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy a tensor of the device to the host, behind what the current stream of the device holds.
+
+        Returns:
+            At once: a function that waits for the copy, and for nothing behind it, and returns it.
+        """
+        copy = tensor.clone()
+        return lambda: copy
+
+    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Whole numbers, or equally long lists of them, int64 on the device; the host need not wait for the copy."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def is_busy(self, stream: int) -> bool:  # noqa: ARG002
+        """Whether the device has not done yet all that was queued on a stream."""
+        return False
+
+    def annotate(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002
+        """A block that profilers of the device show under a name."""
+        return nullcontext()
+
+    @abstractmethod
+    def reset(self, graph: Graph) -> None:
+        """Free the graph. The last reset of a pool makes the pool's memory free."""
+
+    @abstractmethod
+    def num_nodes(self, graph: Graph) -> int | None:
+        """Kernel nodes of the graph (tape: operators); None where they cannot be counted."""
+
+    @abstractmethod
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without holding its block, see Note [Lifetimes]. Returns ``tensor`` itself where the
+        device cannot do that: the memory is then held, not reused.
+        """
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
+        """A function that says whether anybody still holds this borrowed tensor, or a view of it: freeing its pool
+        would leave them a tensor on memory that is not there. Never, where memory lives as long as tensors on it do.
+        """
+        return lambda: False
+
+    @abstractmethod
+    def in_pool(self, tensor: torch.Tensor, pool: Pool) -> bool:
+        """Whether the tensor lies in the pool and holds its block; not asked during a capture."""
+
+    @abstractmethod
+    def is_empty(self, graph: Graph) -> bool:
+        """Whether a captured graph has nothing to run; False where that cannot be told."""
+
+    def slot(self, value: torch.Tensor) -> torch.Tensor:
+        """Inside a capture: memory of its pool laid out like ``value``, for work ahead of the graph to write into.
+
+        A tape computes while it records, so there the slot holds the value at once.
+        """
+        return torch.empty_like(value)
+
+    @abstractmethod
+    def memory(self) -> MemoryReading:
+        """Memory of the device now."""
+
+    @abstractmethod
+    def session(self) -> AbstractContextManager[None]:
+        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
+
+        A session inside a session is part of it.
+        """
+
+    @abstractmethod
+    def supports(self, feature: Feature) -> bool:
+        """Whether this device can tell or do that."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued."""
+
+    @abstractmethod
+    def release_cached(self) -> None:
+        """Give memory that the allocator holds but does not use back to the device."""
+
+    @abstractmethod
+    def time_calls(
+        self, call: Callable[[], object], repeats: int, *, queued: bool = False
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Device and host microseconds of each of ``repeats`` calls.
+
+        Device time runs until the device has finished the call: from when the idle device was handed the call, or,
+        ``queued``, from when it had finished the call before (the host runs ahead as far as it can). Host time runs
+        until the call returned, which on CUDA is before the device has finished.
+        """
+
+    @contextmanager
+    def capturing(self, graph: Graph) -> Iterator[None]:
+        """``begin`` and ``end`` around a block, ``abort`` if it raises.
+
+        Autocast's cache of cast weights is off inside: a weight cast before would be read after it was freed, and one
+        cast inside would lie in the pool, where the next graph overwrites it.
+        """
+        cached = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            self.begin(graph)
+            forget_caught()
+            try:
+                with marked("segment"):
+                    yield
+                refuse_caught()
+            except BaseException:
+                self.abort(graph)
+                raise
+            self.end(graph)
+        finally:
+            torch.clear_autocast_cache()  # a forward may have turned it on: casts that it made lie in the pool
+            torch.set_autocast_cache_enabled(cached)
+
+
+def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
+    """The error of a capture into something that is no pool of the backend."""
+    return BackendError(
+        f"{pool!r:.100} is no pool of this {backend.name} backend",
+        remedy="Make pools with backend.new_pool(), of the same backend object that captures.",
+    )

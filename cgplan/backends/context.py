@@ -1,0 +1,164 @@
+"""The forward context: what a model may know about the batch beyond its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from cgplan.backends.blame import current_line
+from cgplan.errors import CgplanError
+from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+
+T = TypeVar("T")
+AddressPolicy = Literal["off", "first", "always"]
+
+
+@dataclass(slots=True)
+class CaptureScope:
+    """What a capture session lends to the graph wrappers inside a model.
+
+    Attributes:
+        pool: The graph pool that all captures of the session share.
+        backend: The session's backend; wrappers that were given none take it.
+        is_open: Whether wrappers may capture; a sealed runner's is closed.
+        entries: The entries that were captured since the session last took them.
+        wrappers: The wrappers that captured; those inside the model outlive the scope, their graphs must not.
+        address_check: The runner's policy, which rules that of wrappers inside the model; None leaves them their own.
+    """
+
+    pool: Any
+    backend: Any = None
+    is_open: bool = True
+    entries: list[Any] = field(default_factory=list)
+    wrappers: list[Any] = field(default_factory=list)
+    address_check: AddressPolicy | None = None
+
+
+class WatchedMetadata(Mapping[str, Any]):
+    """Metadata that notes which names are read.
+
+    Args:
+        metadata: What is read.
+        counts: Whether reading matters now.
+
+    Attributes:
+        read: The names so far.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
+        self._metadata, self._counts = metadata, counts
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if self._counts():
+            self.read.add(name)
+        return self._metadata[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One forward pass, as the model and the graph wrappers inside it see it.
+
+    Attributes:
+        runtime_mode: How this batch is run: NONE, PIECEWISE or FULL.
+        descriptor: The batch; its key where a graph runs it, else its unpadded numbers.
+        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block
+            tables, sequence lengths). Inside a capture they are views of static buffers, owned by cgplan.
+        scope: The capture session or sealed runner that this pass belongs to, None outside of one.
+        derived: Scratch for values that a layer computes from the metadata once and later layers reuse.
+            It starts empty with each context.
+    """
+
+    runtime_mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    metadata: Mapping[str, Any]
+    scope: CaptureScope | None = None
+    derived: dict[str, Any] = field(default_factory=dict)
+
+    def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
+        """What ``make`` computes on ``device`` from the metadata: the first layer that asks has it made, the others of
+        the forward get the same value, kept in ``derived`` under ``key``.
+        """
+        # Values derived before a capture began were not recorded by it: a replay would read the old ones.
+        # So a capture that runs in the context of its warm-up derives them again.
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        key = f"{key} {capturing}"
+        if key not in self.derived:
+            self.derived[key] = make()
+        value: T = self.derived[key]
+        return value
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("cgplan_forward_context", default=None)
+
+
+@contextmanager
+def forward_context(
+    runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    descriptor: BatchDescriptor | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    scope: CaptureScope | None = None,
+) -> Iterator[ForwardContext]:
+    """Set the forward context for the block; context-local, so threads and tasks do not see each other's.
+
+    Args:
+        runtime_mode: NONE, PIECEWISE or FULL.
+        descriptor: The batch; may be absent only in mode NONE.
+        metadata: Tensors by name; they are handed on as they are, not copied.
+        scope: The session or runner that the pass belongs to; runners set it.
+
+    Raises:
+        CgplanError: a graph mode without a descriptor, or an argument of the wrong kind.
+    """
+    if runtime_mode not in RUNTIME_MODES:
+        raise CgplanError(
+            f"forward_context cannot have the runtime mode {runtime_mode!r}",
+            remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL, such as CudagraphDispatcher.dispatch returned.",
+        )
+    for value, kind in ((descriptor, BatchDescriptor), (metadata, Mapping), (scope, CaptureScope)):
+        if value is not None and not isinstance(value, kind):
+            raise CgplanError(
+                f"forward_context was given {value!r:.100} where a {kind.__name__} belongs",
+                remedy="Pass (mode, descriptor) as CudagraphDispatcher.dispatch returned them, then tensors by name.",
+            )
+    if descriptor is None:
+        if runtime_mode is not CUDAGraphMode.NONE:
+            raise CgplanError(
+                f"forward_context with runtime mode {runtime_mode} needs a batch descriptor",
+                remedy="Pass the pair that CudagraphDispatcher.dispatch returned.",
+            )
+        descriptor = BatchDescriptor(0)
+    context = ForwardContext(runtime_mode, descriptor, metadata or {}, scope)
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def current_forward_context() -> ForwardContext | None:
+    """The forward context that is set here, or None."""
+    return _current.get()
+
+
+def get_forward_context() -> ForwardContext:
+    """The forward context that is set here. Raises CgplanError outside of any."""
+    context = _current.get()
+    if context is None:
+        raise CgplanError(
+            f"no forward context is set, at {current_line()}",
+            remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
+        )
+    return context

@@ -1,0 +1,438 @@
+"""CUDA graphs through torch.cuda.CUDAGraph: one capture stream, one garbage collection a session.
+
+Note [Failed captures]
+    When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and leaves undone:
+    (1) the allocator goes on serving allocations from the pool, which would swallow all later ones and never be freed;
+    (2) the random generator believes that a capture is under way, and raises at the next random operator;
+    (3) the allocator of pinned memory keeps a function that looks into the graph object, and believes that the pool is
+    captured into: it refuses further captures there ("already recording to mempool_id").
+    `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
+    well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure,
+    and by giving the pool another handle, so that later captures take memory of their own.
+    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
+    graphs of the stream still use. `capture_begin` may leave the same behind, and what it is known to refuse is refused
+    before it is called. A capture is ended on the stream that it began on, whichever is current by then.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool
+from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
+from cgplan.backends.quiet import collector_quiet
+from cgplan.buffers.copier import Copier, TorchCopier
+from cgplan.buffers.copy_kernel import load_copy_kernel
+from cgplan.buffers.kernel_copying import KernelCopier
+from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
+from cgplan.buffers.static import StaticBuffers
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
+from cgplan.graphs.caught_errors import errors_noted
+from cgplan.graphs.plain_code import captures_here
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory whose storage does not own it."""
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    same = empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+    same = same.conj() if tensor.is_conj() else same
+    return torch._neg_view(same) if tensor.is_neg() else same
+
+
+@cache
+def can_borrow(device: torch.device) -> bool:
+    """Whether this torch makes tensors on memory that they do not own; tried once, on a small tensor."""
+    probe = torch.arange(4, device=device)
+    try:
+        same = unowned(probe[1:])
+        return same.data_ptr() == probe[1:].data_ptr() and same.tolist() == [1, 2, 3]
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class CudaPool:
+    """A pool: torch's handle of it, and the graphs that keep it alive.
+
+    torch forgets a pool with its last graph and then refuses captures into it, and it refuses them after a capture that
+    failed, see Note [Failed captures] in cuda.py: the next capture gets a new handle. Graphs that were captured before
+    keep theirs, and all of them are one pool here.
+
+    Attributes:
+        handles: Of all memory that it consists of; the last one is captured into.
+        ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
+    """
+
+    handles: tuple[Any, ...]
+    graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    listed: tuple[Any, int] | None = None
+    is_spoiled: bool = False
+
+    @property
+    def handle(self) -> Any:
+        """What captures are made into."""
+        return self.handles[-1]
+
+    def make_ready(self) -> None:
+        """Take a new handle where torch would refuse the present one."""
+        if not self.graphs:
+            self.handles = (torch.cuda.graph_pool_handle(),)
+        elif self.is_spoiled:
+            self.handles += (torch.cuda.graph_pool_handle(),)
+        self.is_spoiled = False
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class CudaGraph:
+    """One CUDA graph and the pool that it captures into."""
+
+    pool: CudaPool
+    graph: torch.cuda.CUDAGraph
+    captured: bool = False
+    stream: torch.cuda.Stream | None = None
+
+    def drop(self) -> None:
+        """Free the graph; the pool's memory is free for the allocator once its last graph is dropped."""
+        self.graph.reset()
+        self.pool.graphs.discard(self)
+        self.captured = False
+
+
+def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[str, Any]]:
+    """The allocator's segments of some pools, as torch's snapshot has them.
+
+    Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference too
+    many from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes some time after
+    the 256th pool.
+    """
+    segments = torch.cuda.memory._snapshot()["segments"]
+    handles = {handle for pool in pools for handle in pool.handles}
+    return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == device.index]
+
+
+@cache
+def cuda_runtime() -> Any:
+    """cuda-bindings' runtime module, which torch's CUDA builds depend on; None if it is not installed."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    return runtime
+
+
+def count_kernels(runtime: Any, graph: Any) -> int:
+    """Kernel nodes of a raw graph, those of child graphs included. Raises BackendError if the runtime fails."""
+
+    def checked(result: tuple[Any, ...]) -> Any:
+        if int(result[0]) != 0:
+            raise BackendError(f"the CUDA runtime answered {result[0]}", remedy="Check the driver with nvidia-smi.")
+        return result[1]
+
+    count = runtime.cudaGraphGetNodes(graph)[2]
+    kinds = runtime.cudaGraphNodeType
+    total = 0
+    for node in checked(runtime.cudaGraphGetNodes(graph, count)):
+        kind = checked(runtime.cudaGraphNodeGetType(node))
+        if kind == kinds.cudaGraphNodeTypeKernel:
+            total += 1
+        elif kind == kinds.cudaGraphNodeTypeGraph:
+            total += count_kernels(runtime, checked(runtime.cudaGraphChildGraphNodeGetGraph(node)))
+    return total
+
+
+class CudaBackend(GraphBackend):
+    """Graphs on one GPU. Raises BackendError if that GPU is not there."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise BackendError(
+                f"device {device} was asked for, but torch sees no GPU",
+                remedy="Set device: auto or device: cpu to use the tape backend, or install a CUDA build of torch.",
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise BackendError(
+                f"device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs",
+                remedy="Choose a lower index, or check CUDA_VISIBLE_DEVICES.",
+            )
+        self.device = torch.device("cuda", index)
+        with torch.cuda.device(self.device):
+            self._stream = own_stream(self)
+            self._token = torch.zeros(1, device=self.device)
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        self._generators: dict[int, torch.Generator] = {}
+
+    def new_pool(self) -> CudaPool:
+        """An empty pool."""
+        return CudaPool((torch.cuda.graph_pool_handle(),))
+
+    def pool_bytes(self, *pools: CudaPool) -> int:
+        """Bytes of the allocator's segments that belong to the pools."""
+        return sum(segment["total_size"] for segment in segments_of(self.device, pools))
+
+    def new_graph(self, pool: CudaPool) -> CudaGraph:
+        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
+
+        Raises BackendError for what is no pool of this backend.
+        """
+        if not isinstance(pool, CudaPool):
+            raise foreign_pool(pool, self)
+        return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
+
+    def register_generator(self, generator: torch.Generator) -> None:
+        """Graphs captured from now on advance it with each replay, as they do the default one."""
+        self._generators[id(generator)] = generator
+
+    def begin(self, graph: CudaGraph) -> None:
+        """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
+        if graph.captured:
+            raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+        if stream == torch.cuda.default_stream(self.device):
+            raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
+        graph.pool.make_ready()
+        try:
+            self._register_generators(graph.graph)
+            graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+        except RuntimeError as error:
+            self._forget(graph)
+            raise CaptureError(
+                f"the capture did not begin: {str(error).splitlines()[0]}", remedy="See what failed on the GPU before."
+            ) from error
+        graph.stream = stream
+        graph.pool.graphs.add(graph)
+
+    def end(self, graph: CudaGraph) -> None:
+        """Stop capturing and instantiate the graph.
+
+        Raises:
+            CaptureError: the capture is not valid.
+            CaptureMemoryError: no memory to instantiate it; it is freed.
+        """
+        try:
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
+        except RuntimeError as error:
+            self._forget(graph)
+            raise CaptureError(
+                f"the capture is not valid: {str(error).splitlines()[0]}",
+                remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
+            ) from error
+        try:
+            graph.graph.instantiate()
+        except RuntimeError as error:
+            self.reset(graph)
+            line = str(error).splitlines()[0]
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in line:
+                raise CaptureMemoryError(
+                    f"no memory to instantiate a graph: {line}",
+                    remedy="Capture fewer sizes, or keep more free.",
+                ) from error
+            raise CaptureError(
+                f"the graph cannot be instantiated: {line}", remedy="See what failed on the GPU before."
+            ) from error
+        graph.captured = True
+
+    def abort(self, graph: CudaGraph) -> None:
+        """Stop capturing and free what the capture took, see Note [Failed captures]."""
+        try:
+            with torch.cuda.stream(graph.stream):
+                graph.graph.capture_end()
+        except RuntimeError:
+            self._forget(graph)
+        else:
+            self.reset(graph)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is capturing."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def replay(self, graph: CudaGraph) -> None:
+        """Queue the graph on the current stream."""
+        self.launcher(graph)()
+
+    def launcher(self, graph: CudaGraph) -> Callable[[], None]:
+        """torch's own replay."""
+        if not graph.captured:
+            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
+        return graph.graph.replay
+
+    def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
+        """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
+        kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
+        if kernel is None:
+            return TorchCopier(buffers, copy_inputs=copy_inputs)
+        blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
+        return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
+
+    def stream_getter(self) -> Callable[[], int]:
+        """The raw handle of the current stream of this GPU."""
+        return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Through pinned memory, with an event on the stream that copies."""
+        host, copied = empty_pinned(tensor.shape, tensor.dtype), torch.cuda.Event()
+        host.copy_(tensor, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self.device))  # another device may be the current one
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
+    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Through pinned memory."""
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return empty_pinned(numbers.shape, numbers.dtype).copy_(numbers).to(self.device, non_blocking=True)
+
+    def is_busy(self, stream: int) -> bool:
+        """Whether work is queued on the stream, whoever queued it."""
+        return not stream_at(stream, self.device).query()
+
+    def annotate(self, name: str) -> AbstractContextManager[object]:
+        """An NVTX range."""
+        return torch.cuda.nvtx.range(name)
+
+    def reset(self, graph: CudaGraph) -> None:
+        """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""
+        graph.drop()
+        if torch.cuda.current_stream(self.device) == self._stream:  # in a session, which goes on
+            keep_workspaces(self.device)
+
+    def num_nodes(self, graph: CudaGraph) -> int | None:
+        """Kernel nodes of the raw graph, child graphs included."""
+        runtime = cuda_runtime()
+        if runtime is None or not graph.captured:
+            return None
+        return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without holding its block; ``tensor`` itself where this torch cannot do that."""
+        if tensor.device != self.device or not self.supports("borrow"):
+            return tensor
+        return unowned(tensor)
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        """Whether the tensor's storage is still there."""
+        held = StorageWeakRef(tensor.untyped_storage())
+        return lambda: not held.expired()
+
+    def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
+        """Whether its address is in a segment of the pool. Segments are listed anew once torch has reserved more."""
+        if tensor.device != self.device or tensor.layout is not torch.strided:
+            return False
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        now = (pool.handles, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
+        if pool.listed != now:
+            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments_of(self.device, [pool])]
+            pool.listed = now
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < end for start, end in pool.ranges)
+
+    def is_empty(self, graph: CudaGraph) -> bool:
+        """Whether the raw graph has no node of any kind."""
+        runtime = cuda_runtime()
+        if runtime is None or not graph.captured:
+            return False
+        return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2]) == 0
+
+    def memory(self) -> MemoryReading:
+        """Free and total memory of the GPU, and what torch's allocator has reserved of it."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # a quarter of memory_reserved's time
+        return MemoryReading(free, total, stats["reserved_bytes"]["all"]["current"] if stats else 0)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """A block on the capture stream, without garbage collection. Other streams' work is done before it starts."""
+        if torch.cuda.current_stream(self.device) == self._stream:
+            yield
+            return
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            try:
+                with collector_quiet(), captures_here(), errors_noted(), torch.cuda.stream(self._stream):
+                    keep_workspaces(self.device)
+                    yield
+            finally:
+                torch.cuda.current_stream().wait_stream(self._stream)
+
+    def supports(self, feature: Feature) -> bool:
+        """Nodes are counted where cuda-bindings is installed, memory is borrowed where the probe passed."""
+        if feature == "node_count":
+            return cuda_runtime() is not None
+        if feature == "borrow":
+            return can_borrow(self.device)
+        return feature == "driver_bytes"
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the GPU."""
+        torch.cuda.synchronize(self.device)
+
+    def release_cached(self) -> None:
+        """Give cached blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def time_calls(
+        self, call: Callable[[], object], repeats: int, *, queued: bool = False
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Device time between two events around each call, and host time until it returned."""
+        with torch.cuda.device(self.device):  # events are recorded on the current one
+            return self._time_calls(call, repeats, queued=queued)
+
+    def _time_calls(
+        self, call: Callable[[], object], repeats: int, *, queued: bool
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+        host = []
+        torch.cuda.synchronize(self.device)
+        if queued:  # one call ahead of those that count, so that the first of them is queued too
+            call()
+        for start, end in zip(starts, ends, strict=True):
+            if not queued:
+                torch.cuda.synchronize(self.device)
+            start.record()
+            began = time.perf_counter_ns()
+            call()
+            host.append((time.perf_counter_ns() - began) / 1e3)
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
+
+    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self._generators.values():
+            graph.register_generator_state(generator)
+
+    def _forget(self, graph: CudaGraph) -> None:
+        """What `capture_end` leaves undone when it raises, see Note [Failed captures]."""
+        with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
+            torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
+            torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
+        graph.pool.is_spoiled = True
+        graph.drop()
+        small = torch.cuda.CUDAGraph()
+        self._register_generators(small)
+        with torch.cuda.stream(self._stream):
+            small.capture_begin(capture_error_mode="thread_local")
+            self._token.zero_()
+            small.capture_end()
+            keep_workspaces(self.device)
+        self._failed += [graph.graph, small]

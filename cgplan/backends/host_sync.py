@@ -1,0 +1,268 @@
+"""Operators that need the host: what cannot stand inside a graph, found by name and by the user's line."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from cgplan.backends.blame import users_line
+from cgplan.errors import HostSyncError
+from cgplan.graphs.plain_code import as_written
+
+_REMEDY = (
+    "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
+    "compute it before the graph, or keep this part out of it."
+)
+_HOST_METHODS = {
+    torch.Tensor.cpu: "cpu",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.__array__: "__array__",
+    torch.Tensor.__repr__: "__repr__",
+    torch.Tensor.__reduce_ex__: "__reduce_ex__",
+}
+_WHOLE: set[str] = set()  # see record_whole
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+
+def blamed_line(raised: TracebackType | None = None) -> str:
+    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or that raised.
+
+    The code of a traced forward was generated; in its place stands the line that the running node was traced from.
+    """
+    if raised is None:
+        return users_line(_places(traceback.walk_stack(sys._getframe(1))))
+    return users_line(_places(reversed(list(traceback.walk_tb(raised)))))
+
+
+def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
+    for frame, line in frames:
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # torch.fx generated it
+            yield from _traced_from(frame, line)
+        yield frame.f_code.co_filename, line
+
+
+def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
+    """The frames, innermost first, that the node in a line of a GraphModule's code was traced in."""
+    values = frame.f_locals
+    module = values.get("self")
+    if isinstance(values, dict):  # before Python 3.13 a copy that stays with the frame, and tensors with it
+        values.clear()
+    if not isinstance(module, GraphModule):
+        return
+    index = (module._lineno_map or {}).get(line - frame.f_code.co_firstlineno)
+    for number, node in enumerate(module.graph.nodes):
+        if number == index:
+            found = re.findall(r'^ *File "(.+)", line (\d+)', node.stack_trace or "", re.MULTILINE)
+            yield from ((name, int(lineno)) for name, lineno in reversed(found))
+
+
+class Refusals:
+    """What one look at a forward has refused.
+
+    Attributes:
+        first: An error like the first that was raised, without its frames. A forward that catches that one goes on, but
+            on a GPU its capture is invalid.
+    """
+
+    def __init__(self) -> None:
+        self.first: HostSyncError | None = None
+
+    def noted(self, message: str) -> HostSyncError:
+        """The error to raise."""
+        if self.first is None:
+            self.first = HostSyncError(message, remedy=_REMEDY)
+        return HostSyncError(message, remedy=_REMEDY)
+
+
+class HostGuard(TorchFunctionMode):
+    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        super().__init__()
+        self._refusals = refusals
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
+        name = _HOST_METHODS.get(func)
+        if name is not None:
+            raise self._refusals.noted(f"Tensor.{name}() needs the host inside a capture, at {blamed_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Looking(threading.local):
+    depth = 0
+
+
+_looking = _Looking()
+
+
+@contextmanager
+def looking_alone() -> Iterator[None]:
+    """A block that runs a forward in this process alone, for what can be learnt from it: ``is_probing`` holds in it."""
+    _looking.depth += 1
+    try:
+        yield
+    finally:
+        _looking.depth -= 1
+
+
+class Onlooker(TorchDispatchMode):
+    """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks: list[ExitStack] = []  # it enters itself again where it looks inside
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(as_written())
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._blocks.append(stack.pop_all())
+        _looking.depth += 1
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _looking.depth -= 1
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._blocks.pop().close()
+
+    def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is to run eagerly between segments."""
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+
+class _Probe(Onlooker):
+    """Runs everything eagerly and stops at the first operator that needs the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._key = device.type.upper()
+        self.refusals = Refusals()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse, or run."""
+        kwargs = kwargs or {}
+        if implemented_in_python(func, self._key):
+            with self:
+                return func.redispatch(
+                    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._key)), *args, **kwargs
+                )
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        refuse_host(func, args, kwargs, self.refusals)
+        return func(*args, **kwargs)
+
+
+def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostSyncError | None:
+    """Run a forward eagerly and name its first operator that needs the host; None if there is none to be seen."""
+    probe = _Probe(device)
+    try:
+        with probe:
+            forward()
+    except HostSyncError as error:
+        traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
+        return error.with_traceback(None)
+    except Exception:  # the forward fails in its own way here; the caller has the failure that matters
+        return probe.refusals.first
+    return probe.refusals.first
+
+
+def is_probing() -> bool:
+    """Whether an ``Onlooker`` looks at what this thread runs, in the kernels that it hands an operator on to, too; or a
+    block of ``looking_alone``.
+    """
+    return _looking.depth > 0
+
+
+def current_onlooker() -> Onlooker | None:
+    """The one that would see the next operator first: no other mode is inside of it, such as a tape's that records a
+    capture of its own.
+    """
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Onlooker) else None
+
+
+def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:
+    """Raise HostSyncError, noted, for an operator whose result the host would have to wait for."""
+    schema, detail = func._schema.name, ""
+    if schema in _INDEXING:
+        masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+        if schema != "aten::index" and masks:  # one value through masks is a masked_fill, which needs no host
+            accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+            masks = [] if args[2].numel() == 1 and not accumulate else masks
+        needs, detail = bool(masks), " with a boolean mask"
+    elif schema == "aten::repeat_interleave":
+        by_tensor = len(args) < 2 or isinstance(args[1], torch.Tensor)
+        needs = by_tensor and kwargs.get("output_size") is None
+    elif schema in ("aten::_to_copy", "aten::copy_"):
+        needs, detail = _crosses_to_host(schema, args, kwargs), " from the device to the host"
+    else:
+        needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    if needs:
+        raise refusals.noted(f"operator {schema}{detail} needs the host inside a capture, at {blamed_line()}")
+
+
+def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy goes from a device to host memory; into pinned memory it may, that can be captured."""
+    if schema == "aten::copy_":
+        target, source = args[0], args[1]
+        pinned = target.device.type == "cpu" and source.device.type != "cpu" and target.is_pinned()
+        return source.device.type != "cpu" and target.device.type == "cpu" and not pinned
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+
+
+@cache
+def implemented_in_python(func: Any, key: str) -> bool:
+    """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python.
+
+    Such a kernel calls operators of its own, which pass the dispatcher and can be seen there.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim"):
+        return False
+    if func._schema.name in _WHOLE:
+        return False
+    name = func._schema.name.replace("::", "/")
+    overload = f".{func._overloadname}" if func._overloadname != "default" else ""
+    return any(f"{name}{overload}/{k}" in torch.library._impls for k in (key, "CompositeExplicitAutograd"))
+
+
+def record_whole(name: str) -> None:
+    """Have the tape record an operator as one step although its kernel is Python: it runs again on each replay.
+
+    For kernels that do what no operator does, such as waiting for another process.
+    """
+    _WHOLE.add(name)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether the operator is made of others alone; outside of inference mode such ones never reach a mode."""
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors among the leaves of nested arguments."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,210 @@
+"""The CPU stand-in: records the operators of a forward and replays them on fixed memory, without its Python code.
+
+It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, whatever has become
+of the tensor; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and what
+needs the host is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from threading import get_ident
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool
+from cgplan.backends.host_sync import HostGuard
+from cgplan.backends.quiet import collector_quiet
+from cgplan.backends.tape_pool import TapePool
+from cgplan.backends.tape_recorder import Recorder, Step, replay, tensor_on
+from cgplan.errors import CaptureError
+from cgplan.graphs.operator_log import marked
+from cgplan.graphs.plain_code import captures_here
+from cgplan.pricing.allocator import Allocation
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class TapeGraph:
+    """One tape: its pool, and the steps that it replays (None until captured).
+
+    While it records, ``recording`` holds the recorder and the modes to leave.
+    """
+
+    pool: TapePool
+    steps: list[Step] | None = None
+    recording: tuple[Recorder, ExitStack] | None = field(default=None, repr=False)
+
+
+class TapeBackend(GraphBackend):
+    """Graphs on the CPU.
+
+    Args:
+        pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs out of memory.
+        restores: Whether memory from before a capture that it writes to (a KV cache) gets its old bytes back, as it has
+            to where graphs are replayed. A copy of all of it is kept until then.
+    """
+
+    name = "cpu (tape)"
+
+    def __init__(self, pool_limit: int | None = None, *, restores: bool = True) -> None:
+        self.device = torch.device("cpu")
+        self._restores = restores
+        self._pool_limit = pool_limit
+        self._recording: set[int] = set()  # threads that record
+        self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
+
+    def new_pool(self) -> TapePool:
+        """An empty pool."""
+        pool = TapePool(self._pool_limit)
+        self._pools[pool] = weakref.WeakSet()
+        return pool
+
+    def pool_bytes(self, *pools: TapePool) -> int:
+        """Bytes that the pools have reserved, exact."""
+        return sum(pool.nbytes for pool in pools)
+
+    def log_allocations(self, pool: TapePool) -> list[Allocation]:
+        """The list that the pool's allocations are added to from now on, at the operators' real sizes."""
+        if pool.log is None:
+            pool.log = []
+        return pool.log
+
+    def new_graph(self, pool: TapePool) -> TapeGraph:
+        """An empty tape. Raises BackendError for a pool that this backend did not make."""
+        if not isinstance(pool, TapePool) or pool not in self._pools:
+            raise foreign_pool(pool, self)
+        return TapeGraph(pool)
+
+    def begin(self, graph: TapeGraph) -> None:
+        """Start recording in this thread."""
+        if graph.steps is not None or graph.recording is not None:
+            raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        with ExitStack() as modes:
+            recorder = Recorder(graph.pool, restores=self._restores)
+            modes.enter_context(HostGuard(recorder.refusals))
+            modes.enter_context(recorder)
+            graph.recording = (recorder, modes.pop_all())
+        self._recording.add(get_ident())
+
+    def end(self, graph: TapeGraph) -> None:
+        """Stop recording. Raises HostSyncError for what needed the host, also if the forward caught the error then."""
+        recorder = self._stop(graph)
+        if recorder.refusals.first is not None:
+            self._trim(graph.pool)
+            raise recorder.refusals.first
+        graph.steps = recorder.steps
+        self._pools[graph.pool].add(graph)
+
+    def abort(self, graph: TapeGraph) -> None:
+        """Stop recording and drop the steps."""
+        self._stop(graph)
+        self._trim(graph.pool)
+
+    def is_capturing(self) -> bool:
+        """Whether a tape of this backend is recording in this thread."""
+        return get_ident() in self._recording
+
+    def replay(self, graph: TapeGraph) -> None:
+        """Run the recorded operators; returns when they have run."""
+        if graph.steps is None:
+            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
+        replay(graph.steps)
+
+    def reset(self, graph: TapeGraph) -> None:
+        """Drop the steps; with the pool's last graph, drop the pool's memory."""
+        graph.steps = None
+        self._pools[graph.pool].discard(graph)
+        self._trim(graph.pool)
+
+    def num_nodes(self, graph: TapeGraph) -> int | None:
+        """Recorded operators; views and allocations are none."""
+        return None if graph.steps is None else len(graph.steps)
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without holding its block."""
+        storage = tensor.untyped_storage()
+        for pool in self._pools:
+            alias = pool.alias_of(storage)
+            if alias is not None:
+                with _disable_current_modes():  # inside a capture this is no operator of the forward
+                    return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
+        return tensor
+
+    def in_pool(self, tensor: torch.Tensor, pool: TapePool) -> bool:
+        """Whether the tensor's storage takes a block of the pool."""
+        return tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
+
+    def is_empty(self, graph: TapeGraph) -> bool:
+        """Whether no operator was recorded."""
+        return not graph.steps
+
+    def slot(self, value: torch.Tensor) -> torch.Tensor:
+        """Memory of the pool that holds ``value``; the copy is not recorded."""
+        slot = torch.empty_like(value)
+        with _disable_current_modes(), marked("around graphs"):
+            slot.copy_(value)
+        return slot
+
+    def memory(self) -> MemoryReading:
+        """Memory of this machine, and the bytes of this backend's pools."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else None
+        return MemoryReading(free, os.sysconf("SC_PHYS_PAGES") * page, sum(pool.nbytes for pool in self._pools))
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """A block without garbage collection."""
+        import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
+        with collector_quiet(), captures_here():
+            yield
+
+    def supports(self, feature: Feature) -> bool:
+        """Nodes are counted and memory is borrowed; there is no driver."""
+        return feature in ("node_count", "borrow")
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+    def release_cached(self) -> None:
+        """Drop the memory of pools that no graph uses."""
+        for pool in list(self._pools):
+            self._trim(pool)
+
+    def time_calls(
+        self,
+        call: Callable[[], object],
+        repeats: int,
+        *,
+        queued: bool = False,  # noqa: ARG002  (nothing is ever queued)
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Microseconds of each call; host and device are one."""
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return times, times
+
+    def _stop(self, graph: TapeGraph) -> Recorder:
+        if graph.recording is None:
+            raise CaptureError("no capture is under way in this graph", remedy="Call begin first.")
+        recorder, modes = graph.recording
+        graph.recording = None
+        self._recording.discard(get_ident())
+        modes.close()
+        recorder.finish()
+        return recorder
+
+    def _trim(self, pool: TapePool) -> None:
+        """Drop the pool's memory once no graph can replay on it."""
+        if not self._pools[pool]:
+            gc.collect(0)  # an exception's frames may still hold tensors of a failed capture
+            pool.trim()

@@ -1,0 +1,262 @@
+"""What the tape backend sees while it records: each operator, its storages, and what needs the host."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from cgplan.backends.blame import current_line
+from cgplan.backends.host_sync import Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.backends.tape_pool import TapePool
+from cgplan.errors import CaptureError
+from cgplan.graphs.operator_log import ALLOCATIONS
+
+# What these operators write although their schema does not say so.
+_UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied to."""
+
+    call: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    copies: tuple[tuple[int, torch.Tensor], ...]  # (index among the flat results, slot)
+
+
+class Recorder(TorchDispatchMode):
+    """Runs the operators of a forward once and keeps them as steps whose tensors lie at fixed addresses.
+
+    Tensors that operators make are placed in the pool. Views make no step, because addresses do not change. Memory
+    from before the recording that is written to gets its old bytes back in ``finish``, and so do random generators:
+    on a GPU, too, a capture runs nothing. Without ``restores`` memory keeps what was written.
+
+    Attributes:
+        steps: What was recorded.
+        refusals: Operators that need the host.
+    """
+
+    def __init__(self, pool: TapePool, *, restores: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._restores = restores
+        self.steps: list[Step] = []
+        self.refusals = Refusals()
+        self._pool = pool
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._held = pool.taken()
+        # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
+        self._earlier = [(storage, storage.clone()) for storage in pool.taken_memory()]
+        self._rng = torch.get_rng_state()
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def finish(self) -> None:
+        """Undo what the recording wrote outside the pool, and to what was taken of the pool before."""
+        for storage, before in (*self._saved.values(), *self._earlier):
+            storage.copy_(before)
+        self._saved.clear()
+        self._earlier.clear()
+        torch.set_rng_state(self._rng)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        self._generators.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record one operator."""
+        kwargs = kwargs or {}
+        if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
+            with self, self._named(func):
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
+            with self:
+                return func.decompose(*args, **kwargs)
+        refuse_host(func, args, kwargs, self.refusals)
+        given = tensors_in((args, kwargs))
+        _refuse_foreign(func, given)
+        self._save_written(func, args, kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
+        growing = _loosened(func, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
+            func = torch.ops.aten.clone.default
+        old = {t.untyped_storage()._cdata for t in given}
+        fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
+        flat, spec = tree_flatten(func(*args, **kwargs))
+        for tensor, inside in zip(growing, self._place(dict(enumerate(growing))).values(), strict=True):
+            tensor.set_(inside.untyped_storage(), inside.storage_offset(), inside.size(), inside.stride())
+            old.add(tensor.untyped_storage()._cdata)
+        fresh = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old]
+        placed = self._place({i: flat[i] for i in fresh})
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        is_view = not fresh and not writes and any(isinstance(t, torch.Tensor) for t in flat)
+        if growing:
+            fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
+        if not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS:
+            args_kept, kwargs_kept = fixed
+            self._add_step(func, args_kept, kwargs_kept, placed, len(flat))
+        for i, tensor in placed.items():
+            flat[i] = tensor
+        return tree_unflatten(flat, spec)
+
+    @contextmanager
+    def _named(self, func: Any) -> Iterator[None]:
+        """A block whose allocations are those of an operator, for the pool's log; the outermost one names them."""
+        outside = self._pool.inside
+        self._pool.inside = outside or func._schema.name
+        try:
+            yield
+        finally:
+            self._pool.inside = outside
+
+    def _add_step(self, func: Any, args: Any, kwargs: Any, placed: dict[int, torch.Tensor], results: int) -> None:
+        slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
+        out = _out_variant(func) if slots and len(slots) == results else None
+        if out is not None:  # write into the slot at once, without a copy
+            overload, names = out
+            known = {a.name for a in overload._schema.arguments}
+            kept = {name: value for name, value in kwargs.items() if name in known}  # the slot has dtype and device
+            step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
+            if _gives_the_same(step, names):
+                self.steps.append(step)
+                return
+        self.steps.append(Step(func, args, kwargs, tuple(slots.items())))
+
+    def _place(self, made: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Fresh results moved into the pool; results that share a storage share a block."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        placed = {}
+        for i, tensor in made.items():
+            source = tensor.untyped_storage()
+            if source._cdata not in storages:
+                storages[source._cdata] = taken = self._pool.take(source.nbytes())
+                if source.nbytes():
+                    _bytes(taken, source.nbytes()).copy_(_bytes(source, source.nbytes()))
+            placed[i] = tensor_on(storages[source._cdata], tensor)
+        return placed
+
+    def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf to ``.data =``."""
+        alias = self._pool.alias_of(tensor.untyped_storage())
+        return tensor.detach() if alias is None else tensor_on(alias, tensor)
+
+    def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the bytes of outside memory that the operator is about to write."""
+        unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
+        if not self._restores or not (func._schema.is_mutable or unmarked):
+            return
+        for index, argument in enumerate(func._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if not written and argument.name not in unmarked:
+                continue
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in tensors_in(value):
+                storage = tensor.untyped_storage()
+                inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
+                if storage._cdata in self._saved or inside:
+                    continue
+                self._saved[storage._cdata] = (storage, storage.clone())
+
+
+def replay(steps: list[Step]) -> None:
+    """Run the steps of a tape."""
+    with torch.inference_mode():  # a capture in inference mode left tensors that may be written to only there
+        for step in steps:
+            result = step.call(*step.args, **step.kwargs)
+            if step.copies:
+                flat = tree_flatten(result)[0]
+                for i, slot in step.copies:
+                    slot.copy_(flat[i])
+
+
+def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A new tensor on ``storage`` with the layout of ``like``."""
+    base = torch.empty(0, dtype=like.dtype, device="cpu").set_(
+        storage, like.storage_offset(), like.size(), like.stride()
+    )
+    base = base.conj() if like.is_conj() else base
+    return torch._neg_view(base) if like.is_neg() else base
+
+
+def _loosened(func: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Empty ``out=`` tensors, put on storages that the operator can grow; a block of the pool cannot."""
+    named = [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]
+    empty = [t for t in tensors_in(named) if t.numel() == 0]
+    for tensor in empty:
+        tensor.set_(torch.empty_like(tensor).untyped_storage(), 0, tensor.size(), tensor.stride())
+    return empty
+
+
+def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+
+
+def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
+    """Whether an out variant, tried on scratch memory, leaves it as it is laid out and writes what the slots hold.
+
+    Some grow their result on the way, which memory of the pool cannot, or round in another order.
+    """
+    slots = [step.kwargs[name] for name in names]
+    scratch = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in slots]
+    for tensor in scratch:
+        nbytes = tensor.untyped_storage().nbytes()
+        _bytes(tensor.untyped_storage(), nbytes).fill_(0xA5)
+    places = [(t.data_ptr(), t.size(), t.stride()) for t in scratch]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of results that grow
+            step.call(*step.args, **{**step.kwargs, **dict(zip(names, scratch, strict=True))})
+    except (RuntimeError, TypeError):
+        return False
+    if places != [(t.data_ptr(), t.size(), t.stride()) for t in scratch]:
+        return False
+    return all(torch.equal(_raw(a), _raw(b)) for a, b in zip(scratch, slots, strict=True))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as bytes: NaN equals NaN."""
+    # Of one element, torch keeps strides that view refuses.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+    return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
+    for tensor in given:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {current_line()}",
+                remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
+            )
+
+
+@cache
+def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The overload of ``func`` that writes into given results, and their names; None if there is none."""
+
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # could not be tried
+        return None
+    made = ("dtype", "layout", "device", "pin_memory")  # an out variant may leave these to its result
+
+    def inputs(schema: Any, left_out: set[str]) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out and a.name not in left_out]
+
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        outs = tuple(a.name for a in overload._schema.arguments if a.is_out)
+        if any(str(a.type) != "Tensor" for a in overload._schema.arguments if a.is_out):  # a list of results
+            continue
+        left_out = set(made) - {a.name for a in overload._schema.arguments}
+        same = inputs(overload._schema, set()) == inputs(func._schema, left_out)
+        if outs and len(outs) == len(func._schema.returns) and same:
+            return overload, outs
+    return None

@@ -1,0 +1,91 @@
+"""Views of fixed memory that callers get again and again, kept as they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from cgplan.buffers.batch import exact_check
+
+Check = Callable[..., bool]
+_MOST_CHECKS = 4  # one for each mode of torch (inference mode, autocast) in which views are asked for
+
+
+class HandedViews:
+    """Tensors that are handed out, the same objects each time as long as nobody changes one in place.
+
+    What somebody does to a tensor object itself (``unsqueeze_``, ``t_``, ``requires_grad_``) would meet whoever gets it
+    next. So it is compared before it is handed out again, by one compiled function, which takes a quarter of the time
+    of a fresh view; what is no longer as it was is made anew. Other memory of the same shape, given to it by
+    ``.data =`` or ``set_``, is not seen by that function.
+
+    Args:
+        make: Makes all of them; what it returned before is left to those who hold it.
+    """
+
+    def __init__(self, make: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self._make = make
+        self._checks: list[Check] = []
+        self._is_alike: Check = _unknown
+        self._renew()
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The views, as they were made."""
+        return self._views if self._is_alike(*self._views) else self._looked_at()
+
+    def single(self) -> torch.Tensor | None:
+        """The first view."""
+        return self._view if self._is_alike(self._view) else self._looked_at()[0]
+
+    def bound_check(self) -> Callable[[], bool]:
+        """Whether the views of now are as they were made, for who holds them. It may say no where they are: then
+        `tensors` is asked, and this again.
+        """
+        return partial(self._is_alike, *self._views)
+
+    def are_changed(self) -> bool:
+        """Whether somebody has changed one of them since they were made."""
+        return [facts_of(view) for view in self._views] != self._made
+
+    def _looked_at(self) -> tuple[torch.Tensor, ...]:
+        """The views, compared one by one: the compiled function also says no in a mode that is new to it."""
+        for check in self._checks:
+            if check(*self._views):
+                self._is_alike = check
+                return self._views
+        if self.are_changed():
+            self._renew()
+        else:
+            self._learn()
+        return self._views
+
+    def _renew(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
+            self._views = self._make()
+        self._view = next(iter(self._views), None)
+        self._made = [facts_of(view) for view in self._views]
+        self._checks.clear()
+        self._learn()
+
+    def _learn(self) -> None:
+        check = exact_check(self._views) if self._views else None
+        self._is_alike = _unknown if check is None else check
+        if check is not None:
+            self._checks = [*self._checks[1 - _MOST_CHECKS :], check]
+
+
+def _unknown(*_: torch.Tensor) -> bool:
+    """The check of tensors that the compiled function does not know."""
+    return False
+
+
+def facts_of(view: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor object can be changed in place without a write to its memory."""
+    address = view.data_ptr() if type(view) is torch.Tensor else 0  # of other classes not all have one
+    return address, view.shape, view.stride(), view.dtype, view.requires_grad, view.is_conj(), view.is_neg()
+
+
+__all__ = ["HandedViews", "facts_of"]

@@ -1,0 +1,1 @@
+"""The graphs of one model."""

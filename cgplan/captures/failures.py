@@ -1,0 +1,125 @@
+"""What went wrong in a session, in words that name the key, the user's line and the remedy."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from cgplan.backends.host_sync import blamed_line
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
+from cgplan.measure.host_memory import is_out_of_memory
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.units import format_bytes
+
+# What torch says when a capturing stream is asked for something that needs the host.
+_HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
+_NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
+_TOO_OLD = re.compile(r"only supported (on|for) CUDA devices with compute capability|Device does not support")
+_FOREIGN_GENERATOR = re.compile(r"generator.*capture mode|offset.*graph capture", re.IGNORECASE)
+
+
+def drop_locals(error: BaseException) -> None:
+    """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so memory."""
+    passed: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is None or any(found is other for other in passed):  # an error can be its own cause
+            continue
+        passed.append(found)
+        traceback.clear_frames(found.__traceback__)
+        waiting += [found.__cause__, found.__context__]
+
+
+def explain_failure(
+    error: Exception,
+    mode: CUDAGraphMode,
+    descriptor: BatchDescriptor,
+    *,
+    capturing: bool,
+    free: int | None,
+    find_host_sync: Callable[[], HostSyncError | None],
+    all_freed: bool = True,
+) -> CgplanError:
+    """The typed error for what was raised while a key was warmed up or captured.
+
+    Args:
+        error: What was raised.
+        mode, descriptor: The key.
+        capturing: Whether the capture had begun; before it, the model ran eagerly.
+        free: Bytes of device memory that were free then, None if not known.
+        find_host_sync: Runs the forward once more, eagerly, and names the operator that needs the host.
+        all_freed: Whether the failure ends a session, which gives up what it captured before.
+    """
+    key = f"{mode} {descriptor}"
+    where = blamed_line(error.__traceback__)
+    if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
+        freed = "; everything captured in this session was freed" if all_freed else ""
+        had = "" if free is None else f" with {format_bytes(free)} free on the device"
+        return CaptureMemoryError(
+            f"out of memory at {key}{had}{freed}: {_first_line(error)}",
+            remedy="Lower compilation.max_cudagraph_capture_size, give fewer cudagraph_capture_sizes or LoRA cases, "
+            "or leave more memory free (a smaller KV cache, say).",
+        )
+    if isinstance(error, CaptureError):
+        swallowed = type(error) is CaptureError and any(phrase in error.message for phrase in _HOST_PHRASES)
+        found = find_host_sync() if swallowed else None  # a forward that caught the error, and launched nothing more
+        told = error if found is None else found
+        return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
+    if isinstance(error, CgplanError):
+        return error
+    if not capturing or _lacking_dtype(error, where) is not None:
+        return explain_eager_failure(error, key)
+    if _FOREIGN_GENERATOR.search(str(error)):
+        return CaptureError(
+            f"capture of {key}: the forward draws from a torch.Generator that the graph does not know, at {where}",
+            remedy="Hold it in an attribute of the model, where cgplan finds it, or pass it to "
+            "backend.register_generator before the capture.",
+        )
+    if any(phrase in str(error) for phrase in _HOST_PHRASES):
+        found = find_host_sync()
+        if found is not None:
+            return HostSyncError(f"capture of {key}: {found.message}", remedy=found.remedy)
+        return HostSyncError(
+            f"capture of {key}: an operator needs the host, at {where}: {_first_line(error)}",
+            remedy="Keep the value on the device (torch.where, masked_fill), compute it before the graph, or keep this "
+            "part out of it.",
+        )
+    return CaptureError(
+        f"capture of {key} failed, at {where}: {type(error).__name__}: {_first_line(error)}",
+        remedy="The same forward ran eagerly; look for what it does only under capture. --traceback shows more.",
+    )
+
+
+def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
+    """The typed error for what the model itself raised on a batch."""
+    if isinstance(error, CgplanError):
+        return error
+    where = blamed_line(error.__traceback__)
+    if (lacking := _lacking_dtype(error, where)) is not None:
+        return lacking
+    return ModelError(
+        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {_first_line(error)}",
+        remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
+    )
+
+
+def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
+    """The error of an operator that this device does not have for a dtype; None for any other."""
+    text = _first_line(error)
+    found = _NO_KERNEL.search(text)
+    if found is None and not _TOO_OLD.search(text):
+        return None
+    what = f"has no {found['operator']} for {found['dtype']}" if found else "lacks an operator for a dtype"
+    return BackendError(
+        f"the device {what}, at {where}: {text}",
+        remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, for 8-bit weights), "
+        "load the model in another dtype, or choose another device.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,162 @@
+"""What graphs cost, for a plan: from a saved report, estimated on the tape, or measured on the device."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from cgplan.cli.output import note
+from cgplan.config import Config, LoadedConfig
+from cgplan.config.load import beside
+from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ReportError
+from cgplan.modes import Key
+from cgplan.optimizer.subset import within_count
+from cgplan.planning import Plan, build_plan
+from cgplan.planning.costs import GraphCosts
+from cgplan.planning.difference import mismatches, named
+from cgplan.planning.plan import Machine
+from cgplan.reports import CaptureReport, load_report
+from cgplan.reports.records import uncapturable
+from cgplan.units import format_bytes
+
+WORDS = ("estimate", "measure")
+
+
+class Priced(NamedTuple):
+    """What graphs cost.
+
+    Attributes:
+        costs: With notes on them that are for the caller to show; None where nothing is known.
+        machine: What they were measured on, None where not on a GPU.
+        failed: Keys that the report says could not be captured, and why.
+    """
+
+    costs: GraphCosts | None
+    machine: Machine | None = None
+    failed: Mapping[Key, str] = MappingProxyType({})
+
+
+def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
+    """What graphs cost; a file is read once, as it may be a pipe.
+
+    Args:
+        loaded: The configuration; its model is built for ``estimate`` and ``measure``.
+        given: ``estimate`` (the model is recorded on the CPU), ``measure`` (a few keys are really captured on the
+            configured device, and freed), the path of a capture report, or None for no costs.
+
+    Raises:
+        ReportError: the file is no capture report, or has no graph of a mode that the configuration asks for.
+        ConfigError: there is no model to estimate or measure.
+        CaptureError, ModelError, BackendError: as a capture does.
+    """
+    if given is None:
+        return Priced(None)
+    if given in WORDS:
+        with redirect_stdout(sys.stderr):  # what a model prints is not the result
+            return _of_model(loaded, given)
+    if not given or not Path(given).exists():
+        near = difflib.get_close_matches(given, WORDS, n=1)
+        hint = f"Did you mean {near[0]}? " if near else beside(Path(given))
+        raise ReportError(
+            f"--costs {given or 'is empty'}: there is no such file",
+            remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
+        )
+    report = _report(given)
+    from cgplan.pricing.measured import MeasuredCosts
+
+    notes = tuple(_about(report, given, loaded.config))
+    on_device = report.environment.driver is not None
+    costs = MeasuredCosts.from_report(report, loaded.config, notes)
+    _check_modes(report, given, loaded.config)
+    return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
+
+
+def _report(path: str) -> CaptureReport:
+    report = load_report(Path(path))
+    if report.kind == "bench":
+        report = report.capture
+    if report.kind != "capture":
+        raise ReportError(
+            f"{path} is a {report.kind}, not a capture report",
+            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
+        )
+    return report
+
+
+def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
+    """What to know of a report whose costs are used."""
+    if found := named(mismatches(report.plan, config)):
+        yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
+    if report.environment.driver is None:
+        yield f"the costs of {path} are those of {report.environment.backend}, not of a GPU"
+
+
+def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
+    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says nothing of."""
+    plan = within_count(build_plan(config), config)
+    told = {record.mode for record in report.records} | {mode for mode, _ in uncapturable(report.failed)}
+    # Where the capture was of such a mode, but has none of those graphs (a budget, graphs on demand), others stand in.
+    missing = sorted({str(mode) for mode, _ in plan.keys if mode not in told and not report.plan.mode.has_mode(mode)})
+    if missing:
+        had = " and ".join(sorted({str(record.mode) for record in report.records}))
+        raise ReportError(
+            f"{path} does not say what {' and '.join(missing)} graphs cost: those that it has are {had}, and the "
+            f"configuration's mode is {plan.mode}",
+            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs estimate.",
+        )
+
+
+def _of_model(loaded: LoadedConfig, word: str) -> Priced:
+    config, plan = loaded.config, build_plan(loaded.config)
+    if config.model is None or config.model.target is None:
+        raise ConfigError(
+            f"--costs {word} needs a model, and the configuration has none",
+            remedy="Add model.target, or give the capture report of such a model.",
+        )
+    if word == "estimate":
+        return Priced(_estimated(loaded, config.model.target, config.model.kwargs, plan))
+    from cgplan.backends import select_backend  # torch from here on
+    from cgplan.captures.environment import describe_environment
+    from cgplan.measure.calibrate import calibrate
+    from cgplan.models.loading import load_model
+
+    backend = select_backend(config.device)
+    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    measured = calibrate(config, built.forward, backend, plan)
+    machine = describe_environment(backend, plan.config_hash).as_machine
+    return Priced(measured, machine if backend.device.type == "cuda" else None)
+
+
+def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], plan: Plan) -> GraphCosts:
+    """Costs of a model that is built for that alone. Raises CaptureMemoryError where the host has too little memory."""
+    import torch
+
+    from cgplan.backends import throwaway_tape
+    from cgplan.measure.estimate import estimate
+    from cgplan.measure.host_memory import BoundedMemory, is_out_of_memory
+    from cgplan.measure.untouched import UntouchedMemory
+    from cgplan.models.loading import load_model
+
+    note("recording forwards of the model on the CPU, which takes minutes for a large one")
+    if loaded.config.device == "cpu":
+        note("note: the estimate is of graphs on a GPU; --costs measure tells what they take here")
+    with BoundedMemory() as memory:
+        try:
+            with UntouchedMemory(memory.allow):
+                built = load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir)
+            return estimate(loaded.config, built.forward, plan, throwaway_tape())
+        except CgplanError as error:
+            if not isinstance(error, CaptureMemoryError) and not is_out_of_memory(error.__cause__ or error):
+                raise
+            had = "" if memory.available is None else f", of which {format_bytes(memory.available)} were left"
+            raise CaptureMemoryError(
+                f"--costs estimate: the model and one forward of it do not fit into this machine's memory{had}: "
+                f"{error.message}",
+                remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or give --costs the "
+                "report of a capture on the GPU.",
+            ) from error

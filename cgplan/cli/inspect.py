@@ -1,0 +1,222 @@
+"""`cgplan inspect`: what would be captured, and where each value comes from; what vLLM would capture; or a saved
+report. No torch here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+import yaml
+from pydantic import BaseModel
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cgplan.cli.output import note, show
+from cgplan.config import LoadedConfig, read_config
+from cgplan.errors import ConfigError, ReportError
+from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer.subset import within_count
+from cgplan.planning import Plan, build_plan
+from cgplan.planning.build import resolve_sizes
+from cgplan.planning.plan import Predicted
+from cgplan.pricing.measured import case_costs
+from cgplan.reports import load_report, render
+from cgplan.reports.capture_tables import split_rows
+from cgplan.reports.cost_tables import case_table, lane_table
+from cgplan.reports.layout import cells, columns, describe_sizes, facts, sentences
+
+
+class Row(NamedTuple):
+    """One value of a configuration, by dotted key."""
+
+    key: str
+    value: str
+    origin: str
+
+
+def inspect_config(
+    path: Path, overrides: Sequence[str], *, as_json: bool, split: bool = False, costs: str | None = None
+) -> None:
+    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too. With
+    ``costs`` (as for ``costs_of``) what it is predicted to cost, by lane and by LoRA case, and of the values only those
+    that were set.
+
+    Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of ``costs_of``.
+    """
+    loaded = read_config(path, overrides)
+    plan = within_count(build_plan(loaded.config), loaded.config)
+    priced = None
+    if costs is not None:
+        from cgplan.cli.costs import costs_of  # the planner's modules, and torch for a model
+
+        priced, machine, _ = costs_of(loaded, costs)
+        predicted = None if priced is None else Predicted.by(priced, plan.keys)
+        plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
+    if as_json:
+        for text in () if priced is None else priced.notes:
+            note(f"note: {text}")
+        typer.echo(plan.model_dump_json(indent=2))
+        return
+    named = loaded.config.compilation.splitting_ops or loaded.config.compilation.splitting_modules
+    if named and not split and plan.mode.has_mode(CUDAGraphMode.PIECEWISE):
+        note("note: what the model has of the splitting operators and modules is seen at capture, and with --split")
+    parts: list[RenderableType] = [_origins(path, origin_rows(loaded, plan), brief=costs is not None), render(plan)]
+    if plan.predicted is not None and plan.keys:
+        parts.append(lane_table(plan))
+    if plan.max_loras is not None and plan.keys:
+        parts.append(case_table(case_costs(plan, priced), plan.max_loras))
+    show(*parts, *((split_of(loaded),) if split else ()))
+
+
+def _origins(path: Path, rows: Sequence[Row], *, brief: bool) -> RenderableType:
+    """Each value with its origin; ``brief``: without defaults and what a batch is made of."""
+    shown = [row for row in rows if not brief or _was_set(row)]
+    table = columns("key", "value", "origin", left=("key", "value", "origin"))
+    for row in shown:
+        table.add_row(*cells(*row))
+    left_out = len(rows) - len(shown)
+    rest = [sentences(f"and {left_out} values of inputs, metadata and defaults, listed without --costs")]
+    return Group(Text(f"Configuration {path}", style="bold"), table, *(rest if left_out else ()))
+
+
+def _was_set(row: Row) -> bool:
+    return not row.origin.startswith(("default", "resolved")) and not row.key.startswith(("inputs.", "metadata."))
+
+
+def split_of(loaded: LoadedConfig) -> RenderableType:
+    """Which operators or modules of the model end up where; the model is built for it, and traced or searched."""
+    from cgplan.backends import select_backend  # torch from here on
+    from cgplan.models.loading import load_model
+    from cgplan.runner.session import describe_split
+
+    config = loaded.config
+    if config.model is None or config.model.target is None:
+        raise ConfigError("there is no `model` with a target to split", remedy="Add model.target.")
+    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+        backend = select_backend(config.device)
+        built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+        found = describe_split(built.forward, config, backend)
+    if found is None:
+        return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
+    return facts("Split", split_rows(found))
+
+
+def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
+    """Show what vLLM would capture for its own options, see ``read_vllm``. Raises ConfigError and PlanError."""
+    from cgplan.planning.engines import read_vllm
+
+    read = read_vllm(text, **options)
+    plan = build_plan(read.config)
+    for line in read.notes:
+        note(f"note: {line}")
+    if as_json:
+        typer.echo(plan.model_dump_json(indent=2))
+        return
+    table = columns("key", "value", "origin", left=("key", "value", "origin"))
+    for row in origin_rows(read.loaded, plan):
+        if row.origin != "default" and not row.key.startswith("report."):
+            table.add_row(*cells(*row))
+    show(Group(Text("vLLM's configuration", style="bold"), table), render(plan))
+
+
+def inspect_report(path: Path, *, as_json: bool) -> None:
+    """Show a saved report or plan. Raises ReportError."""
+    if path.suffix in (".yaml", ".yml"):
+        raise ReportError(
+            f"{path} is not a saved report", remedy=f"For a configuration: cgplan inspect --config {path}"
+        )
+    report = load_report(path)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        show(render(report))
+
+
+def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
+    """Each value with its origin: file and line, `--set`, default, or what it was resolved from."""
+    rows = _rows(loaded.config, "", loaded)
+    resolved = _resolved(loaded, plan)
+    return [_with_resolution(row, *resolved[row.key]) if row.key in resolved else row for row in rows]
+
+
+def _with_resolution(row: Row, value: str, source: str) -> Row:
+    """A row whose value was changed, or found, while planning."""
+    if row.origin == "default":
+        return Row(row.key, value, f"resolved from {source}")
+    return Row(row.key, f"{row.value} -> {value}", f"{row.origin}, resolved from {source}")
+
+
+def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            yield from _rows(value, f"{key}.", loaded)
+        elif isinstance(value, dict) and value:
+            for item, inner in value.items():
+                if isinstance(inner, BaseModel):
+                    yield from _rows(inner, f"{key}.{item}.", loaded)
+                else:
+                    yield Row(f"{key}.{item}", _text(inner), loaded.origin(f"{key}.{item}"))
+        else:
+            given = name in section.model_fields_set
+            yield Row(key, _text(value), loaded.origin(key) if given else "default")
+
+
+def _text(value: Any) -> str:
+    """A value as YAML writes it."""
+    if value is None:
+        return "absent"
+    plain = value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+def _resolved(loaded: LoadedConfig, plan: Plan) -> dict[str, tuple[str, str]]:
+    """Values that planning found or changed, by key: the value, and what it came from."""
+    compilation = loaded.config.compilation
+    given, asked = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    found: dict[str, tuple[str, str]] = {}
+    sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
+    if plan.changes:
+        reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)  # the plan has them in full
+        found["compilation.cudagraph_mode"] = (str(plan.mode), reasons)
+    if plan.capture_sizes != given:
+        found["compilation.cudagraph_capture_sizes"] = (sizes, _sizes_source(loaded, plan))
+    if asked is None or asked != plan.max_capture_size:
+        found["compilation.max_cudagraph_capture_size"] = (str(plan.max_capture_size), _maximum_source(loaded, plan))
+    if loaded.config.report.sizes is None:
+        found["report.sizes"] = (sizes, "cudagraph_capture_sizes")
+    return found
+
+
+def _sizes_source(loaded: LoadedConfig, plan: Plan) -> str:
+    given = loaded.config.compilation.cudagraph_capture_sizes
+    if not plan.capture_sizes:
+        return "cudagraph_mode"
+    resolved = resolve_sizes(loaded.config, plan.mode).sizes
+    counted = resolved != plan.capture_sizes
+    if not isinstance(given, tuple):
+        return f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
+    kept = tuple(sorted({size for size in given if size <= plan.max_num_batched_tokens}))
+    causes = {
+        "max_num_batched_tokens": len(kept) < len(set(given)),
+        "num_speculative_tokens": kept != resolved,
+        "budget.max_graphs": counted,
+    }
+    return ", ".join(name for name, applies in causes.items() if applies) or "the same, sorted"
+
+
+def _maximum_source(loaded: LoadedConfig, plan: Plan) -> str:
+    compilation = loaded.config.compilation
+    if not plan.capture_sizes:
+        return "cudagraph_mode"
+    if isinstance(compilation.cudagraph_capture_sizes, tuple):
+        return "cudagraph_capture_sizes"
+    if compilation.max_cudagraph_capture_size is not None:
+        return "the ladder's steps, max_num_batched_tokens"
+    query = ["num_speculative_tokens"] if plan.query_len > 1 else []
+    return ", ".join(["max_num_seqs", *query, "max_num_batched_tokens"])

@@ -1,0 +1,253 @@
+"""`cgplan plan` and `cgplan plan diff`: makes a plan, emits it for an engine, compares two.
+
+torch is loaded for `--costs estimate` and `measure` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cgplan.cli.costs import costs_of
+from cgplan.cli.output import check_writable, note, publish, show, write_whole
+from cgplan.config import Config, LoadedConfig, Override, read_config
+from cgplan.errors import ConfigError, OutputPathError, ReportError
+from cgplan.optimizer.subset import within_count
+from cgplan.planning import Plan, build_plan
+from cgplan.planning.costs import GraphCosts
+from cgplan.planning.difference import compare, machine_changes, mismatches, named
+from cgplan.planning.engines import Engine, emit
+from cgplan.planning.plan import Machine, Predicted
+from cgplan.reports import load_report
+from cgplan.reports.plan_tables import render_difference
+from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
+from cgplan.reports.records import BenchReport, parse_report
+from cgplan.traffic.histogram import Traffic
+
+if TYPE_CHECKING:
+    from cgplan.traffic.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a plan is made from, besides the configuration.
+
+    Attributes:
+        traffic: A file of traffic; None: the configuration's list or ladder decides.
+        speedup: How much faster than recorded the requests of a trace arrive.
+        step_times: A file of step times, a saved bench report or a table; None: the stated default.
+        costs: A saved capture report, whose memory and times are taken; ``estimate`` or ``measure``, see `costs_of`;
+            None: they are not known.
+    """
+
+    traffic: Path | None = None
+    speedup: float = 1.0
+    step_times: Path | None = None
+    costs: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, and what can be drawn of how it was made."""
+
+    plan: Plan
+    pareto: ParetoPlot | None
+    padding: PaddingPlot | None
+
+
+def run_plan(
+    path: Path,
+    overrides: Sequence[str | Override],
+    sources: Sources,
+    *,
+    output: Path | None,
+    engine: Engine | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Make a plan; save it, show it, or emit it for an engine. Raises the errors of each step."""
+    loaded = read_config(path, overrides)
+    if plot is not None:
+        check_plot_path(plot)
+    inputs = {
+        path,
+        *filter(None, (sources.traffic, sources.step_times)),
+        *([Path(sources.costs)] if sources.costs else []),
+    }
+    for file in filter(None, (output, plot)):
+        if file.resolve() in {given.resolve() for given in inputs}:
+            raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
+        check_writable(file)
+    if plot is not None and output is not None and plot.resolve() == output.resolve():
+        raise OutputPathError(f"{plot} is to hold both the picture and the plan", remedy="Give two files.")
+    made = _make(loaded, sources)
+    if plot is not None and made.pareto is None and made.padding is None:
+        note(f"note: {plot} was not drawn: there is no graph, and no traffic")
+    elif plot is not None:
+        write_whole(plot, picture(plot, made.pareto, made.padding))
+        note(f"saved {plot}")
+    if engine is not None or as_json:
+        for line in _said(made.plan):
+            note(line)
+    if engine is None:
+        publish(made.plan, output, as_json=as_json)
+        return
+    if output is not None:
+        write_whole(output, made.plan.model_dump_json(indent=2) + "\n")
+        note(f"saved {output}")
+    emission = emit(made.plan, engine)
+    for line in emission.notes:
+        note(f"note: {line}")
+    typer.echo(emission.text)
+
+
+def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
+    """Show what changes from one saved plan to another. Raises ReportError."""
+    difference = compare(read_plan(old), read_plan(new))
+    if as_json:
+        typer.echo(difference.model_dump_json(indent=2))
+    else:
+        show(render_difference(difference, str(old), str(new)))
+
+
+def read_plan(path: Path) -> Plan:
+    """A saved plan. Raises ReportError, also for another kind of report."""
+    report = load_report(path)
+    if not isinstance(report, Plan):
+        raise ReportError(
+            f"{path} is a {report.kind} report, not a plan", remedy="Give a file that `cgplan plan --output` wrote."
+        )
+    return report
+
+
+def announce(plan: Plan) -> None:
+    """What differs from the request, for people who do not see the plan itself."""
+    for line in announcements(plan):
+        note(line)
+
+
+def announcements(plan: Plan) -> Iterator[str]:
+    """The same as lines."""
+    for change in plan.changes:
+        yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
+    yield from (f"warning: {warning}" for warning in plan.warnings)
+
+
+def _said(plan: Plan) -> Iterator[str]:
+    """What a plan's report would say, for those who are not shown it."""
+    yield from announcements(plan)
+    evidence = plan.evidence or {}
+    yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
+    of_costs = plan.predicted.notes if plan.predicted else ()
+    of_evidence = (evidence.get(name, ()) for name in ("traffic_notes", "times_notes", "notes"))
+    yield from (f"note: {text}" for text in (*plan.notes, *of_costs, *chain(*of_evidence)))
+
+
+def _make(loaded: LoadedConfig, sources: Sources) -> Made:
+    config = loaded.config
+    costs, machine, failed = costs_of(loaded, sources.costs)
+    if sources.traffic is None and config.traffic is None:
+        return _by_ladder(loaded, sources, costs, machine)
+    if sources.traffic is None and sources.speedup != 1:
+        raise ConfigError(
+            "--speedup is about recorded requests, and the traffic is that of the configuration",
+            remedy="Raise traffic.request_rate, or give --traffic FILE.",
+        )
+    from cgplan.optimizer.propose import propose
+    from cgplan.reports.evidence_tables import padding_plot, pareto_plot
+    from cgplan.traffic.rows import read_text
+    from cgplan.traffic.step_times import StepTimes  # numpy from here on
+
+    times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
+    text = read_text(sources.traffic) if sources.traffic else None  # once: it may be a pipe
+    traffic = _traffic(config, sources, text, build_plan(config), times)
+    proposal = propose(config, traffic, times, costs, failed)
+    again = _traffic(config, sources, text, proposal.plan, times)
+    if again != traffic:  # requests make other batches where steps take another time
+        proposal = propose(config, again, times, costs, failed)
+    plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
+    return Made(plan, pareto_plot(evidence) if evidence.pareto else None, padding_plot(evidence))
+
+
+def _step_times(path: Path, config: Config, machine: Machine | None) -> StepTimes:
+    """Step times of a file, with notes on where they were measured; ``machine``: where costs were."""
+    from cgplan.traffic.step_times import StepTimes, text_of
+
+    text = text_of(path)
+    times = StepTimes.parse(text, path)
+    return times.model_copy(update={"notes": (*times.notes, *_about_times(text, path, config, machine))})
+
+
+def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
+    """What to know of a bench whose times are used."""
+    if not text.lstrip().startswith("{"):
+        return
+    report = parse_report(text, path)
+    if not isinstance(report, BenchReport):
+        return
+    if found := named(mismatches(report.capture.plan, config)):
+        yield f"the step times of {path} were measured with another configuration: {found}"
+    if report.environment.driver is None:
+        yield f"the step times of {path} are those of {report.environment.backend}, not of a GPU"
+    elif machine is not None and machine != report.environment.as_machine:
+        found = named(machine_changes(machine, report.environment.as_machine))
+        yield f"the step times of {path} were measured on another machine than the costs: {found}"
+
+
+def _traffic(config: Config, sources: Sources, text: str | None, plan: Plan, times: StepTimes) -> Traffic:
+    """What is planned for; requests are simulated with the step times that they would have under ``plan``. ``text``:
+    what the file of traffic holds.
+    """
+    from cgplan.traffic.files import parse_traffic, synthetic_traffic
+    from cgplan.traffic.simulation import step_clock
+
+    clock = step_clock(plan, times)
+    if sources.traffic is None or text is None:
+        return synthetic_traffic(config, clock)
+    return parse_traffic(text, sources.traffic, config=config, step_time=clock, speedup=sources.speedup)
+
+
+def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None, machine: Machine | None) -> Made:
+    """The plan of a configuration without traffic: its list or ladder decides."""
+    if sources.speedup != 1 or sources.step_times is not None:
+        raise ConfigError(
+            "--speedup and --step-times are about traffic, and there is none",
+            remedy="Give --traffic FILE, or add a `traffic` section to the configuration.",
+        )
+    plan = within_count(build_plan(loaded.config), loaded.config)
+    if costs is not None:
+        plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
+    plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
+    return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
+
+
+def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
+    """What to say of a plan that no traffic was given for."""
+    from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
+
+    notes = (
+        "there is no traffic to plan for, so nothing was optimised: these are the sizes of the configuration "
+        f"({plan.sizes_source}). Give --traffic FILE, or a `traffic` section, to have them chosen",
+        *plan.notes,
+    )
+    limits = [f"budget.{name}" for name in plan.budget or {} if name in ("memory", "capture_time")]
+    named = " and ".join(limits)
+    unbounded = (
+        (f"{named} did not bound this plan: without traffic memory and time bound the capture alone",) if limits else ()
+    )
+    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(config, plan))}
+
+
+def _evenly_padded(plan: Plan) -> PaddingPlot:
+    """Padding of each size where every batch size is as frequent as the others, for want of traffic."""
+    lanes = plan.lanes()
+    bars = [(lane, below, size) for lane, sizes in lanes.items() for below, size in pairwise((0, *sizes))]
+    return PaddingPlot(
+        names=[f"{lane}: {size}" for lane, _, size in bars],
+        padding=[(size - below - 1) / 2 / size for _, below, size in bars],
+    )

@@ -1,0 +1,210 @@
+"""Pools: which graphs share one inside a runner, and what runners that share one must not do at once.
+
+Note [Sharing a pool]
+    Graphs of one pool reuse one another's memory: what a capture left behind is overwritten by the next one's replay.
+    That is safe for graphs that never run at once, and a server's models do not: the target waits for the draft's
+    tokens, the draft for what the target accepted. So both fit into the memory that the larger one needs. The pool
+    refuses what would break that: a call while another member's call is under way, or while it captures, and a call on
+    another stream while the last stream still has work. An output is valid until the next call of any member, not only
+    of its own model.
+
+Note [Generations]
+    A pool gives its memory back when its last graph is gone, and not before. While one of its graphs lives, memory that
+    evicted ones leave behind is reused by later captures, as the memory of living graphs is. So graphs can be exchanged
+    inside a pool as long as the new ones fit into what the pool holds. Where they do not, or the pool holds much more
+    than its graphs need, a new generation begins: all graphs are freed, with them the pool, and those that are wanted
+    are captured again into a new one, the largest first.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from cgplan.backends import GraphBackend
+from cgplan.errors import BackendError, CgplanError
+from cgplan.modes import Key
+
+PoolPolicy = Literal["shared", "per_mode", "per_graph"]
+
+
+class PoolUse:
+    """Who runs the graphs of a pool: one call at a time, on one stream at a time.
+
+    Attributes:
+        acquire, release: Of the lock that each call takes; it is never waited for.
+        stream: Handle of the stream of the last call; None before the first one.
+        user: The runner of the last call, by name.
+        is_shared: Whether several runners use the pool.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release = lock.acquire, lock.release
+        self.stream: int | None = None
+        self.user = ""
+        self.is_shared = is_shared
+        self._holder = ""
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """A block of the runner of that name, with no call in it. Raises CgplanError if one is under way."""
+        if not self.acquire(False):
+            raise self.under_way(name)
+        self._holder = name
+        try:
+            yield
+        finally:
+            self._holder = ""
+            self.release()
+
+    def under_way(self, name: str) -> CgplanError:
+        """The error of a call inside a call, or from a second thread."""
+        other = self._holder or self.user
+        if self.is_shared and name != other:  # a manager alone in its pool has no other to name
+            return CgplanError(
+                f"{name!r} was called while a call of {other!r} was under way, and both capture into one pool",
+                remedy="Call the members of a pool from one thread at a time, or give each its own GraphPool.",
+            )
+        return CgplanError(
+            "the runner was called while another call was under way",
+            remedy="Call it from one thread at a time, and leave the block of staged buffers first.",
+        )
+
+    def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
+        """Note the stream of a call; the lock is held. Raises CgplanError if another one still has work."""
+        if self.stream is not None and self.stream != stream and backend.is_busy(self.stream):
+            if self.is_shared and name != self.user:
+                raise CgplanError(
+                    f"{name!r} was called on another stream than {self.user!r} before, whose work is not done, and "
+                    "both capture into one pool",
+                    remedy="Synchronise the first stream before the second one takes over, or give each its own "
+                    "GraphPool.",
+                )
+            raise CgplanError(
+                "the runner was called from another stream than before, whose work is not done",
+                remedy="Synchronise the first stream before the second one takes over, or capture a runner for each, "
+                "with a backend of its own (as cgplan.capture makes one).",
+            )
+        self.stream, self.user = stream, name
+
+
+class GraphPool:
+    """A graph pool that several runners capture into, see Note [Sharing a pool].
+
+    It holds no memory of its own: memory comes with the first capture and is free again once all members are closed,
+    in any order.
+
+    Args:
+        backend: The device; all members have to use this very object.
+
+    Attributes:
+        handle: What the backend calls the pool.
+        use: Who runs its graphs.
+        members: The runners that have captured into it and are not closed.
+
+    Raises:
+        BackendError: ``backend`` is none.
+    """
+
+    def __init__(self, backend: GraphBackend) -> None:
+        if not isinstance(backend, GraphBackend):
+            raise BackendError(
+                f"a GraphPool on {backend!r:.100}, which is no backend",
+                remedy='Make one with cgplan.backends.select_backend("auto").',
+            )
+        self.backend = backend
+        self.handle = backend.new_pool()
+        self.use = PoolUse(is_shared=True)
+        self.members: weakref.WeakSet[RunnerPools] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pool has reserved on the device."""
+        return self.backend.pool_bytes(self.handle)
+
+
+def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
+    """Raise CgplanError if a pool is given, and the policy asks for several."""
+    if given is not None and policy != "shared":
+        raise CgplanError(
+            f"compilation.pool is {policy}, but the runner was given a pool that it shares with others",
+            remedy="Set compilation.pool: shared, or give it no pool.",
+        )
+
+
+class RunnerPools:
+    """The pools of one runner, made as keys need them.
+
+    Args:
+        policy: See ``compilation.pool``.
+        backend: The device.
+        given: A pool that others use too; the runner then has no other.
+
+    Attributes:
+        generation: How often the runner began anew, from 1; see Note [Generations].
+
+    Raises:
+        CgplanError: a pool is given, and the policy asks for several.
+    """
+
+    def __init__(self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None) -> None:
+        check_pools(policy, given)
+        self.generation = 1
+        self._policy, self._backend, self._given = policy, backend, given
+        self._pools: dict[Any, Any] = {}
+        self._old: list[Any] = []
+        if given is not None:
+            self._pools[None] = given.handle
+            given.members.add(self)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other runner has graphs in the pools, so that a new generation gives memory back."""
+        return self._given is None or len(self._given.members) == 1
+
+    @property
+    def policy(self) -> PoolPolicy:
+        """Which graphs share one."""
+        return self._policy
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all pools have reserved, those of earlier generations that somebody still needs included."""
+        return self._backend.pool_bytes(*self._pools.values(), *self._old)
+
+    def of(self, key: Key) -> Any:
+        """The pool that a key is captured into."""
+        name = {"shared": None, "per_mode": key[0], "per_graph": key}[self._policy]
+        if name not in self._pools:
+            self._pools[name] = self._backend.new_pool()
+        return self._pools[name]
+
+    def drop(self, key: Key) -> None:
+        """Say that a key was evicted: a pool of its own is not needed again."""
+        if self._policy == "per_graph" and key in self._pools:
+            self._old.append(self._pools.pop(key))
+        self.sweep()
+
+    def renew(self) -> None:
+        """Begin a new generation: the graphs of this one were given up."""
+        self.generation += 1
+        if self._given is None:
+            self._old += self._pools.values()
+            self._pools = {}
+            self.sweep()
+
+    def close(self) -> None:
+        """Leave a pool that others use: all graphs are freed."""
+        if self._given is not None:
+            self._given.members.discard(self)
+
+    def sweep(self) -> None:
+        """Forget old pools that hold nothing any more."""
+        self._old = [pool for pool in self._old if self._backend.pool_bytes(pool)]
+
+
+__all__ = ["GraphPool", "PoolPolicy", "PoolUse", "RunnerPools", "check_pools"]

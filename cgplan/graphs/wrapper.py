@@ -1,0 +1,453 @@
+"""CUDAGraphWrapper: a callable that captures itself once for each batch descriptor and replays afterwards."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.blame import current_line
+from cgplan.backends.context import (
+    AddressPolicy,
+    CaptureScope,
+    ForwardContext,
+    WatchedMetadata,
+    current_forward_context,
+)
+from cgplan.backends.host_sync import tensors_in
+from cgplan.buffers.handed_outputs import HandedOutput
+from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
+from cgplan.graphs.addresses import AddressManifest
+from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.frozen import Given
+from cgplan.graphs.operator_log import marked
+from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class CUDAGraphOptions:
+    """How a wrapper captures.
+
+    Attributes:
+        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later captures reuse it:
+            an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
+        num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
+        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
+            each replay copies them there; shape and dtype must be those of the capture. All other arguments must lie
+            where they lay at capture.
+        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
+            Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
+            buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
+            see ``policy``.
+    """
+
+    borrow_outputs: bool = True
+    num_of_warmups: int = 1
+    copied_arguments: tuple[int, ...] = ()
+    address_check: AddressPolicy = "first"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that are not as described."""
+        if self.address_check not in ("off", "first", "always"):
+            raise ConfigError(f"address_check is {self.address_check!r:.100}", remedy="Choose off, first or always.")
+        if not _is_count(self.num_of_warmups):
+            raise ConfigError(f"num_of_warmups is {self.num_of_warmups!r:.100}", remedy="Give a number from 0.")
+        if not isinstance(self.copied_arguments, tuple) or not all(map(_is_count, self.copied_arguments)):
+            raise ConfigError(
+                f"copied_arguments is {self.copied_arguments!r:.100}",
+                remedy="Give a tuple of positions from 0, such as (0, 2).",
+            )
+
+    def policy(self, scope: CaptureScope | None) -> AddressPolicy:
+        """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of either is always."""
+        ruling = None if scope is None else scope.address_check
+        if ruling == "off":
+            return ruling
+        return "always" if ruling == "always" else self.address_check
+
+    def check_copied(self, args: tuple[Any, ...]) -> None:
+        """Raise CaptureError where ``copied_arguments`` names something else than a tensor of a call."""
+        for i in self.copied_arguments:
+            if i >= len(args) or not isinstance(args[i], torch.Tensor):
+                found = f"{args[i]!r:.100}" if i < len(args) else f"one of {len(args)} arguments"
+                raise CaptureError(
+                    f"copied_arguments names argument {i}, which is {found}",
+                    remedy="Name positions of tensors that are passed by position.",
+                )
+
+
+def refuse_nested(backend: GraphBackend) -> None:
+    """Raise CaptureError where a wrapper is to capture inside of another one's capture."""
+    if backend.is_capturing():
+        raise CaptureError(
+            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {current_line()}",
+            remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
+            "another one needs another runtime mode.",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CUDAGraphEntry:
+    """One captured graph.
+
+    Attributes:
+        descriptor: The batch that it serves.
+        graph: What the wrapper replays: the backend's graph, or a breakable capture.
+        output: What the callable returned at capture, on graph memory; each replay overwrites it.
+        handed: Gives the output to code of the user, which may change the tensor objects, see HandedOutput.
+        slots: Memory of the copied arguments, by position.
+        manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
+        capture_seconds: From begin to the end of the capture, instantiation included.
+        backend: Captured it, and replays it.
+        scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
+        metadata: Names that its graphs read of the context's metadata, outside of runners; theirs is checked whole.
+        segments: The backend's graphs that it consists of, in order.
+        eager_pieces: How many functions run eagerly between them.
+        ambient: Torch's state around the capture.
+        pooled: What of the output lies in the pool: while somebody holds that, the graph must not be freed.
+    """
+
+    descriptor: BatchDescriptor
+    graph: Any
+    output: Any
+    handed: HandedOutput
+    slots: Mapping[int, torch.Tensor]
+    manifest: AddressManifest | None
+    capture_seconds: float
+    backend: GraphBackend = field(repr=False)
+    scope: CaptureScope | None = field(repr=False)
+    metadata: frozenset[str] = frozenset()
+    segments: tuple[Any, ...] = ()
+    eager_pieces: int = 0
+    ambient: AmbientState | None = None
+    pooled: tuple[torch.Tensor, ...] = ()
+
+    def check_copied(self, args: tuple[Any, ...], mode: CUDAGraphMode) -> None:
+        """Raise AddressError for a copied argument of another shape or dtype than at capture, or that is missing."""
+        for i, slot in self.slots.items():
+            try:
+                fits = args[i].shape == slot.shape and args[i].dtype is slot.dtype
+            except (IndexError, AttributeError):
+                fits = False
+            if not fits:
+                found = _described(args[i]) if i < len(args) else f"missing among {len(args)} arguments"
+                raise AddressError(
+                    f"{mode} {self.descriptor}: argument {i}, which is copied, is {found}; at capture it was "
+                    f"{_described(slot)}",
+                    remedy="Pass it by position with the shape and dtype of the capture, or give batches that differ "
+                    "descriptors that differ.",
+                )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.100}"
+
+
+_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
+_DEFAULTS = CUDAGraphOptions()
+
+
+class CUDAGraphWrapper:
+    """Runs ``runnable`` by graphs where the forward context's runtime mode is the wrapper's, else as it is.
+
+    The first call with a new descriptor captures, if capturing is allowed: outside of any runner it is, inside a
+    session it is, and once a runner is sealed it is an error. Later calls replay: arguments are not looked at, so
+    they must lie where they lay at capture, and those that are no tensors stay what they were then. Wrappers can be
+    nested: FULL outside, PIECEWISE inside.
+
+    A wrapper is no nn.Module: a module that is held by its wrapper alone is not seen by ``parameters()``, ``eval()`` or
+    ``to()``. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
+
+    Args:
+        runnable: What is captured.
+        runtime_mode: FULL or PIECEWISE.
+        backend: Device outside of any session, chosen as for ``auto`` if absent; a session's captures are made by the
+            session's.
+        pool: Graph pool; the session's if absent, and the wrapper's own outside of any session. The wrapper owns its
+            graphs, not the pool.
+        options: How it captures.
+
+    Raises:
+        CgplanError: an argument is not what it should be.
+    """
+
+    __graph_memory__ = True  # an address manifest of the model does not look inside
+    _computes_while_capturing: ClassVar[bool] = False
+    _compares_copied: ClassVar[bool] = True  # False where generated code calls it, with what it was made for
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: CUDAGraphMode,
+        *,
+        backend: GraphBackend | None = None,
+        pool: Any = None,
+        options: CUDAGraphOptions = _DEFAULTS,
+    ) -> None:
+        if runtime_mode not in RUNTIME_MODES or runtime_mode is CUDAGraphMode.NONE:
+            raise CgplanError(
+                f"a graph wrapper cannot have the mode {runtime_mode!r}",
+                remedy="Choose CUDAGraphMode.FULL or CUDAGraphMode.PIECEWISE.",
+            )
+        if not callable(runnable):
+            raise CgplanError(
+                f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
+            )
+        for value, kind in ((backend, GraphBackend), (options, CUDAGraphOptions)):
+            if value is not None and not isinstance(value, kind):
+                raise CgplanError(
+                    f"a graph wrapper was given {value!r:.100} where a {kind.__name__} belongs",
+                    remedy="Make backends with cgplan.backends.select_backend, options with cgplan.CUDAGraphOptions.",
+                )
+        self.runnable = runnable
+        self.runtime_mode = runtime_mode
+        self._backend = backend
+        self.options = options
+        self.entries: dict[Hashable, CUDAGraphEntry] = {}
+        self._checked: set[Hashable] = set()
+        self._pool = pool
+        self._own_pool: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
+        context = current_forward_context()
+        if context is None or context.runtime_mode is not self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        key = self._key(context.descriptor, args, kwargs)
+        entry = self.entries.get(key)
+        if entry is None or entry.scope is not context.scope:
+            with marked("around graphs"):
+                entry, output = self._capture(key, context, args, kwargs)
+                unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
+                if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
+                    self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
+                    self._replay(entry)
+            # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
+            return output
+        if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
+            now = AmbientState.now(self.backend.device.type)
+            entry.ambient.refuse_other(now, "captured", ("autocast",))
+        if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
+            entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
+            self._checked.add(key)
+        if context.scope is None or not context.scope.is_open:
+            self._fill(entry, args)
+            self._replay(entry)
+        else:  # called again by the forward that is captured
+            with marked("around graphs"):
+                self._fill(entry, args)
+                self._replay(entry)
+        return entry.handed()
+
+    @property
+    def backend(self) -> GraphBackend:
+        """The device that it captures on; inside of sessions it is that of the last one."""
+        if self._backend is None:
+            self._backend = select_backend()
+        return self._backend
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the wrapped callable, so that a wrapped module still looks like one."""
+        special = name.startswith("__") and name.endswith("__") and name not in _OF_FUNCTIONS
+        if special or name == "runnable":  # a protocol, such as copying, is the wrapper's own; or nothing is set yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.runnable, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool are shared."""
+        made = memo[id(self)] = object.__new__(type(self))
+        fresh = {"_backend": self._backend, "_pool": self._pool, "_own_pool": None, "entries": {}, "_checked": set()}
+        for name, value in vars(self).items():
+            vars(made)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        return made
+
+    def reset(self, scope: CaptureScope | None = None) -> None:
+        """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
+        for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
+            self._free(entry)
+            del self.entries[key]
+            self._checked.discard(key)
+
+    def take_out(
+        self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
+    ) -> list[tuple[Any, Callable[[], None]]]:
+        """Forget the graphs of these batches of one scope; for each what of its output lies in the pool, and a function
+        that frees it.
+        """
+        taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
+        self._checked.difference_update(taken)
+        entries = [self.entries.pop(key) for key in taken]
+        # Whoever frees it later must not hold the output, whose end is waited for.
+        return [
+            (
+                e.pooled,
+                partial(self._free, replace(e, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)),
+            )
+            for e in entries
+        ]
+
+    def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
+        return descriptor
+
+    def _record(
+        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+        """(graph, output, slots of the copied arguments) of one call."""
+        graph, given, copied = self.backend.new_graph(pool), list(args), self._copied_arguments(args, pool)
+        with self.backend.capturing(graph):
+            with torch.inference_mode(False):  # else they could be filled only there
+                slots = {i: self.backend.slot(args[i]) for i in copied}
+            for i, slot in slots.items():
+                given[i] = slot
+            output = self.runnable(*given, **kwargs)
+        return graph, output, slots
+
+    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runnable(*args, **kwargs)
+
+    def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """Positions of the arguments that may lie elsewhere on the next call."""
+        return self.options.copied_arguments
+
+    def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
+        """Copy the arguments that lie anywhere to where the graph reads them."""
+        if entry.slots:
+            if self._compares_copied:
+                entry.check_copied(args, self.runtime_mode)
+            with torch.no_grad():
+                for i, slot in entry.slots.items():
+                    slot.copy_(args[i])
+
+    def _roots(
+        self, entry: CUDAGraphEntry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the address check looks at."""
+        if entry.slots:
+            args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
+        roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
+            roots["metadata"] = context.metadata
+        elif entry.metadata:  # what only eager pieces read may be new on each call
+            roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
+        return roots
+
+    def _is_reading(self) -> bool:
+        """Whether what the callable reads at this moment of a capture is read by a graph."""
+        return True
+
+    def _replay(self, entry: CUDAGraphEntry) -> None:
+        entry.backend.replay(entry.graph)
+
+    def _free(self, entry: CUDAGraphEntry) -> None:
+        entry.backend.reset(entry.graph)
+
+    def _parts(self, graph: Any) -> tuple[tuple[Any, ...], int]:
+        """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
+        return (graph,), 0
+
+    def _capture(
+        self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CUDAGraphEntry, Any]:
+        scope = context.scope
+        if scope is not None and not scope.is_open and key in self.entries:
+            raise SealedError(
+                f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a later session",
+                remedy="Graphs of wrappers inside a model belong to the session that captured last; use its runner.",
+            )
+        if scope is not None and not scope.is_open:
+            raise self._missing(context.descriptor)
+        if scope is not None and scope.backend is not None:
+            if self._backend is not None and self._backend.device != scope.backend.device:
+                raise CaptureError(
+                    f"a wrapper on {self._backend.device} inside a session on {scope.backend.device}",
+                    remedy="Make the wrapper without a backend: it takes the session's.",
+                )
+            self._backend = scope.backend  # another object of the same device has other pools and another stream
+        refuse_nested(self.backend)
+        self.options.check_copied(args)
+        with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
+            for _ in range(self.options.num_of_warmups if scope is None else 0):
+                context.derived.clear()
+                self._warm_up(args, kwargs)
+            context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
+            pool = self._choose_pool(scope)
+            plain = context.metadata
+            watched = WatchedMetadata(plain, self._is_reading)
+            start = time.perf_counter()
+            try:
+                if scope is None:
+                    context.metadata = watched
+                graph, output, slots = self._record(pool, args, kwargs)
+            finally:
+                context.metadata = plain
+            seconds = time.perf_counter() - start
+            context.derived.clear()  # and this lies on graph memory
+        ours: dict[int, bool] = {}
+        with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
+            theirs = Given(self.runnable, args, kwargs)
+            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours, theirs), output)
+            slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
+        read, parts = frozenset(watched.read), self._parts(graph)
+        ambient = AmbientState.now(self.backend.device.type)
+        handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
+        made = (slots, None, seconds, self.backend, scope, read, *parts)
+        entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
+        if (policy := self.options.policy(scope)) != "off":
+            roots = self._roots(entry, context, args, kwargs)
+            manifest = AddressManifest.of(roots, self.backend.device, repeats=policy == "always")
+            entry = replace(entry, manifest=manifest)
+        self.entries[key] = entry
+        self._checked.discard(key)  # of another scope's entry
+        if scope is not None:
+            scope.entries.append(entry)
+            scope.wrappers.append(self)
+        return entry, output
+
+    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
+        """The error of a key without a graph."""
+        return SealedError(
+            f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
+            remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
+        )
+
+    def _borrowed(self, tensor: torch.Tensor, pool: Any) -> torch.Tensor:
+        """A slot without its hold on the pool."""
+        return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
+
+    def _kept(self, tensor: torch.Tensor, pool: Any, ours: dict[int, bool], theirs: Given) -> torch.Tensor:
+        """A tensor of the output, as it is kept: one in the pool without its hold on it; one that the forward made of
+        other memory as an object of our own, for callers may change it; others as they are. ``ours`` takes the ids of
+        the first two, and whether they are in the pool.
+        """
+        in_pool = self.backend.in_pool(tensor, pool)
+        if not in_pool and not theirs.are_seen_by(tensor):
+            return tensor
+        borrows = self.options.borrow_outputs and in_pool
+        kept = (self.backend.borrow(tensor) if borrows else tensor).detach()
+        ours[id(kept)] = in_pool
+        return kept
+
+    def _choose_pool(self, scope: CaptureScope | None) -> Any:
+        if self._pool is not None:
+            return self._pool
+        if scope is not None:
+            return scope.pool
+        if self._own_pool is None:
+            self._own_pool = self.backend.new_pool()
+        return self._own_pool
+
+
+_NO_OUTPUT = HandedOutput(None, ())
+
+__all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

@@ -1,0 +1,1 @@
+"""What runs the model to learn from it."""

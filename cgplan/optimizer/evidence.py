@@ -1,0 +1,222 @@
+"""Why a plan has the graphs that it has: figures that are saved with it and shown beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning.plan import Lane, Mode
+
+if TYPE_CHECKING:
+    from cgplan.optimizer.lanes import Served
+
+Limit = Literal["max_graphs", "memory", "capture_time"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Expected(_Record):
+    """Mean microseconds of a step over the traffic.
+
+    Attributes:
+        plan: With the plan's graphs.
+        eager: Without graphs.
+        bound: If each batch had a graph of its own size, in the best of its modes: no plan is below it.
+    """
+
+    plan: float
+    eager: float
+    bound: float
+
+
+class ParetoPoint(_Record):
+    """The best plan with so many graphs, if nothing else were limited.
+
+    Attributes:
+        graphs: Number of keys.
+        expected_us: Mean microseconds of a step.
+        bytes: Device memory of all of it; None where costs are not known.
+        seconds: Start-up; None likewise.
+    """
+
+    graphs: int
+    expected_us: float
+    bytes: int | None
+    seconds: float | None
+
+
+class LadderPoint(_Record):
+    """What a ladder gives for the same traffic.
+
+    Attributes:
+        name: Of the ladder; ``configured`` for the sizes that the configuration lists.
+        graphs, expected_us, bytes, seconds: As for a ParetoPoint.
+        padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
+        unused: Graphs that run no batch of the traffic.
+        equal: The plan with the fewest graphs that is no slower; None if the curve does not reach that far.
+        alike: The same for a step that is at most 0.1% longer.
+        no_gain: Whether steps are within 1% of the bound: no other sizes make them notably faster.
+    """
+
+    name: str
+    graphs: int
+    expected_us: float
+    bytes: int | None
+    seconds: float | None
+    padding: float
+    unused: int
+    equal: ParetoPoint | None
+    alike: ParetoPoint | None
+    no_gain: bool
+
+
+class SizeUse(_Record):
+    """What one graph of the plan runs, or (mode NONE) what runs eagerly.
+
+    Attributes:
+        mode, uniform, num_active_loras, size: The graph; size in tokens, None for eager steps.
+        share: Of all steps, from 0 to 1.
+        padding: Share of the tokens it runs which are padding, from 0 to 1.
+    """
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
+    size: int | None
+    share: float
+    padding: float
+
+    @classmethod
+    def of(cls, served: Served, weight: float) -> SizeUse:
+        """From what a graph runs, out of batches with that weight in all."""
+        lane = served.lane or Lane(CUDAGraphMode.NONE, False, 0)
+        share = served.weight / weight
+        return cls(**lane._asdict(), size=served.size, share=share, padding=served.padding)
+
+
+class LaneSizes(_Record):
+    """Capture sizes of one lane, in tokens, ascending."""
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lane: Lane, sizes: tuple[int, ...]) -> LaneSizes:
+        """Of one lane."""
+        return cls(**lane._asdict(), sizes=sizes)
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the sizes are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
+class NotWorth(_Record):
+    """Sizes of one lane at which a graph brings nothing: tokens from ``first`` to ``last``, and why."""
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int = 0  # absent from plans of earlier versions
+    first: int
+    last: int
+    reason: str
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the sizes are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
+class LeftOut(_Record):
+    """Sizes of one lane that a plan could have and has not, and why.
+
+    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
+    these keys more would break, such as "budget.max_graphs"; or another sentence.
+    """
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
+    sizes: tuple[int, ...]
+    reason: str
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the sizes are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
+class NextGraph(_Record):
+    """What one graph more would bring, if only their number counted: microseconds a step, and percent of it."""
+
+    microseconds: float
+    percent: float
+
+
+class Evidence(_Record):
+    """Everything that a plan's report shows.
+
+    Attributes:
+        traffic_source, traffic_weight, traffic_notes: What was planned for.
+        times_source, times_notes: Where the step times come from.
+        costs_source, costs_estimated: Where memory and seconds come from; None: not known.
+        costs_notes: Why these may be other ones than this configuration's.
+        unbounded: Limits of the budget that could not bound the plan, because costs are not known.
+        rule: How the number of graphs was chosen, in words.
+        graphs, bytes, seconds: Of the plan; bytes and seconds None where costs are not known.
+        expected_us: Mean microseconds of a step.
+        lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step.
+        gap: How far the plan may be above the best one, as a fraction of it: (plan - lower bound) / lower bound.
+        exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule`` names apart.
+        binding: The limits that the next better plan breaks; empty if none does.
+        next_graph: Worth of one more; None if the curve ends there.
+        lanes: Sizes of the plan.
+        uses: What each graph runs.
+        pareto: From one graph to where more bring nothing.
+        ladders: Those that fit the configuration.
+        padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
+        left_out: What the configured list or ladder has and the plan has not.
+        failed: What could not be captured, so that nothing was planned for it, with the error.
+        not_worth: Where graphs bring nothing.
+        notes: What was assumed on the way.
+        warnings: Lint.
+        verdict: In one sentence.
+    """
+
+    kind: Literal["evidence"] = "evidence"
+    traffic_source: str
+    traffic_weight: float
+    traffic_notes: tuple[str, ...]
+    times_source: str
+    times_notes: tuple[str, ...]
+    costs_source: str | None
+    costs_estimated: bool | None
+    rule: str
+    graphs: int
+    bytes: int | None
+    seconds: float | None
+    expected_us: Expected
+    lower_bound_us: float
+    gap: float
+    exact: bool
+    binding: tuple[Limit, ...]
+    next_graph: NextGraph | None
+    lanes: tuple[LaneSizes, ...]
+    uses: tuple[SizeUse, ...]
+    pareto: tuple[ParetoPoint, ...]
+    ladders: tuple[LadderPoint, ...]
+    not_worth: tuple[NotWorth, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    verdict: str
+    costs_notes: tuple[str, ...] = ()
+    unbounded: tuple[Limit, ...] = ()
+    padding: float | None = None  # absent from plans of earlier versions, as all from costs_notes on
+    left_out: tuple[LeftOut, ...] = ()
+    failed: tuple[LeftOut, ...] = ()

@@ -1,0 +1,1 @@
+"""Several graphs with eager pieces between them."""

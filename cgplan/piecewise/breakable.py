@@ -1,0 +1,326 @@
+"""Breakable capture: one forward as several graph segments, with eager pieces between them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from cgplan.backends import GraphBackend
+from cgplan.backends.blame import current_line
+from cgplan.backends.context import current_forward_context
+from cgplan.errors import CaptureError, CgplanError, HostSyncError
+from cgplan.piecewise.eager_piece import EagerPiece, TorchState
+
+
+class _ActiveCapture(threading.local):
+    capture: BreakableCUDAGraphCapture | None = None
+
+
+_active = _ActiveCapture()
+_living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """What was captured between two breaks: one graph of the backend."""
+
+    graph: Any = field(repr=False)
+
+
+class BreakableCUDAGraphCapture:
+    """Captures a block as graph segments with eager pieces between them, and replays it.
+
+    ::
+
+        with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, pool) as capture:
+            h = stem(x)
+            h = capture.add_eager(attention, h)
+            y = head(h)
+        capture.replay()                     # y holds the result for what is in x now
+
+    The block behaves as a real forward, once: each segment is replayed as soon as it is captured, so that the next
+    eager piece and the block's results are computed from real values. What the block returns lies in the pool, and
+    each replay overwrites it. Eager pieces run on the same stream, in the forward context of the replaying call. A
+    piece may write into the memory of its arguments; what else it leaves behind must be written in place, too.
+
+    The capture owns its graphs, not the pool. One at a time in each thread.
+
+    Args:
+        backend: The device; the block is entered inside its ``session``.
+        pool: Graph pool that the segments and the output slots of eager pieces share.
+
+    Raises:
+        CgplanError: ``backend`` is no backend.
+        CaptureError: on entering inside another capture, or on leaving if a segment is not valid. After any error the
+            segments are freed, and a new capture may begin.
+    """
+
+    def __init__(self, backend: GraphBackend, pool: Any) -> None:
+        if not isinstance(backend, GraphBackend):
+            raise CgplanError(
+                f"a breakable capture on {backend!r:.100}, which is no backend",
+                remedy='Make one with cgplan.backends.select_backend("auto").',
+            )
+        self._backend = backend
+        self._pool = pool
+        self._items: list[Segment | EagerPiece] = []
+        # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
+        # would release library workspaces that the others use.
+        self._empty: list[Any] = []
+        self._open: tuple[Any, AbstractContextManager[None]] | None = None
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._derived: dict[str, Any] = {}
+        self._broken_in: str | None = None
+        self._is_ready = False
+        self._launches: list[Callable[[], None] | EagerPiece] = []
+        # The same flat, for a thread in the one state that all pieces were captured in; None: there is no piece.
+        self._steps: list[Callable[[], object]] = []
+        self._state: TorchState | Literal["several"] | None = None
+        self._others: list[BreakableCUDAGraphCapture] = []
+        _living.add(self)
+
+    @property
+    def segments(self) -> tuple[Segment | EagerPiece, ...]:
+        """Segments and eager pieces in the order in which they run. Segments without any work are left out."""
+        return tuple(self._items)
+
+    @property
+    def graphs(self) -> tuple[Any, ...]:
+        """The backend's graphs, one for each segment."""
+        return tuple(item.graph for item in self._items if isinstance(item, Segment))
+
+    @property
+    def num_graphs(self) -> int:
+        """Segments."""
+        return len(self.graphs)
+
+    @property
+    def num_eager_breaks(self) -> int:
+        """Eager pieces."""
+        return len(self._items) - self.num_graphs
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a segment is being captured: not inside an eager piece, nor before, after or once it has failed."""
+        return self._open is not None and self._broken_in is None
+
+    def __enter__(self) -> BreakableCUDAGraphCapture:
+        if _active.capture is not None:
+            raise CaptureError(
+                f"a breakable capture inside another one, at {current_line()}",
+                remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
+            )
+        if self._is_ready or self._items:
+            raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
+        self._backend.supports("borrow")  # probed now: inside a capture the probe could not wait for the device
+        # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is destroyed
+        # while another one is captured makes that capture invalid.
+        self._others = list(_living)
+        _active.capture = self
+        try:
+            self._begin_segment()
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                if self._open is not None:
+                    with _quiet_about_empty_graphs():
+                        self._open[1].__exit__(kind, error, traceback)
+                self._discard()
+                return
+            if self._broken_in is None and self._open is None:
+                raise CaptureError(
+                    "this breakable capture was left before it began", remedy="Use it in a `with` block."
+                )
+            if self._broken_in is not None or self._open is None:
+                raise CaptureError(
+                    f"eager piece {self._broken_in} failed while it was captured, and the model went on",
+                    remedy="Let the error pass, or catch it inside the eager piece.",
+                )
+            self._end_segment(self._open, "the end")
+            self._finish()
+        except BaseException:
+            self._discard()
+            raise
+
+    def add_eager(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """End the segment, run ``function`` eagerly, and begin the next segment.
+
+        Returns:
+            What the function returned, with tensors replaced by their slots in the graph pool; None, and tensors that
+            are memory of an argument, as they are. Results that are no tensors must be the same on each replay.
+
+        Raises:
+            CaptureError: outside of the block or inside another eager piece; if the segment is not valid; if a result
+                is not a dense tensor on the device of the capture. What the function raises passes.
+        """
+        return self.add_named(name_of(function), function, args, kwargs)
+
+    def new_slot(self, value: torch.Tensor) -> torch.Tensor:
+        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay.
+
+        Raises CaptureError outside of a segment.
+        """
+        if not self.is_recording:
+            raise CaptureError("a slot outside of a segment", remedy="Ask for it inside the capture's block.")
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"a slot for {value!r:.100}, which is no tensor", remedy="Pass a tensor.")
+        with torch.inference_mode(False):  # else it could be written to only there
+            slot = self._backend.slot(value)
+            self._copies.append((self._backend.borrow(slot), value.detach()))
+        return slot
+
+    def replay(self) -> None:
+        """Run segments and eager pieces on what is in their memory now.
+
+        Eager pieces see the caller's forward context, with nothing derived in it yet.
+
+        Raises:
+            CaptureError: if nothing was captured, or an eager piece returns something else than it did at capture.
+        """
+        if not self._is_ready:
+            raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
+        context, now = current_forward_context(), TorchState.now(self._backend.device.type)
+        before = {} if context is None else context.derived
+        try:
+            if context is not None:
+                context.derived = {}
+            if self._state is None or now == self._state:
+                for step in self._steps:
+                    step()
+            else:
+                for item in self._launches:
+                    if isinstance(item, EagerPiece):
+                        item.replay(now)
+                    else:
+                        item()
+        finally:
+            if context is not None:
+                context.derived = before
+
+    def reset(self) -> None:
+        """Free the graphs. What the block returned is no longer valid."""
+        self._is_ready = False
+        self._launches, self._steps = [], []
+        graphs = [*self.graphs, *self._empty]
+        self._items, self._empty, self._copies = [], [], []
+        for graph in graphs:
+            self._backend.reset(graph)
+
+    def add_named(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As ``add_eager``, under a name for messages."""
+        line = current_line()
+        if not callable(function):
+            raise CaptureError(
+                f"an eager piece has to be a function, found {function!r:.100}, at {line}",
+                remedy="Pass the function and its arguments apart: add_eager(function, x).",
+            )
+        if self._open is None or self._broken_in is not None:
+            raise CaptureError(
+                f"eager piece {name} outside of a segment, at {line}",
+                remedy="Call add_eager inside the capture's block, and not from an eager piece.",
+            )
+        self._broken_in, opened = name, self._open
+        self._end_segment(opened, f"eager piece {name}, at {line}")
+        piece = EagerPiece(name, line, function, self._backend, self._pool)
+        context = current_forward_context()
+        if context is None:
+            piece.first_run(args, kwargs)
+        else:  # what a segment derived is not there on replay, and what a piece derives no segment may read
+            before, context.derived = context.derived, self._derived
+            try:
+                piece.first_run(args, kwargs)
+            finally:
+                context.derived = before
+        self._items.append(piece)
+        self._begin_segment()
+        handed, self._copies = piece.hand_out()
+        self._broken_in = None
+        return handed
+
+    def _begin_segment(self) -> None:
+        graph = self._backend.new_graph(self._pool)
+        capturing = self._backend.capturing(graph)
+        capturing.__enter__()
+        self._open = (graph, capturing)
+
+    def _end_segment(self, opened: tuple[Any, AbstractContextManager[None]], before: str) -> None:
+        """Make a segment of what was captured, fill the slots that it reads, and run it."""
+        self._open, (graph, capturing) = None, opened
+        try:
+            with _quiet_about_empty_graphs():
+                capturing.__exit__(None, None, None)
+        except HostSyncError:  # it names its line
+            raise
+        except CaptureError as error:
+            raise _explain(error, before) from error
+        is_empty = self._backend.is_empty(graph)
+        if is_empty:
+            self._empty.append(graph)
+        else:
+            self._items.append(Segment(graph))
+        with torch.no_grad():
+            for slot, value in self._copies:
+                slot.copy_(value)
+        self._copies = []
+        if not is_empty:
+            self._backend.replay(graph)
+
+    def _finish(self) -> None:
+        _active.capture, self._derived, self._others, self._is_ready = None, {}, [], True
+        self._launches = [
+            item if isinstance(item, EagerPiece) else self._backend.launcher(item.graph) for item in self._items
+        ]
+        self._steps = [item.quick() if isinstance(item, EagerPiece) else item for item in self._launches]
+        states = {item.state for item in self._items if isinstance(item, EagerPiece)}
+        self._state = next(iter(states), None) if len(states) < 2 else "several"
+
+    def _discard(self) -> None:
+        _active.capture, self._open, self._derived, self._others = None, None, {}, []
+        self.reset()
+
+
+def recording_capture() -> BreakableCUDAGraphCapture | None:
+    """The capture that a segment of is being recorded in this thread."""
+    capture = _active.capture
+    return capture if capture is not None and capture.is_recording else None
+
+
+@contextmanager
+def _quiet_about_empty_graphs() -> Iterator[None]:
+    """torch warns of a graph without work; here such graphs are dropped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
+
+
+def _explain(error: CaptureError, before: str) -> CaptureError:
+    """The error of a segment that could not be ended, with where it was to end."""
+    unjoined = "unjoined" in error.message
+    return CaptureError(
+        f"the segment before {before} {'has a side stream that was not joined' if unjoined else 'is not valid'}: "
+        f"{error.message}",
+        remedy="Before each eager piece, and at the end, let the main stream wait for every side stream: "
+        "torch.cuda.current_stream().wait_stream(side)."
+        if unjoined
+        else error.remedy,
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What messages call a function."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,0 +1,155 @@
+"""Inductor's own graph partition: the whole forward is compiled at once, and cut at operators no graph may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from cgplan.backends import GraphBackend
+from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.modes import CUDAGraphMode
+from cgplan.piecewise.split import Piece, operator_name
+from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+
+Partition = Callable[[list[Any]], Any]
+
+
+def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """What Inductor makes of a module that Dynamo is tracing, with the number of rows free.
+
+    The example inputs are the tracer's own fake tensors: Inductor would give real ones sizes of their own.
+    """
+    inputs = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
+    options = {"config_patches": patches} if patches else None
+    compiled = torch._inductor.standalone_compile(
+        module, inputs, dynamic_shapes="from_tracing_context", options=options
+    )
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    if isinstance(output.args[0], tuple | list):
+        return compiled
+
+    def call(*args: Any) -> Any:  # whether one result comes alone or in a tuple differs between versions of torch
+        result = compiled(*args)
+        return result[0] if isinstance(result, tuple | list) else result
+
+    return call
+
+
+def structure_of(module: fx.GraphModule) -> Any:
+    """A key that is equal for segments that compile to the same code: their graphs without names."""
+    index: dict[fx.Node, int] = {}
+    parts = []
+    for node in module.graph.nodes:
+        index[node] = len(index)
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        value = node.meta.get("example_value")
+        shape: Any = str(value) if isinstance(value, torch.SymInt) else ""
+        if isinstance(value, torch.Tensor):
+            shape = (tuple(map(str, value.shape)), str(value.stride()), value.dtype)
+        target: Any = str(node.target) if node.op.startswith("call") else ""
+        if node.op == "get_attr":  # a body of a higher-order operator, or a constant
+            held = getattr(module, str(node.target), None)
+            target = structure_of(held) if isinstance(held, fx.GraphModule) else id(held)
+        parts.append((node.op, target, str(args), str(shape)))
+    return tuple(parts)
+
+
+class _PartitionWrapper(CUDAGraphWrapper):
+    """Captures one partition. Called with its arguments one by one; `call` takes them as Inductor passes them: in a
+    list, the results of an operator that has several in a tuple.
+
+    What Inductor allocates between partitions lies elsewhere on each call, and it does not say which arguments those
+    are: all that are neither in the pool nor the forward's own (parameters, static buffers) are copied.
+    """
+
+    _compares_copied: ClassVar[bool] = False
+
+    def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
+        super().__init__(lambda *args: partition(self._nested(args)), CUDAGraphMode.PIECEWISE, **options)
+        self._forward = forward
+        self._sizes: list[int | None] = []
+
+    def call(self, args: list[Any]) -> Any:
+        """Run the partition; the same as Inductor's own function."""
+        self._sizes = [len(arg) if isinstance(arg, tuple) else None for arg in args]
+        return self(*[leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))])
+
+    def _nested(self, leaves: tuple[Any, ...]) -> list[Any]:
+        rest = iter(leaves)
+        return [next(rest) if size is None else tuple(islice(rest, size)) for size in self._sizes]
+
+    def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:
+        own = {t.untyped_storage().data_ptr() for t in self._forward.arguments if isinstance(t, torch.Tensor)}
+        return tuple(
+            i
+            for i, arg in enumerate(args)
+            if isinstance(arg, torch.Tensor)
+            and arg.device == self.backend.device
+            and arg.untyped_storage().data_ptr() not in own
+            and not self.backend.in_pool(arg, pool)
+        )
+
+
+# What inductor sees of scaled_dot_product_attention.
+_DECOMPOSED_ATTENTION = [
+    f"aten::_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
+]
+
+
+class PartitionedForward:
+    """What Inductor compiled, its partitions wrapped.
+
+    Attributes:
+        arguments: Of the call that is under way.
+        partitions: Their number.
+    """
+
+    def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
+        self.arguments: tuple[Any, ...] = ()
+        self.partitions = 0
+        self._backend = backend
+        self._options = options
+        self._compiled: Callable[..., Any] | None = None
+
+    def compile(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> None:
+        """Compile once, for all sizes; partitions are cut at these operators and at those tagged cudagraph_unsafe."""
+        wanted = list(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
+        if "aten::scaled_dot_product_attention" in wanted:
+            wanted += _DECOMPOSED_ATTENTION
+        patches = {"graph_partition": True, "custom_should_partition_ops": wanted}
+        hook = torch._inductor.utils._unstable_customized_partition_wrapper
+        before = hook.wrapper
+        torch._inductor.utils.set_customized_partition_wrappers(self._wrap)
+        try:
+            self._compiled = compile_for_all_sizes(gm, patches)
+        finally:
+            hook.wrapper = before
+
+    def __call__(self, *args: Any) -> Any:
+        """Run; the partitions capture or replay as the forward context says."""
+        self.arguments = args
+        try:
+            return self._compiled(*args)  # type: ignore[misc]
+        finally:
+            self.arguments = ()
+
+    def pieces(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[Piece, ...]:
+        """The partitions, whose operators Inductor has fused, and the operators between them."""
+        wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
+        names = [name for name in map(operator_name, gm.graph.nodes) if name is not None]
+        eager = tuple(name for name in names if name in wanted)
+        others = tuple(name for name in names if name not in wanted)
+        graphs = [Piece(f"partition_{i}", False, others if i == 0 else ()) for i in range(self.partitions)]
+        return (*graphs, *(Piece(name, True, (name,)) for name in eager))
+
+    def _wrap(self, partition: Partition, metadata: Any) -> Partition:
+        self.partitions = metadata.num_partitions
+        return _PartitionWrapper(partition, self, backend=self._backend, options=self._options).call
+
+
+__all__ = ["PartitionedForward", "compile_for_all_sizes", "structure_of"]

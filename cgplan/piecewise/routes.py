@@ -1,0 +1,159 @@
+"""How a model gets its PIECEWISE segments: traced and split, broken at modules, or wrapped by its author."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgplan.backends import GraphBackend
+from cgplan.config import Config
+from cgplan.errors import ConfigError
+from cgplan.graphs.operator_log import OperatorCounts, noted_operators
+from cgplan.graphs.wrapper import CUDAGraphOptions
+from cgplan.modes import CUDAGraphMode
+from cgplan.piecewise.backend import PiecewiseBackend
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+from cgplan.piecewise.eager_piece import EagerPiece
+from cgplan.piecewise.modules import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
+from cgplan.piecewise.split import Piece, refuse_unknown_ops
+from cgplan.piecewise.trace import PiecewiseModel
+from cgplan.planning import Plan
+from cgplan.reports.records import SplitRecord
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class SplitRoute:
+    """A model made ready for capture. Its breaks go when it is removed, or dropped.
+
+    Attributes:
+        name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
+        forward: What is called: the model, or what stands for it.
+        splitter: The torch.compile backend that splits it, where it is traced.
+        breaks: The modules that it breaks at, where it is not.
+        operators: What a capture of a model that is not traced has called.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    splitter: PiecewiseBackend | None = None
+    breaks: ModuleBreaks | None = field(default=None, repr=False)
+    operators: OperatorCounts | None = None
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The parts of a traced model, once it is traced; empty otherwise."""
+        return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
+
+    @contextmanager
+    def noting_operators(self) -> Iterator[None]:
+        """A block that captures a PIECEWISE key: where nothing is traced, the first one tells the operators."""
+        if self.name not in ("modules", "wrappers") or self.operators is not None:
+            yield
+            return
+        with noted_operators(outside="eager piece" if self.name == "wrappers" else "around graphs") as counts:
+            yield
+        if counts.captured:
+            self.operators = counts
+
+    def describe(self) -> SplitRecord | None:
+        """What ends up where, as far as that is known by now; None where nothing is split."""
+        if self.name == "full":
+            return None
+        seen = self.operators or OperatorCounts()
+        by_name = self.name == "modules"  # then modules and functions are what is eager, and hold operators
+        sides = {False: Counter(seen.captured), True: Counter() if by_name else Counter(seen.eager)}
+        for piece in self.pieces:
+            sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
+        if capture := next(iter(self._captures), None):
+            sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
+        elif self.breaks:
+            sides[True].update(self.breaks.outer)
+        kinds = [piece.eager for piece in self.pieces]
+        return SplitRecord(
+            route=self.name,
+            segments=kinds.count(False) if kinds else None,
+            eager_pieces=kinds.count(True) if kinds else None,
+            captured=dict(sides[False].most_common()),
+            eager=dict(sides[True].most_common()),
+            eager_operators=dict(seen.eager.most_common()) if by_name else {},
+        )
+
+    @property
+    def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
+        """What was captured by breaks."""
+        wrapper = self.forward
+        return [e.graph for e in wrapper.entries.values()] if isinstance(wrapper, BreakableCUDAGraphWrapper) else []
+
+    def warnings(self) -> list[str]:
+        """What the user should know about the split, once keys are captured."""
+        if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
+            return ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
+        if not self._captures:
+            return []
+        run = {p.name for capture in self._captures for p in capture.segments if isinstance(p, EagerPiece)}
+        if not run:
+            return [
+                "nothing broke the capture: no module of splitting_modules and no function under "
+                "eager_break_during_capture was called, so PIECEWISE graphs are the whole forward"
+            ]
+        names = self.breaks.names if self.breaks else ()
+        idle = [n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)]
+        shown = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
+        return [f"modules that splitting_modules names were never called: {shown}"] if idle else []
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        if self.breaks is not None:
+            self.breaks.remove()
+
+
+def choose_route(
+    plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend, calls_breaks: Callable[[], bool]
+) -> SplitRoute:
+    """The way that the configuration asks for.
+
+    A plan without PIECEWISE keys needs no segments, whatever its mode: nothing is traced, and mixed batches run the
+    model itself.
+
+    Args:
+        plan, config, model, backend: As for a session.
+        calls_breaks: Says whether the model calls functions under ``eager_break_during_capture``; it may run the model.
+
+    Raises ConfigError where the way does not fit the model, ModelError for one that compile_piecewise made.
+    """
+    compilation = config.compilation
+    piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    name = compilation.piecewise
+    if name == "auto":
+        by_ops = compilation.splitting_ops is not None or not piecewise
+        name = "modules" if compilation.splitting_modules or (not by_ops and calls_breaks()) else "ops"
+    if compilation.compiler == "inductor" and piecewise and name != "ops":
+        raise ConfigError(
+            f"compiler: inductor compiles traced segments, but the segments come from {name}",
+            remedy="Use piecewise: ops with inductor, or compiler: eager.",
+        )
+    if compilation.compiler == "inductor" or (piecewise and name == "ops"):
+        if piecewise and compilation.capture_policy == "lazy":  # the trace, which looks closer, is made on demand
+            refuse_unknown_ops(compilation.splitting_ops)
+        compiled = PiecewiseModel(model, config, backend, plan.max_capture_size)
+        return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
+    if not piecewise or name == "wrappers":
+        return SplitRoute("wrappers" if piecewise else "full", model)
+    breaks: ModuleBreaks | None = None
+    if compilation.splitting_modules:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                "compilation.splitting_modules needs an nn.Module",
+                remedy="Put eager_break_during_capture on functions.",
+            )
+        breaks = break_at_modules(model, compilation.splitting_modules)
+    options = CUDAGraphOptions(address_check=compilation.address_policy)
+    route = SplitRoute("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
+    if breaks is not None:
+        breaks.remove_after(route)  # of a runner that nobody closed
+    return route

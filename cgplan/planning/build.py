@@ -1,0 +1,272 @@
+"""From a configuration to its plan: the keys of a list of sizes, or of a ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cgplan.config import Config
+from cgplan.errors import ModeError, PlanError
+from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
+from cgplan.planning.plan import Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
+
+DEFAULT_SPLITTING_OPS = (
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "higher_order::flex_attention",
+    "torch_attn::_varlen_attn",
+    "cgplan::attention",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChange:
+    """One step of mode resolution, kept so that nothing is downgraded in silence."""
+
+    requested: CUDAGraphMode
+    resolved: CUDAGraphMode
+    reason: str
+
+
+def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
+    """Whether attention stands outside the graph segments. An operator counts as attention by its name."""
+    ops = DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops
+    return any("attention" in op or "attn" in op for op in ops)
+
+
+def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[ModeChange, ...]]:
+    """The mode that can be captured, and the changes that led there, in order.
+
+    Raises ModeError where mixed batches are to run as FULL graphs and the attention supports none.
+    """
+    compilation = config.compilation
+    mode: CUDAGraphMode = compilation.cudagraph_mode
+    support: AttentionSupport = compilation.attention_support
+    split = attention_is_split(compilation.splitting_ops)
+    piecewise_or_none = CUDAGraphMode.PIECEWISE if split else CUDAGraphMode.NONE
+    changes: list[ModeChange] = []
+
+    def change(to: CUDAGraphMode, reason: str) -> CUDAGraphMode:
+        changes.append(ModeChange(mode, to, reason))
+        return to
+
+    if compilation.splitting_ops == () and mode.has_mode(CUDAGraphMode.PIECEWISE):
+        to = CUDAGraphMode.FULL if mode is CUDAGraphMode.FULL_AND_PIECEWISE else CUDAGraphMode.NONE
+        mode = change(to, "splitting_ops is empty: there is nothing to split at")
+    if mode.mixed_mode() is CUDAGraphMode.FULL and support is not AttentionSupport.ALWAYS:
+        if support is AttentionSupport.NEVER:
+            raise ModeError(
+                f"cudagraph_mode {mode} captures attention, but attention_support is NEVER",
+                remedy=f"Choose {'PIECEWISE or NONE' if split else 'NONE'} for compilation.cudagraph_mode.",
+            )
+        to = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.FULL_DECODE_ONLY
+        mode = change(to, f"attention_support is {support}: mixed batches cannot run as FULL graphs")
+    if mode.decode_mode() is CUDAGraphMode.FULL and support is AttentionSupport.NEVER:
+        mode = change(piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph")
+    if mode.decode_mode() is CUDAGraphMode.FULL and config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH:
+        mode = change(
+            piecewise_or_none,
+            f"attention_support is {support}, but speculative decoding has {config.query_len} tokens a request",
+        )
+    return mode, tuple(changes)
+
+
+def vllm(maximum: int) -> tuple[int, ...]:
+    """1, 2, 4, then 8..255 by 8, then from 256 by 16. The maximum itself only if it is on the stride."""
+    return tuple(s for s in (1, 2, 4, *range(8, 256, 8), *range(256, maximum + 1, 16)) if s <= maximum)
+
+
+def sglang(maximum: int) -> tuple[int, ...]:
+    """SGLang's decode ladder: 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the maximum."""
+    steps = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), *range(512, maximum + 1, 32))
+    return _up_to(maximum, steps)
+
+
+def trtllm(maximum: int) -> tuple[int, ...]:
+    """TensorRT-LLM's: 1, 2, 4, 8..128 by 8, then by 64, and the maximum."""
+    return _up_to(maximum, (1, 2, 4, *range(8, 129, 8), *range(192, maximum + 1, 64)))
+
+
+def powers_of_two(maximum: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, ... and the maximum."""
+    return _up_to(maximum, tuple(1 << k for k in range(maximum.bit_length())))
+
+
+def _up_to(maximum: int, steps: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({s for s in steps if s < maximum} | {maximum}))
+
+
+LADDERS: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyType(
+    {"vllm": vllm, "sglang": sglang, "trtllm": trtllm, "powers_of_two": powers_of_two}
+)
+
+
+LARGEST_DEFAULT_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSizes:
+    """The capture sizes of a plan.
+
+    Attributes:
+        sizes: In tokens, ascending; empty where nothing is captured.
+        source: Where they came from, in words.
+        warnings: What was dropped or changed on the way, and why.
+    """
+
+    sizes: tuple[int, ...]
+    source: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def maximum(self) -> int:
+        """Largest size in tokens, 0 if there is none."""
+        return self.sizes[-1] if self.sizes else 0
+
+
+def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
+    """Capture sizes for a configuration in the resolved mode. Raises PlanError where none is left."""
+    if mode is CUDAGraphMode.NONE:
+        return CaptureSizes((), "cudagraph_mode is NONE")
+    given = config.compilation.cudagraph_capture_sizes
+    found = _given(config, given) if isinstance(given, tuple) else _from_ladder(config, given or "vllm")
+    if mode.decode_mode() is CUDAGraphMode.FULL and config.query_len > 1:
+        found = _rounded(found, config.query_len)
+    if not found.sizes:
+        raise PlanError(
+            f"no capture size is left: {'; '.join(found.warnings) or found.source}",
+            remedy="Raise scheduler.max_num_batched_tokens or max_cudagraph_capture_size, give smaller "
+            "cudagraph_capture_sizes, or set cudagraph_mode: NONE.",
+        )
+    return found
+
+
+def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
+    limit = config.scheduler.max_num_batched_tokens
+    sizes = tuple(sorted(set(given)))
+    kept = tuple(s for s in sizes if s <= limit)
+    dropped = [str(s) for s in sizes if s > limit]
+    warning = f"capture sizes {', '.join(dropped)} above scheduler.max_num_batched_tokens = {limit} were dropped"
+    return CaptureSizes(kept, "compilation.cudagraph_capture_sizes", (warning,) if dropped else ())
+
+
+def _from_ladder(config: Config, name: str) -> CaptureSizes:
+    q, seqs, tokens = config.query_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    asked = config.compilation.max_cudagraph_capture_size
+    maximum = min(min(2 * q * seqs, LARGEST_DEFAULT_SIZE) if asked is None else asked, tokens)
+    source = f"ladder {name} up to {maximum}"
+    if name != "vllm":  # their sizes are request counts
+        return CaptureSizes(tuple(q * s for s in LADDERS[name](maximum // q)) if maximum >= q else (), source)
+    sizes = set(vllm(maximum))
+    if q == 1:
+        sizes.add(seqs)
+    elif asked is None:
+        sizes.update(q * requests for requests in (*vllm(seqs), seqs))
+    sizes.add(tokens)
+    kept = tuple(sorted(s for s in sizes if s <= maximum))
+    warnings: tuple[str, ...] = ()
+    if asked is not None and kept[-1] != asked:
+        why = f"scheduler.max_num_batched_tokens is {tokens}" if tokens < asked else "it is off the ladder's stride"
+        warnings = (f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}",)
+    return CaptureSizes(kept, source, warnings)
+
+
+def _rounded(found: CaptureSizes, q: int) -> CaptureSizes:
+    """Sizes rounded up to multiples of the query length, within the maximum: padded batches have whole requests."""
+    rounded = tuple(sorted({size for s in found.sizes if (size := -(-s // q) * q) <= found.maximum}))
+    return CaptureSizes(rounded, f"{found.source}, rounded up to multiples of {q}", found.warnings)
+
+
+def build_plan(config: Config) -> Plan:
+    """Plan for a configuration, without torch and without a device.
+
+    Raises:
+        ModeError: the mode cannot be captured with the model's attention.
+        PlanError: no capture size is left.
+    """
+    mode, changes = resolve_mode(config)
+    sizes = resolve_sizes(config, mode)
+    cases = lora_cases(config)
+    keys = _keys(config, mode, sizes.sizes, cases)
+    return Plan(
+        requested_mode=config.compilation.cudagraph_mode,
+        mode=mode,
+        changes=tuple(PlanChange(requested=c.requested, resolved=c.resolved, reason=c.reason) for c in changes),
+        capture_sizes=sizes.sizes,
+        sizes_source=sizes.source,
+        keys=keys,
+        lora_cases=cases,
+        query_len=config.query_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_loras=config.lora.max_loras if config.lora else None,
+        warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys), *_unused_splits(config, mode)),
+        config_hash=config_hash(config),
+        config=capture_config(config),
+        budget=budget_of(config),
+    )
+
+
+def _unused_sizes(config: Config, sizes: Sequence[int], keys: Sequence[Key]) -> tuple[str, ...]:
+    """A warning about sizes that the user listed and no graph is captured for."""
+    unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
+    if not unused or not isinstance(config.compilation.cudagraph_capture_sizes, tuple):
+        return ()
+    return (
+        f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
+        f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens",
+    )
+
+
+def _unused_splits(config: Config, mode: CUDAGraphMode) -> tuple[str, ...]:
+    """Warnings about splits that the user named and the way to PIECEWISE segments does not look at."""
+    compilation = config.compilation
+    if not mode.has_mode(CUDAGraphMode.PIECEWISE):
+        return ()
+    way = compilation.piecewise
+    if way == "auto":
+        way = "modules" if compilation.splitting_modules else "ops"
+    given = {"ops": compilation.splitting_ops, "modules": compilation.splitting_modules}
+    return tuple(
+        f"compilation.splitting_{kind} are not looked at: segments come from {way} (compilation.piecewise)"
+        for kind, names in given.items()
+        if names and kind != way
+    )
+
+
+def lora_cases(config: Config) -> tuple[int, ...]:
+    """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
+    if config.lora is None:
+        return (0,)
+    most = config.lora.max_loras
+    if not config.compilation.cudagraph_specialize_lora:
+        return (most + 1,)
+    powers = [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
+    return (0, *powers, most + 1)
+
+
+def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]) -> tuple[Key, ...]:
+    seqs, q = config.scheduler.max_num_seqs, config.query_len
+    keys: list[Key] = []
+    mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    if mixed is not CUDAGraphMode.NONE:
+        full = mixed is CUDAGraphMode.FULL
+        keys += [
+            (mixed, BatchDescriptor(s, min(s, seqs) if full else None, False, case > 0, case))
+            for s in sizes
+            for case in cases
+        ]
+    if mode.separate_routine() and decode is CUDAGraphMode.FULL:
+        keys += [
+            (decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case))
+            for s in sizes
+            if q <= s <= q * seqs
+            for case in cases
+        ]
+    return capture_order(keys)

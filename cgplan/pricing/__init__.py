@@ -1,0 +1,1 @@
+"""What graphs cost."""

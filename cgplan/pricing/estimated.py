@@ -1,0 +1,208 @@
+"""What graphs cost, from recordings of allocations run through a model of PyTorch's caching allocator."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cgplan.config import Config
+from cgplan.modes import CUDAGraphMode, Key
+from cgplan.planning.costs import GraphCosts, static_bytes
+from cgplan.pricing.allocator import Allocation, CachingPool
+from cgplan.pricing.measured import interpolate, stand_in_notes
+
+# One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a decoder layer's
+# kernels take to capture and to launch in a warm-up, each divided by their number. Operators stand in for nodes.
+NODE_BYTES = 2 << 10
+CAPTURE_SECONDS = 15e-6
+WARMUP_SECONDS = 17e-6
+WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace on that GPU; about 8 MiB before Hopper
+
+_GRID = 1.25  # pools are worked out for sizes this factor apart, and interpolated between them
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one key's capture allocated.
+
+    Attributes:
+        mode, has_lora, num_tokens: Which key.
+        operators: Recorded operators.
+        events: What it took from an empty pool and gave back, in order. Blocks are numbered as they were taken.
+        hidden_bytes: Most bytes taken at once inside operators with Python code of their own, which are not in
+            ``events``: on a GPU such an operator is mostly one kernel.
+        hidden_in: The names of those operators.
+    """
+
+    mode: CUDAGraphMode
+    has_lora: bool
+    num_tokens: int
+    operators: int
+    events: tuple[Allocation, ...]
+    hidden_bytes: int = 0
+    hidden_in: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, key: Key, operators: int, log: Sequence[Allocation]) -> Recording:
+        """From the log of a pool, whose block numbers are used again once a block is free."""
+        living: dict[int, int] = {}
+        pairs: list[list[Allocation]] = []  # taken, given back
+        order: list[tuple[int, bool]] = []  # (number of the pair, whether it was taken)
+        for event in log:
+            if event.nbytes is not None:
+                living[event.block] = len(pairs)
+                order.append((len(pairs), True))
+                pairs.append([event])
+            elif event.block in living:
+                number = living.pop(event.block)
+                order.append((number, False))
+                pairs[number].append(event)
+        hidden = {n for n, pair in enumerate(pairs) if len(pair) == 2 and all(event.inside for event in pair)}
+        events, taken, most = [], 0, 0
+        for number, is_taken in order:
+            nbytes = pairs[number][0].nbytes or 0
+            if number not in hidden:
+                events.append(Allocation(number, nbytes if is_taken else None))
+                continue
+            taken += nbytes if is_taken else -nbytes
+            most = max(most, taken)
+        names = tuple(sorted({pairs[n][0].inside for n in hidden}))
+        mode, descriptor = key
+        return cls(mode, descriptor.has_lora, descriptor.num_tokens, operators, tuple(events), most, names)
+
+    def scaled(self, other: Recording, num_tokens: int) -> list[Allocation]:
+        """The events of another size: each block's bytes on the line through those of the two recordings.
+
+        Where the two did not do the same, this one's bytes in proportion to the size.
+        """
+        mine, theirs = self.num_tokens, other.num_tokens
+        alike = mine != theirs and [_form(e) for e in self.events] == [_form(e) for e in other.events]
+        if not alike:
+            return [
+                e if e.nbytes is None else Allocation(e.block, -(-e.nbytes * num_tokens // mine)) for e in self.events
+            ]
+        return [
+            e
+            if e.nbytes is None
+            else Allocation(e.block, _between((mine, e.nbytes), (theirs, o.nbytes or 0), num_tokens))
+            for e, o in zip(self.events, other.events, strict=True)
+        ]
+
+
+class EstimatedCosts(GraphCosts):
+    """Costs worked out on the CPU. Pool bytes follow from recorded allocations; the rest are figures of one H200.
+
+    Graphs of which no key was recorded are priced as others are; the notes say so.
+
+    Args:
+        recordings: Of each mode, and of LoRA cases with and without adapters, one or more sizes.
+        config: For the static buffers and the number of warm-ups.
+        note: What else ``source`` is to say.
+    """
+
+    estimated = True
+
+    def __init__(self, recordings: Sequence[Recording], config: Config, note: str = "") -> None:
+        self._config = config
+        self._lanes: dict[tuple[CUDAGraphMode, bool], list[Recording]] = {}
+        for recording in sorted(recordings, key=lambda r: r.num_tokens):
+            self._lanes.setdefault((recording.mode, recording.has_lora), []).append(recording)
+        self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
+        self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)
+        self.notes = tuple(stand_in_notes(config, self._lanes))
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        """See GraphCosts. Smaller sizes, each half of the one before, are taken to be captured, too."""
+        lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
+        return max((self._pool_bytes(lane, num_tokens) for lane in lanes), default=0)
+
+    def static_bytes(self, num_tokens: int) -> int:
+        """See GraphCosts."""
+        return static_bytes(self._config, num_tokens)
+
+    def driver_bytes(self, key: Key) -> int:
+        """See GraphCosts."""
+        return round(self._operators(key) * NODE_BYTES)
+
+    def seconds(self, key: Key) -> float:
+        """See GraphCosts."""
+        warmups = self._config.compilation.cudagraph_num_of_warmups
+        return self._operators(key) * (CAPTURE_SECONDS + warmups * WARMUP_SECONDS)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See GraphCosts."""
+        return WORKSPACE_BYTES
+
+    def _operators(self, key: Key) -> float:
+        mode, descriptor = key
+        alike = ((mode, descriptor.has_lora), (mode, not descriptor.has_lora), *self._lanes)
+        lane = next((self._lanes[name] for name in alike if name in self._lanes), [])
+        points = [(recording.num_tokens, recording.operators) for recording in lane]
+        return max(interpolate(points, descriptor.num_tokens), 0.0) if points else 0.0
+
+    def _pool_bytes(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
+        """On the grid worked out, between its sizes interpolated.
+
+        A larger size is never taken to need less, although it can: a block of 10 MiB reserves less than one that is a
+        little smaller. The search relies on that.
+        """
+        recorded = [recording.num_tokens for recording in self._lanes[lane]]
+        grid = _grid(recorded, num_tokens)
+        upper = bisect_left(grid, num_tokens)
+        left = max((self._worked_out(lane, size) for size in grid[:upper]), default=0)
+        right = max(left, self._worked_out(lane, grid[upper]))
+        if upper == 0 or grid[upper] == num_tokens:
+            return right
+        return _between((grid[upper - 1], left), (grid[upper], right), num_tokens)
+
+    def _worked_out(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
+        found = self._pools.get((*lane, num_tokens))
+        if found is None:
+            pool, size = CachingPool(), num_tokens
+            while size:
+                pool.run(self._events(lane, size))
+                size //= 2
+            found = self._pools[*lane, num_tokens] = pool.reserved
+        return found
+
+    def _events(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> list[Allocation]:
+        recordings = self._lanes[lane]
+        upper = next((i for i, r in enumerate(recordings) if r.num_tokens >= num_tokens), len(recordings) - 1)
+        other = upper - 1 if upper else min(1, len(recordings) - 1)
+        return recordings[upper].scaled(recordings[other], num_tokens)
+
+
+def _form(event: Allocation) -> tuple[int, bool]:
+    return event.block, event.nbytes is None
+
+
+def _between(one: tuple[int, int], other: tuple[int, int], at: int) -> int:
+    """The whole number at or above the line through two points; none below 0."""
+    (x, y), (x2, y2) = one, other
+    return max(-(-((y2 - y) * (at - x)) // (x2 - x)) + y, 0) if x2 > x else _between(other, one, at)
+
+
+def _grid(recorded: Sequence[int], num_tokens: int) -> list[int]:
+    """The recorded sizes, and others a factor apart, up to one that is at least ``num_tokens``."""
+    sizes, size = set(recorded), 1.0
+    while size < max(*recorded, num_tokens) * _GRID:
+        sizes.add(int(size))
+        size = max(size * _GRID, size + 1)
+    return sorted({*sizes, int(size)})
+
+
+def _source(recordings: Sequence[Recording], warmups: int, note: str) -> str:
+    hidden = max((recording.hidden_bytes for recording in recordings), default=0)
+    names = ", ".join(sorted({name for recording in recordings for name in recording.hidden_in}))
+    parts = [
+        f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of PyTorch's allocator",
+        f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} us of capture and "
+        f"{WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and {WORKSPACE_BYTES >> 20} MiB of cuBLAS "
+        "workspace, as on one H200",
+        "what kernels take inside themselves is not seen",
+    ]
+    if hidden:
+        parts.append(f"left out: up to {hidden / 2**20:.1f} MiB that {names} took on the CPU and gave back")
+    return "; ".join([*parts, *([note] if note else [])])

@@ -1,0 +1,305 @@
+"""What graphs cost, from captures that were really made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cgplan.config import Config
+from cgplan.errors import ReportError
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.planning.build import lora_cases, resolve_mode
+from cgplan.planning.costs import GraphCosts, static_bytes
+from cgplan.planning.plan import Plan
+from cgplan.pricing.allocator import unit_of
+
+_CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+
+
+def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]]) -> Iterator[str]:
+    """A note for each kind of graph that has no figures of its own: nothing is priced at nothing.
+
+    Args:
+        config: What is planned for: its mode says which graphs there may be, its `lora` for which adapters.
+        priced: (mode, has_lora) of what there are figures of.
+
+    Raises:
+        ModeError: as ``resolve_mode`` does.
+    """
+    known = set(priced)
+    measured = [mode for mode in _CAPTURED if any(found is mode for found, _ in known)]
+    mode_of_plan, _ = resolve_mode(config)
+    for mode in filter(mode_of_plan.has_mode, _CAPTURED if known else ()):
+        if mode not in measured:
+            others = " and ".join(map(str, measured))
+            yield f"there are no figures of {mode} graphs: they are priced as {others} ones of the same size"
+            continue
+        for has_lora in sorted({case > 0 for case in lora_cases(config)}):
+            if (mode, has_lora) not in known:
+                which, instead = ("with", "without") if has_lora else ("without", "with")
+                yield f"there are no figures of {mode} graphs {which} adapters: they are priced as those {instead}"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseCost:
+    """What a plan would save without one of its LoRA cases; batches of that case then take the next larger one.
+
+    Attributes:
+        num_active_loras: The case.
+        graphs: Its keys.
+        bytes: Device memory that they add to the other cases' keys: pool, static buffers, driver. None: not known.
+        seconds: Warm-ups and captures of them; None likewise.
+    """
+
+    num_active_loras: int
+    graphs: int
+    bytes: int | None
+    seconds: float | None
+
+
+def case_costs(plan: Plan, costs: GraphCosts | None) -> tuple[CaseCost, ...]:
+    """The marginal cost of each LoRA case, fewest adapters first; empty without LoRA.
+
+    The cases share the pool, the static buffers and the workspaces, so that their marginal costs do not add up to the
+    cost of the plan.
+    """
+    if plan.max_loras is None:
+        return ()
+    whole = None if costs is None else costs.of(plan.keys)
+    found = []
+    for case in plan.lora_cases:
+        rest = [key for key in plan.keys if key[1].num_active_loras != case]
+        graphs = len(plan.keys) - len(rest)
+        if costs is None or whole is None:
+            found.append(CaseCost(case, graphs, None, None))
+        else:
+            without = costs.of(rest)
+            found.append(
+                CaseCost(case, graphs, whole.total_bytes - without.total_bytes, whole.seconds - without.seconds)
+            )
+    return tuple(found)
+
+
+def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
+    """The affine function through neighbouring points, extended beyond the outer ones; a lone point holds everywhere.
+
+    Args:
+        points: (number of tokens, value), ascending, each number once.
+        at: Number of tokens.
+    """
+    if len(points) == 1:
+        return points[0][1]
+    upper = next((i for i in range(1, len(points) - 1) if points[i][0] >= at), len(points) - 1)
+    (left, low), (right, high) = points[upper - 1], points[upper]
+    return low + (high - low) * (at - left) / (right - left)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredKey:
+    """What one captured key took.
+
+    Attributes:
+        mode, num_active_loras, num_tokens: Which key.
+        driver_bytes: Device memory that the driver took for its nodes, on average.
+        seconds: Warm-ups and capture.
+    """
+
+    mode: CUDAGraphMode
+    num_active_loras: int
+    num_tokens: int
+    driver_bytes: float
+    seconds: float
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether it is for adapters."""
+        return self.num_active_loras > 0
+
+
+class _Record(Protocol):
+    """A GraphRecord of a capture report."""
+
+    @property
+    def mode(self) -> CUDAGraphMode: ...
+    @property
+    def descriptor(self) -> BatchDescriptor: ...
+    @property
+    def nodes(self) -> int | None: ...
+    @property
+    def pool_growth(self) -> int: ...
+    @property
+    def driver_bytes(self) -> int | None: ...
+    @property
+    def warmup_seconds(self) -> float: ...
+    @property
+    def capture_seconds(self) -> float: ...
+
+
+class _Report(Protocol):
+    """A CaptureReport."""
+
+    @property
+    def records(self) -> Sequence[_Record]: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def origin(self) -> str: ...
+
+
+class MeasuredCosts(GraphCosts):
+    """Costs from captures that were really made; sizes between those that were captured are interpolated.
+
+    Graphs of a mode that was not captured are priced as those of the others, and graphs with adapters as those without
+    where there are no others (or the other way round); the notes say so.
+
+    Args:
+        keys: What was captured.
+        pools: For each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
+        config: What is planned for; its inputs give the static buffers.
+        workspace_bytes, once_seconds: See GraphCosts.
+        bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
+        source: Where the figures come from.
+        notes: See GraphCosts.
+    """
+
+    estimated = False
+
+    def __init__(
+        self,
+        keys: Iterable[MeasuredKey],
+        pools: Mapping[CUDAGraphMode, Sequence[tuple[int, int]]],
+        config: Config,
+        *,
+        source: str,
+        workspace_bytes: int = 0,
+        once_seconds: float = 0.0,
+        bytes_per_node: Mapping[CUDAGraphMode, float] | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.source = source
+        self.bytes_per_node = dict(bytes_per_node or {})
+        self._config = config
+        self._workspace_bytes = workspace_bytes
+        self._once_seconds = once_seconds
+        self._keys = tuple(keys)
+        self.notes = (*notes, *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)))
+        self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
+        self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
+
+    @classmethod
+    def from_report(cls, report: _Report, config: Config, notes: Iterable[str] = ()) -> MeasuredCosts:
+        """Costs from a saved CaptureReport of the same model; ``notes`` say where it was another one.
+
+        Driver memory, which the driver takes in chunks, is spread over the keys of a mode by their nodes. A report
+        says of a mode's largest size alone how large a pool it needs; those of smaller ones are taken in proportion.
+        Raises ReportError for a report of no key.
+        """
+        records = tuple(report.records)
+        if not records:
+            raise ReportError(
+                "the report has no captured keys, so it says nothing of costs",
+                remedy="Give the report of a capture with `capture_policy: eager`, or --costs measure.",
+            )
+        per_node = {mode: _driver_bytes_per_node(records, mode) for mode in {r.mode for r in records}}
+        once = _once_seconds(records)
+        keys, pools, pool = [], dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
+        for index, record in enumerate(records):
+            mode, descriptor = record.mode, record.descriptor
+            pool += record.pool_growth
+            largest = max(descriptor.num_tokens, *(size for size, _ in pools.get(mode, ((0, 0),))))
+            pools[mode] = ((0, 0), (largest, pool))
+            driver = per_node[mode] * (record.nodes or 1)
+            seconds = record.warmup_seconds + record.capture_seconds - (once if index == 0 else 0.0)
+            keys.append(MeasuredKey(mode, descriptor.num_active_loras, descriptor.num_tokens, driver, seconds))
+        counted = all(record.nodes is not None for record in records)
+        return cls(
+            keys,
+            pools,
+            config,
+            source=f"measured: {report.origin}",
+            workspace_bytes=report.workspace_bytes,
+            once_seconds=once,
+            bytes_per_node=per_node if counted else None,
+            notes=notes,
+        )
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        """See GraphCosts. Other sizes than the measured ones lie on the line through their neighbours; smaller ones
+        take at least their share of the smallest. Rounded up to whole segments where pools consist of them.
+        """
+        points = self._pools.get(mode)
+        if not points:  # of a mode that was not measured: what those that were need at most
+            return max((self.pool_bytes(other, num_tokens) for other, found in self._pools.items() if found), default=0)
+        above = next((point for point in points if point[0] >= num_tokens), None)
+        if above is not None and above[0] == num_tokens:
+            return above[1]
+        (small, least), unit = points[0], self._unit
+        share = least * num_tokens / small if num_tokens < small else 0.0
+        nbytes = math.ceil(max(interpolate(points, num_tokens), share) / unit) * unit
+        return nbytes if above is None else min(nbytes, above[1])
+
+    def static_bytes(self, num_tokens: int) -> int:
+        """See GraphCosts."""
+        return static_bytes(self._config, num_tokens)
+
+    def driver_bytes(self, key: Key) -> int:
+        """See GraphCosts; on average, because the driver takes memory in chunks."""
+        return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
+
+    def seconds(self, key: Key) -> float:
+        """See GraphCosts."""
+        return self._of(key, lambda measured: measured.seconds)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See GraphCosts."""
+        return self._workspace_bytes
+
+    @property
+    def once_seconds(self) -> float:
+        """See GraphCosts."""
+        return self._once_seconds
+
+    def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
+        """A figure of a key: what was measured of it, else from those like it, whatever their number of adapters, if
+        they have some; else from those of its mode, else from all.
+
+        No size takes less than the least that was measured: times are noisy, and a line through two of them, drawn
+        beyond them, would end at graphs that cost nothing.
+        """
+        mode, descriptor = key
+        name = mode, descriptor.num_active_loras, descriptor.num_tokens
+        if itself := [value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name]:
+            return sum(itself) / len(itself)
+        alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
+        by_size: dict[int, list[float]] = {}
+        for measured in alike or [k for k in self._keys if k.mode is mode] or self._keys:
+            by_size.setdefault(measured.num_tokens, []).append(value(measured))
+        points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
+        return max(interpolate(points, descriptor.num_tokens), min(least for _, least in points)) if points else 0.0
+
+
+def _nondecreasing(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """A pool into which a size has been captured holds every smaller one."""
+    most, found = 0, []
+    for size, nbytes in sorted(points):
+        most = max(most, nbytes)
+        found.append((size, most))
+    return tuple(found)
+
+
+def _driver_bytes_per_node(records: Sequence[_Record], mode: CUDAGraphMode) -> float:
+    """Driver memory of a mode's keys over their nodes, or over the keys where nodes were not counted."""
+    mine = [record for record in records if record.mode is mode]
+    return sum(r.driver_bytes or 0 for r in mine) / max(sum(r.nodes or 1 for r in mine), 1)
+
+
+def _once_seconds(records: Sequence[_Record]) -> float:
+    """How much longer the first key took than the next one of its mode."""
+    seconds = [r.warmup_seconds + r.capture_seconds for r in records if r.mode is records[0].mode]
+    return max(seconds[0] - seconds[1], 0.0) if len(seconds) > 1 else 0.0
+
+
+__all__ = ["CaseCost", "case_costs", "stand_in_notes"]

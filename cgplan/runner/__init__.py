@@ -1,0 +1,1 @@
+"""Serving: sessions, runners, staging, statistics."""

@@ -1,0 +1,242 @@
+"""CudaGraphManager: one model's sizes, graphs and pool, for an engine that embeds them, alone or beside others in one
+pool; see Note [Sharing a pool] in pools.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.config import Config
+from cgplan.errors import BackendError, CgplanError, ConfigError
+from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
+from cgplan.planning import Plan, build_plan
+from cgplan.reports.layout import filled, plain_text
+from cgplan.reports.records import CaptureReport, ReplanReport
+from cgplan.runner.runner import GraphRunner
+from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.stats import RunnerStats
+from cgplan.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """What the members of one pool cost together.
+
+    Attributes:
+        parts: The capture of each member, by name, in order of capture. Their ``pool_bytes`` are those of the whole
+            pool when the capture was over, so they do not add up.
+        pool_bytes: The pool now.
+    """
+
+    parts: Mapping[str, CaptureReport]
+    pool_bytes: int
+
+    @property
+    def graphs(self) -> int:
+        """Captured keys of all members."""
+        return sum(len(report.records) for report in self.parts.values())
+
+    @property
+    def static_bytes(self) -> int:
+        """Static buffers of all members."""
+        return sum(report.static_bytes for report in self.parts.values())
+
+    @property
+    def outside_bytes(self) -> int:
+        """What the captures left outside of the pool: library workspaces, and device memory that the driver took."""
+        return sum(report.workspace_bytes + (report.driver_bytes or 0) for report in self.parts.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Pool, static buffers and what lies outside, together."""
+        return self.pool_bytes + self.static_bytes + self.outside_bytes
+
+    def __str__(self) -> str:
+        rows: list[dict[str, object]] = [
+            {
+                "part": name,
+                "graphs": len(report.records),
+                "pool grew by": format_bytes(sum(record.pool_growth for record in report.records)),
+                "static": format_bytes(report.static_bytes),
+                "workspaces": format_bytes(report.workspace_bytes),
+                "driver": format_bytes(report.driver_bytes),
+                "seconds": f"{report.session_seconds:.2f}",
+            }
+            for name, report in self.parts.items()
+        ]
+        total = f"{self.graphs} graphs in one pool of {format_bytes(self.pool_bytes)}; {format_bytes(self.total_bytes)}"
+        return f"{plain_text(filled(rows, left=('part',)))}\n\n{total} in all"
+
+
+class CudaGraphManager:
+    """The graphs of one model: planned at once, captured when told to, then called like the model.
+
+    It does for an engine what is around a GraphRunner: the plan is there before anything runs, so that it can be
+    printed and approved; ``capture`` fills a pool that may be shared with other models, ``close`` gives the memory
+    back, and ``capture`` may follow again. Not for use from several threads.
+
+    Args:
+        config: Inputs, sizes and modes.
+        model: Any callable or nn.Module, on the device already. The caller owns it.
+        backend: The device; absent: the pool's, or what ``config.device`` says.
+        pool: Where it captures; absent: a pool of its own, or several, as ``compilation.pool`` says.
+        plan: What it captures; absent: ``build_plan(config)``.
+        name: What messages and reports call the model.
+        progress: Called before each key.
+
+    Attributes:
+        config, plan, backend, pool, name: As above.
+
+    Raises:
+        ConfigError: ``config`` is no Config. PlanError: no plan follows from it.
+        BackendError: the device is not there, or is not the pool's, or ``pool`` is none.
+        CgplanError: a pool is given, and ``compilation.pool`` asks for several.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Callable[..., Any],
+        backend: GraphBackend | None = None,
+        *,
+        pool: GraphPool | None = None,
+        plan: Plan | None = None,
+        name: str = "model",
+        progress: Callable[[CaptureProgress], None] | None = None,
+    ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"{name!r} was given a {type(config).__name__} as its configuration",
+                remedy="Pass a cgplan.Config: cgplan.Config(inputs=..., compilation=...), or load_config(path).",
+            )
+        if pool is not None and not isinstance(pool, GraphPool):
+            raise BackendError(
+                f"{name!r} was given {pool!r:.100} as its pool",
+                remedy="Pass GraphPool(backend), or leave it out: compilation.pool says which graphs share one.",
+            )
+        if backend is None:
+            backend = pool.backend if pool is not None else select_backend(config.device)
+        if pool is not None and pool.backend is not backend:
+            raise BackendError(
+                f"{name!r} was given a pool of another backend ({pool.backend.name}, {pool.backend.device})",
+                remedy="Make one backend with select_backend and give it to the GraphPool and to all its members.",
+            )
+        check_pools(config.compilation.pool, pool)
+        self.config, self.backend, self.name = config, backend, name
+        self.plan = build_plan(config) if plan is None else plan
+        self.pool = GraphPool(backend) if pool is None else pool
+        given = self.pool if pool is not None or config.compilation.pool == "shared" else None
+        self._session = CaptureSession(self.plan, model, backend, config, progress=progress, pool=given, name=name)
+        self._runner: GraphRunner | None = None
+        self._turn = PoolUse()  # of captures; that of the pool is the session's to take
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Capture sizes in tokens, ascending: planned ones before the capture, captured ones after it."""
+        return self.plan.capture_sizes if self._runner is None else self._runner.plan.capture_sizes
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there are graphs to run."""
+        return self._runner is not None
+
+    @property
+    def runner(self) -> GraphRunner:
+        """The runner behind ``run``. Raises CgplanError before ``capture`` and after ``close``."""
+        if self._runner is None:
+            raise CgplanError(f"{self.name!r} has no graphs", remedy="Call capture() first.")
+        return self._runner
+
+    @property
+    def report(self) -> CaptureReport:
+        """What the capture cost."""
+        return self.runner.report
+
+    @property
+    def stats(self) -> RunnerStats:
+        """What calls were answered with so far."""
+        return self.runner.stats
+
+    def capture(self) -> CaptureReport:
+        """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured already."""
+        if self._runner is not None:
+            raise CgplanError(f"{self.name!r} is captured already", remedy="Call recapture(), or close() first.")
+        with self._turn.held(self.name):
+            self._runner = self._session.run()
+        return self._runner.report
+
+    def run(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **batch: torch.Tensor) -> Any:
+        """Run one batch; arguments, result and errors are those of GraphRunner's call.
+
+        Returns:
+            Valid until the next call of any member of the pool, unless ``compilation.outputs`` is ``clone``.
+        """
+        return self.runner(uniform_decode=uniform_decode, num_active_loras=num_active_loras, **batch)
+
+    def replan(self, **options: Any) -> ReplanReport:
+        """Exchange graphs for those that the batches since the last time deserve, see GraphRunner.replan."""
+        return self.runner.replan(**options)
+
+    def recapture(self) -> CaptureReport:
+        """Capture anew what is planned now, with the model's memory as it is now; before the first capture, as
+        ``capture``. The old graphs are freed first; ``runner`` and ``stats`` stay the same, and go on counting.
+
+        Raises as CaptureSession.run does; the manager then has no graphs.
+        """
+        if self._runner is None or self._runner.is_closed:
+            self.close()
+            return self.capture()
+        try:
+            self._runner.recapture()
+            return self._runner.report
+        finally:
+            if self._runner.is_closed:  # unless it was refused under a call, which changes nothing
+                self._runner = None
+
+    def close(self) -> None:
+        """Free graphs and static buffers; with the pool's last member, the pool's memory. Twice does no harm."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> CudaGraphManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
+    """Capture several managers that share a pool, all or none.
+
+    The one with the largest size goes first, so that the others fit into what it reserved.
+
+    Raises:
+        CgplanError: they do not share one pool, two have one name, or one of them is captured already.
+        CaptureError, ModelError: as CaptureSession.run; nothing stays captured.
+    """
+    names = [manager.name for manager in managers]
+    if len({id(manager.pool) for manager in managers}) != 1 or len(set(names)) < len(names):
+        raise CgplanError(
+            f"{'managers ' + ', '.join(names) if names else 'an empty list'} cannot be captured together",
+            remedy="Give them one GraphPool, and each a name of its own.",
+        )
+    if any(manager.is_captured for manager in managers):
+        raise CgplanError("one of the managers is captured already", remedy="Close it first.")
+    reports = {}
+    try:
+        for manager in sorted(managers, key=lambda manager: -manager.plan.max_capture_size):
+            reports[manager.name] = manager.capture()
+    except BaseException:
+        for manager in managers:
+            manager.close()
+        raise
+    return PoolReport(reports, managers[0].pool.nbytes)
+
+
+__all__ = ["CudaGraphManager", "GraphPool", "PoolReport", "capture_together"]

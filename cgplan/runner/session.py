@@ -1,0 +1,345 @@
+"""CaptureSession: captures a plan, in order, in one go; frees everything if it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgplan.backends import GraphBackend, MemoryReading, select_backend
+from cgplan.buffers.static import check_dtypes
+from cgplan.captures.budget import NO_GRAPH, BudgetGuard, fitting
+from cgplan.captures.environment import describe_environment
+from cgplan.captures.failures import drop_locals, explain_eager_failure
+from cgplan.captures.key_capture import CapturedKey, KeyCapture, driver_bytes
+from cgplan.captures.live import LiveGraphs
+from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.together import ALONE, Together
+from cgplan.config import Config
+from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError, RankFailedError
+from cgplan.graphs.pools import GraphPool, PoolUse
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.optimizer.subset import restricted
+from cgplan.piecewise.traces import refuse_lost_sizes
+from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.reports.records import CaptureReport, SplitRecord
+from cgplan.runner.runner import GraphRunner
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureProgress:
+    """How far a session is: key ``index`` (from 0) of ``total`` comes next."""
+
+    index: int
+    total: int
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+
+
+class CaptureSession:
+    """Captures the keys of a plan, as far as the configuration's budget goes, and returns a sealed runner.
+
+    Args:
+        plan: What to capture.
+        model: Any callable or nn.Module; called with the declared inputs by name.
+        backend: The device.
+        config: Inputs, metadata, budget and how to capture.
+        progress: Called before each key.
+        pool: A pool to capture into that other runners use too, and that has the same backend; absent: pools of its
+            own, as ``compilation.pool`` says.
+        name: What messages call the runner.
+        together: The sessions of other ranks, where several processes capture one model.
+
+    Raises:
+        ModelError: ``model`` cannot be called. ConfigError: ``progress`` cannot.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Callable[..., Any],
+        backend: GraphBackend,
+        config: Config,
+        *,
+        progress: Callable[[CaptureProgress], None] | None = None,
+        pool: GraphPool | None = None,
+        name: str = "runner",
+        together: Together = ALONE,
+    ) -> None:
+        if not callable(model):
+            raise ModelError(
+                f"the model is {model!r:.100}, which cannot be called",
+                remedy="Pass the nn.Module or function itself; only a configuration names one as `file.py:build`.",
+            )
+        if progress is not None and not callable(progress):
+            raise ConfigError(
+                f"progress is {progress!r:.100}, which cannot be called",
+                remedy="Pass a function of a CaptureProgress, or leave it out.",
+            )
+        self._plan = plan
+        self._model = model
+        self._backend = backend
+        self._config = config
+        self._progress = progress or (lambda _: None)
+        self._pool = pool
+        self._name = name
+        self._together = together
+
+    def run(self) -> GraphRunner:
+        """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
+
+        With ``capture_policy: lazy`` nothing is captured yet. Without a budget, a key that cannot be captured is an
+        error. With one, running out of memory is no error: the keys before it are kept, and the report says where it
+        stopped.
+
+        Raises:
+            CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
+                everything of this session is freed and the model runs as before.
+            ModelError: the model failed before its capture began.
+            BackendError: torch or the device lacks the dtype of an input; nothing was allocated.
+            ConfigError: graphs on demand were asked for with several ranks.
+            DistributedError: with other ranks, one of them failed; all raise it.
+            CgplanError: a call of another member of the pool is under way.
+        """
+        config, use = self._config, PoolUse() if self._pool is None else self._pool.use
+        self._check_plan()
+        policy = config.compilation.capture_policy
+        if policy != "eager" and self._together is not ALONE:
+            raise ConfigError(
+                f"capture_policy is {policy}, and several ranks capture together",
+                remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
+            )
+        lazy = policy == "lazy"
+        with nullcontext() if lazy else use.held(self._name):
+            live = self._captured(self._plan, () if lazy else None)
+            runner = GraphRunner(live, self._captured, use, self._name)
+        self._together.tell_of_losses(runner.refuse)
+        return runner
+
+    def _check_plan(self) -> None:
+        """Raise PlanError unless the plan is of this configuration."""
+        made, own = self._plan.config_hash, config_hash(self._config)
+        if made == own:
+            return
+        if self._together is ALONE:
+            raise PlanError(
+                f"the plan was made from configuration {made}, not from {own}",
+                remedy="Pass build_plan(config) of the same configuration.",
+            )
+        raise PlanError(
+            f"the plan of all ranks was made from configuration {made}; this rank has {own}",
+            remedy="Start all ranks from one file; agree_on_setup(), called before agree_on_plan(), names the setting "
+            "that differs.",
+        )
+
+    def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
+        """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
+        for no more.
+        """
+        backend, config = self._backend, self._config
+        captured: list[CapturedKey] = []
+        graphed: GraphedModel | None = None
+        try:
+            check_dtypes({**config.inputs, **config.metadata}, backend.device)
+            backend.release_cached()
+            before, start = backend.memory(), time.perf_counter()
+            free = self._together.begin(asked, before.free)
+            plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
+            guard = BudgetGuard(config, plan, backend, before)
+            graphed = self._open(plan, guard)
+            wanted = graphed.plan
+            first = [key for key in wanted.keys if keys is None or key in keys]
+            captured += self._capture_keys(graphed, guard, first)
+            if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
+                graphed.free()
+                graphed = self._new(restricted(plan, (), config))
+            graphed.plan = restricted(plan, [c.key for c in captured], config)
+            graphed.seal()
+            report = self._report(graphed, captured, before, start)
+            skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
+            budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
+            refused = (NO_GRAPH,) if (left_out or skipped) and not report.records else ()
+            found = {"budget": budget, "warnings": (*report.warnings, *refused)}
+            report = self._together.completed(report.model_copy(update=found))
+        except BaseException as error:
+            drop_locals(error)
+            captured.clear()  # the traceback holds this frame
+            failure = self._together.failed(error)
+            if graphed is not None:
+                graphed.free()
+            if failure is error:
+                raise
+            raise failure from error
+        del captured
+        return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
+
+    def _capture_keys(self, graphed: GraphedModel, guard: BudgetGuard, keys: Sequence[Key]) -> list[CapturedKey]:
+        """Capture these, and leave the buffers as new; on all ranks."""
+        with self._backend.session(), torch.no_grad():
+            guard.begin()
+            captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
+            guard.rest()
+            refuse_lost_sizes(graphed)
+            graphed.buffers.restore()
+            self._backend.synchronize()
+        self._together.end()
+        return captured
+
+    def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
+        """The model with buffers for the plan; for no key, if there is a budget and no memory for them on some rank."""
+        graphed: GraphedModel | None = None
+        try:
+            graphed = self._new(plan)
+        except CaptureMemoryError as error:
+            if not guard.active or not plan.keys:
+                raise
+            drop_locals(error)
+            guard.ran_out(plan.keys[0])
+        refused = self._together.any(graphed is None)
+        if graphed is not None and refused:
+            graphed.free()
+        if graphed is None or refused:
+            graphed = self._new(restricted(plan, (), self._config))
+        guard.static_bytes = graphed.buffers.nbytes
+        return graphed
+
+    def _new(self, plan: Plan) -> GraphedModel:
+        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool)
+        graphed.before_free, graphed.is_alone = self._together.release, self._together is ALONE
+        return graphed
+
+    def _capture_all(
+        self, capture: KeyCapture, guard: BudgetGuard, keys: Sequence[Key], *, again: bool = False
+    ) -> list[CapturedKey]:
+        """Capture keys until the budget stops it.
+
+        A key that passes a limit after all is freed again. A pool gives no segment back while one of its graphs
+        lives, so all are freed then, and those before it captured anew: ``again``. Where nothing was captured before
+        it, it was too large, and the next one may not be.
+        """
+        captured: list[CapturedKey] = []
+        for index, key in enumerate(keys):
+            if self._together.any(guard.stop_before(key)):
+                break
+            self._progress(CaptureProgress(index, len(keys), *key))
+            try:
+                done = capture.capture(*key)
+            except (CaptureMemoryError, RankFailedError) as error:  # the second: another rank has said the first
+                if not guard.active:
+                    raise
+                drop_locals(error)
+                if isinstance(error, CaptureMemoryError):
+                    guard.ran_out(key)
+                self._together.any(True, because=error)
+            else:
+                captured.append(done)
+                del done
+                if not self._together.any(guard.add(captured[-1], len(keys) - index - 1)):
+                    continue
+                captured.pop()
+            before = [c.key for c in captured]
+            captured.clear()
+            guard.forget()
+            capture.drop_all()
+            self._together.dropped()
+            if before:
+                return [] if again else self._capture_all(capture, guard, before, again=True)
+        return captured
+
+    def _report(
+        self, graphed: GraphedModel, captured: Sequence[CapturedKey], before: MemoryReading, start: float
+    ) -> CaptureReport:
+        backend, inspecting = self._backend, time.perf_counter()
+        records = tuple(c.record(backend) for c in captured)
+        end = time.perf_counter()
+        backend.release_cached()
+        after, pool = backend.memory(), graphed.pools.nbytes
+        shared = captured[0].before[1] if captured else pool  # others had captured into it before
+        outside = after.reserved - before.reserved - (pool - shared) if backend.supports("driver_bytes") else 0
+        warnings = self._warnings(graphed, [r.descriptor for r in records if r.nodes == 0])
+        return CaptureReport(
+            environment=describe_environment(backend, self._plan.config_hash),
+            plan=graphed.plan,
+            records=records,
+            pool_bytes=pool,
+            static_bytes=graphed.buffers.nbytes,
+            workspace_bytes=max(outside - graphed.buffers.nbytes, 0),
+            driver_bytes=driver_bytes(backend, before, after),
+            free_before=before.free,
+            free_after=after.free,
+            session_seconds=end - start,
+            inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
+            split=graphed.route.describe(),
+            borrowed_outputs=backend.supports("borrow"),
+            warnings=(*graphed.plan.warnings, *warnings),
+        )
+
+    def _warnings(self, graphed: GraphedModel, empty: Sequence[BatchDescriptor]) -> list[str]:
+        """What the user should know about the captures; ``empty`` are the keys without any kernel."""
+        warnings = []
+        if empty:
+            names = ", ".join(map(str, empty))
+            warnings.append(f"graphs without any kernel: {names}; does the model run on this device?")
+        if graphed.returns_nothing:
+            warnings.append("the model returned no tensor: is there a return in its forward?")
+        if isinstance(self._model, torch.nn.Module) and self._model.training:
+            warnings.append(
+                "the model is in training mode: dropout and batch norm run as in training, and warm-ups on padding "
+                "have changed what it counts, running means say; call .eval() before the capture"
+            )
+        with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
+        if self._config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
+            warnings.append(
+                "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
+                "padding reaches real rows is not checked"
+            )
+        if not self._backend.supports("borrow"):
+            warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
+        return warnings + graphed.route.warnings() + graphed.notes
+
+
+def describe_split(
+    model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
+) -> SplitRecord | None:
+    """What a session's report would say of the split, before any capture.
+
+    By operators, the model is traced, for which it runs on padding values as in a session's warm-up: it may write to
+    its KV cache where padding writes. By modules, the patterns are matched and nothing runs. Either way the model is
+    left as it was, and all memory is given back.
+
+    Args:
+        model: Any callable or nn.Module; called with the declared inputs by name.
+        config: As for a session. Inductor is left out where it does not itself decide on the split.
+        backend: The device; chosen by ``config.device`` if absent.
+
+    Returns:
+        The split; None where the plan has no PIECEWISE keys, so that nothing is split.
+
+    Raises:
+        ConfigError: a splitting op, or a module pattern, that does not occur in the model.
+        CaptureError: the model cannot be traced as one graph, or branches on the number of rows.
+        ModelError: the model itself failed.
+    """
+    plan = build_plan(config)
+    piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]
+    if not piecewise:
+        return None
+    if not config.compilation.use_inductor_graph_partition:
+        compilation = config.compilation.model_copy(update={"compiler": "eager"})
+        config = config.model_copy(update={"compilation": compilation})
+    graphed = GraphedModel(plan, config, model, backend or select_backend(config.device))
+    mode, smallest = piecewise[-1]
+    try:
+        if graphed.route.splitter is not None:
+            graphed.trace(smallest)
+        return graphed.route.describe()
+    except Exception as error:
+        failure = explain_eager_failure(error, f"{mode} {smallest}")
+        drop_locals(error)
+        raise failure from (error if failure is not error else error.__cause__)
+    finally:
+        graphed.free()

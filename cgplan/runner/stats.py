@@ -1,0 +1,383 @@
+"""What a runner's calls were answered with: counted with one addition a call, added up when somebody asks."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from cgplan.errors import CgplanError, InputError
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.planning import MissReason, Plan
+from cgplan.planning.plan import Mode
+from cgplan.runner.routing import Route
+from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.vllm_log import COLUMNS
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+
+T = TypeVar("T")
+Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
+
+Mark = tuple[int, Mapping[Asked, int]]  # resets before it, and calls of each batch
+
+MOST_BATCHES = 100_000
+NEVER = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class BatchCount:
+    """Calls with one batch: as many tokens, requests and adapters, answered in the same way.
+
+    Attributes:
+        num_tokens: Unpadded.
+        num_reqs: Unpadded; None where no input counts requests, and once too many batches were met to keep them apart.
+        uniform, num_active_loras: As the batch was dispatched.
+        mode, descriptor: What answered; its tokens are those that each call computed.
+        reason: Why no graph did, None if one did.
+        calls: How often.
+    """
+
+    num_tokens: int
+    num_reqs: int | None
+    uniform: bool
+    num_active_loras: int
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    reason: MissReason | None
+    calls: int = 0
+
+
+class KeyHits(BaseModel):
+    """Calls that the graph of one key served."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Mode
+    descriptor: BatchDescriptor
+    calls: int
+
+
+class StatsRecord(BaseModel):
+    """The numbers of a runner at one moment, to be saved as JSON.
+
+    Attributes:
+        replays: By key, most calls first.
+        eager: Calls that ran eagerly, by reason.
+        real_tokens, padding_tokens: Tokens of all batches, and of the padding that graphs computed besides.
+        timed_calls, host_microseconds: Calls whose time on the host was taken, and the sum of it.
+        captures, evictions: Keys that were captured, and captured keys that were given up again.
+        failures: Captures that failed, or that the budget did not allow, while batches were served.
+        batches: (batch, calls) of all batches as they were asked for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    replays: tuple[KeyHits, ...]
+    eager: dict[MissReason, int]
+    real_tokens: int
+    padding_tokens: int
+    timed_calls: int
+    host_microseconds: float
+    captures: int
+    evictions: int
+    failures: int = 0
+    batches: tuple[tuple[Batch, int], ...]
+
+
+class RunnerStats:
+    """What calls were answered with.
+
+    Args:
+        plan: Of the runner.
+
+    Attributes:
+        plan: What is captured now.
+        captures: Keys captured so far.
+        evictions: Keys whose graphs were freed to make room for others.
+        failures: Captures that failed, or that the budget did not allow, while batches were served.
+        timed_calls: Calls, not staged blocks, whose time was taken.
+        timed_nanoseconds: The sum of their times on the host: from entry to return, in which the device may lag behind.
+        until_timed: Calls until the next one that is timed.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.captures = len(plan.keys)
+        self.evictions = 0
+        self.failures = 0
+        self.timed_calls = 0
+        self.timed_nanoseconds = 0
+        self._counts: dict[Asked, BatchCount] = {}
+        self._resets = 0
+        self.time_every = 16
+
+    @property
+    def time_every(self) -> int:
+        """One call of so many is timed; 1 for all, 0 for none. Taking the time costs 0.1 to 0.2 microseconds."""
+        return self._time_every
+
+    @time_every.setter
+    def time_every(self, calls: int) -> None:
+        try:
+            calls = operator.index(calls)
+        except TypeError:
+            raise InputError(f"time_every is {calls!r}", remedy="Pass an int: one call of so many is timed.") from None
+        self._time_every = calls
+        self.until_timed = calls - 1 if calls > 0 else NEVER
+
+    def add_time(self, nanoseconds: int) -> None:
+        """Note a call's time."""
+        self.timed_calls += 1
+        self.timed_nanoseconds += nanoseconds
+        self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
+
+    def count_of(
+        self,
+        num_tokens: int,
+        num_reqs: int | None,
+        uniform: bool,
+        num_active_loras: int,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        reason: MissReason | None,
+    ) -> BatchCount:
+        """The count of a batch, to add to. Beyond 100,000 different ones, new batches are told by tokens alone."""
+        asked: Asked = (num_tokens, num_reqs, uniform, num_active_loras, mode, descriptor, reason)
+        found = self._counts.get(asked)
+        if found is None and len(self._counts) >= MOST_BATCHES:
+            asked = (num_tokens, None, *asked[2:])
+            found = self._counts.get(asked)
+        if found is None:
+            found = self._counts[asked] = BatchCount(*asked)
+        return found
+
+    def recount(self, ran: Route, asked: Route | None) -> None:
+        """Count the last call, which a graph served, as one of a smaller batch that was padded to it before.
+
+        Args:
+            ran: The batch that was called with; one that ran eagerly stays as it is.
+            asked: What it was before; None if it was nothing but padding, which counts as no call.
+        """
+        if ran.mode is CUDAGraphMode.NONE:
+            return
+        for route, calls in ((ran, -1), (asked, 1)):
+            if route is not None:
+                batch, loras = route.batch, route.num_active_loras
+                self.count_of(
+                    batch.num_tokens, batch.num_reqs, route.uniform, loras, ran.mode, ran.descriptor, None
+                ).calls += calls
+
+    @property
+    def counts(self) -> list[BatchCount]:
+        """All batches that were met in a call. Another thread may ask while calls go on, as those of metrics do."""
+        return [count for count in list(self._counts.values()) if count.calls]  # the copy is made in one go
+
+    @property
+    def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
+        """Calls by (runtime mode, descriptor) of the graph that served them."""
+        return _added(((c.mode, c.descriptor), c.calls) for c in self.counts if not c.reason)
+
+    @property
+    def eager(self) -> Counter[MissReason]:
+        """Calls that ran eagerly, by reason."""
+        return _added((c.reason, c.calls) for c in self.counts if c.reason)
+
+    @property
+    def calls(self) -> int:
+        """All calls, of graphs and eager."""
+        return sum(count.calls for count in self.counts)
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of all batches."""
+        return sum(count.calls * count.num_tokens for count in self.counts)
+
+    @property
+    def padded_rows(self) -> int:
+        """Tokens of padding that graphs computed besides."""
+        return sum(count.calls * (count.descriptor.num_tokens - count.num_tokens) for count in self.counts)
+
+    @property
+    def host_microseconds(self) -> float:
+        """Host time of the timed calls together; over ``timed_calls``, that of one."""
+        return self.timed_nanoseconds / 1e3
+
+    def reset(self) -> None:
+        """Begin to count anew. What was captured stays counted."""
+        self._resets += 1
+        for count in list(self._counts.values()):
+            count.calls = 0
+        self.timed_calls = self.timed_nanoseconds = 0
+
+    def table(self) -> str:
+        """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic.
+
+        vLLM empties its counts after each table, so the planner adds up all tables of a file: where several are logged,
+        call ``reset`` after each.
+        """
+        rows = _added(((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts)
+        cells = [COLUMNS, *(
+            (str(tokens), str(padded), str(padded - tokens), str(mode), str(calls))
+            for (tokens, padded, mode), calls in sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
+        )]  # fmt: skip
+        widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+        lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+        lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+        return "\n".join([
+            "**CUDAGraph Config Settings:**", "", f"- Mode: {self.plan.mode}",
+            f"- Capture sizes: {list(self.plan.capture_sizes)}", "", "**CUDAGraph Stats:**", "", *lines, "",
+        ])  # fmt: skip
+
+    def record(self) -> StatsRecord:
+        """The numbers as they are now."""
+        return StatsRecord(
+            replays=tuple(KeyHits(mode=m, descriptor=d, calls=n) for (m, d), n in self.replays.most_common()),
+            eager=dict(self.eager),
+            real_tokens=self.real_tokens,
+            padding_tokens=self.padded_rows,
+            timed_calls=self.timed_calls,
+            host_microseconds=self.host_microseconds,
+            captures=self.captures,
+            evictions=self.evictions,
+            failures=self.failures,
+            batches=tuple(sorted(_added((self._batch(c), c.calls) for c in self.counts).items())),
+        )
+
+    def json(self) -> str:
+        """The numbers as JSON; ``StatsRecord.model_validate_json`` reads it."""
+        return self.record().model_dump_json(indent=2)
+
+    def prometheus(self, runner: str = "runner") -> str:
+        """The numbers in Prometheus' text format, with this name as the label ``runner``.
+
+        Raises:
+            CgplanError: prometheus_client is not installed.
+        """
+
+        return prometheus_text({runner: self})
+
+    def mark(self) -> Mark:
+        """The counts as they are now, for ``traffic`` since then."""
+        return self._resets, {asked: count.calls for asked, count in list(self._counts.items())}
+
+    def traffic(self, since: Mark | None = None) -> Traffic:
+        """The batches that were asked for, those that ran eagerly too, as the planner reads them: exact.
+
+        Args:
+            since: What ``mark`` returned earlier: only batches since then count; after a ``reset``, those since that.
+
+        Raises:
+            TrafficError: nothing was called.
+        """
+        found, notes = [], []
+        resets, marked = since or (0, {})
+        earlier = marked if resets == self._resets else {}
+        for asked, count in list(self._counts.items()):
+            calls = count.calls - earlier.get(asked, 0)
+            if calls:
+                found.append((self._batch(count), calls))
+                if count.num_reqs is None:
+                    notes = ["no input counts requests: num_reqs of these batches are as many as their tokens allow"]
+        return Traffic.of(found, "runner.stats", notes)
+
+    def _batch(self, count: BatchCount) -> Batch:
+        reqs = count.num_reqs
+        if reqs is None:
+            per_request = self.plan.query_len if count.uniform else 1
+            reqs = min(count.num_tokens // per_request, self.plan.max_num_seqs)
+        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not what is beyond max_num_seqs
+        return Batch(count.num_tokens, reqs, uniform, count.num_active_loras)
+
+
+def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
+    """Counts of equal things added up."""
+    total: Counter[T] = Counter()
+    for thing, calls in pairs:
+        total[thing] += calls
+    return total
+
+
+class StatsCollector:
+    """Collects the numbers of runners at the moment when a registry asks for them; calls pay nothing for it.
+
+    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))`` puts them beside what a server
+    has to tell already.
+
+    Args:
+        runners: Their stats by name; the name becomes the label ``runner``.
+
+    Raises:
+        InputError: that is no dict of stats by name (of runners themselves, say).
+        CgplanError: prometheus_client is not installed.
+    """
+
+    def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
+        parts: list[tuple[object, type]] = [(runners, Mapping)]
+        if isinstance(runners, Mapping):
+            parts = [part for name, stats in runners.items() for part in ((name, str), (stats, RunnerStats))]
+        wrong = [type(value).__name__ for value, kind in parts if not isinstance(value, kind)]
+        if wrong:
+            raise InputError(
+                f"metrics of stats by name were asked for, and a {wrong[0]} was given",
+                remedy='Give a dict, as in StatsCollector({"target": runner.stats}).',
+            )
+        self._runners = dict(runners)
+        try:
+            from prometheus_client import core
+        except ImportError:
+            raise CgplanError(
+                "the metrics format of Prometheus needs prometheus_client, which is not installed",
+                remedy="Run `pip install prometheus_client`, or install cgplan with the extra `metrics`.",
+            ) from None
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; sizes and modes are labels."""
+        core, key = self._core, ["runner", "mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"]
+        hits = core.CounterMetricFamily("cgplan_replays", "Calls that a graph served, by its key.", labels=key)
+        eager = core.CounterMetricFamily(
+            "cgplan_eager_calls", "Calls that ran eagerly, by the reason.", labels=["runner", "reason"]
+        )
+        tokens = core.CounterMetricFamily(
+            "cgplan_tokens", "Tokens of batches, and rows of padding besides.", labels=["runner", "kind"]
+        )
+        captures = core.CounterMetricFamily("cgplan_captures", "Keys that were captured.", labels=["runner"])
+        evictions = core.CounterMetricFamily("cgplan_evictions", "Captured keys given up again.", labels=["runner"])
+        failures = core.CounterMetricFamily(
+            "cgplan_capture_failures", "Keys that could not be captured.", labels=["runner"]
+        )
+        host = core.SummaryMetricFamily(
+            "cgplan_host_seconds", "Host time of the calls that were timed, until they returned.", labels=["runner"]
+        )
+        for name, stats in self._runners.items():
+            for (mode, d), calls in stats.replays.items():
+                reqs = "" if d.num_reqs is None else str(d.num_reqs)
+                row = [str(mode), str(d.num_tokens), reqs, str(d.uniform).lower(), str(d.num_active_loras)]
+                hits.add_metric([name, *row], calls)
+            for reason, calls in stats.eager.items():
+                eager.add_metric([name, str(reason)], calls)
+            tokens.add_metric([name, "real"], stats.real_tokens)
+            tokens.add_metric([name, "padding"], stats.padded_rows)
+            captures.add_metric([name], stats.captures)
+            evictions.add_metric([name], stats.evictions)
+            failures.add_metric([name], stats.failures)
+            host.add_metric([name], stats.timed_calls, stats.timed_nanoseconds / 1e9)
+        yield from (hits, eager, tokens, captures, evictions, failures, host)
+
+
+def prometheus_text(runners: Mapping[str, RunnerStats]) -> str:
+    """The numbers of runners, by name, in Prometheus' text format. Raises as StatsCollector."""
+    collector = StatsCollector(runners)
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text: str = generate_latest(registry).decode()
+    return text

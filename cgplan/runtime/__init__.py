@@ -1,1 +1,0 @@
-"""Capture and run: the forward context, graph wrappers, the capture session, the runner and bench."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: a draft and a target in one pool."""

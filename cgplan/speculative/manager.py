@@ -1,0 +1,390 @@
+"""SpecDecodeGraphManager: greedy speculative decoding by graphs, a draft and a target in one plan and one pool.
+
+Note [Which tokens]
+    Every token is the most probable one in a pass of the target over 1 + k tokens of each request, given the tokens
+    before it. With exact arithmetic that is plain greedy decoding, token for token, whatever the draft says. In
+    floating point, logits of a pass over 1 + k tokens and of one over a single token differ in their last bits where
+    the device takes other kernels for other shapes, and two tokens that are as good as equal may change places: hardly
+    ever in float32 and float64, now and then in bfloat16 and float16, on random weights more often than on trained
+    ones. Captured and eager runs of the same passes agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgplan.backends import GraphBackend
+from cgplan.config import Config
+from cgplan.errors import InputError, ModelError
+from cgplan.runner.manager import CudaGraphManager, GraphPool, PoolReport, capture_together
+from cgplan.runner.routing import as_count
+from cgplan.runner.session import CaptureProgress
+from cgplan.speculative.passes import BLOCKS, PagedModel, Propose, SpecState, Verify
+from cgplan.speculative.plan import check_draft_tokens, plan_speculation, whole_numbers
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """What speculation brought, of the steps whose tokens were read.
+
+    Attributes:
+        steps: Steps by number of draft tokens.
+        drafted: Draft tokens of all requests.
+        accepted: Those that the target agreed with.
+        tokens: New tokens, the target's own included.
+    """
+
+    steps: Counter[int] = field(default_factory=Counter)
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the draft tokens that was accepted, 0 if there were none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def count(self, draft_tokens: int, counts: Sequence[int]) -> None:
+        """Add a step that gave so many new tokens to each request."""
+        self.steps[draft_tokens] += 1
+        self.drafted += draft_tokens * len(counts)
+        self.accepted += sum(max(count - 1, 0) for count in counts)
+        self.tokens += sum(counts)
+
+
+@dataclass(slots=True, eq=False)
+class SpecRequest:
+    """What the host knows of a request.
+
+    Attributes:
+        context: Tokens in the target's cache, as of the last step that was read.
+        room: Tokens that its blocks hold.
+    """
+
+    context: int
+    room: int
+
+
+class SpecStep:
+    """One step under way on the device. ``tokens`` waits for it; until then the host is free to do other things.
+
+    Args:
+        slots, draft_tokens: As below.
+        result: Waits for what ``Verify`` returned, and gives it on the host.
+        requests: What the host knows of each.
+        stats: Where the step is counted once its tokens are read.
+
+    Attributes:
+        slots: The requests, in order.
+        draft_tokens: How many tokens were drafted for each.
+    """
+
+    def __init__(
+        self,
+        slots: tuple[int, ...],
+        draft_tokens: int,
+        result: Callable[[], torch.Tensor],
+        requests: Sequence[SpecRequest],
+        stats: SpecStats,
+    ) -> None:
+        self.slots = slots
+        self.draft_tokens = draft_tokens
+        self._requests = requests
+        self._stats = stats
+        self._tokens: list[list[int]] | None = None
+        self._result = result
+
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each request, in the order of ``slots``: 1 to 1 + draft_tokens of them, and none where the
+        request had no block left when the step ran.
+        """
+        if self._tokens is None:
+            self._tokens = [row[1 : 1 + row[0]] for row in self._result().tolist()]
+            counts = [len(tokens) for tokens in self._tokens]
+            for request, count in zip(self._requests, counts, strict=True):
+                request.context += count
+            self._stats.count(self.draft_tokens, counts)
+        return self._tokens
+
+
+class SpecDecodeGraphManager:
+    """Greedy speculative decoding: a draft proposes k tokens for each request, one pass of the target verifies them.
+
+    Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps as one graph, with
+    the choice of each token inside, and the target's pass as uniform decode with 1 + k tokens a request, with the
+    acceptance inside. What a step needs of a request (its last tokens, length and blocks) lies on the device and is
+    advanced there, so that a step is two replays and one small copy back. See Notes [Positions and caches] and
+    [Which tokens].
+
+    The engine schedules: it prefills prompts with ``prefill``, hands requests over with ``add``, runs ``step`` on any
+    of them, and takes them out with ``remove``. It owns the blocks of the KV cache; both models use the same numbers,
+    each in a cache of its own. Not for use from several threads.
+
+    Args:
+        config: Of the target: inputs input_ids and positions, metadata as ``cgplan::attention`` reads it, sizes, modes
+            and bounds, and ``speculative.num_speculative_tokens``. Limits of its budget hold for each part by itself.
+        target, draft: Models with a ``config`` that says vocab_size, block_size and num_blocks, or PagedModels, on the
+            device already. The caller owns them.
+        backend: The device; absent: the pool's, or what ``config.device`` says.
+        draft_tokens: Numbers of draft tokens to capture for besides the configuration's; ``step`` takes any of them.
+        pool: Where all of it captures; absent: a pool of its own.
+        progress: Called before each key.
+
+    Attributes:
+        plan: What is captured, in parts.
+        stats: What speculation brought so far.
+
+    Raises:
+        ModelError: the draft's vocabulary or blocks are not the target's.
+        ConfigError, InputError, PlanError: as plan_speculation.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        target: Any,
+        draft: Any,
+        backend: GraphBackend | None = None,
+        *,
+        draft_tokens: Sequence[int] | None = None,
+        pool: GraphPool | None = None,
+        progress: Callable[[CaptureProgress], None] | None = None,
+    ) -> None:
+        self._target, self._draft = PagedModel.of(target), PagedModel.of(draft)
+        _check_pair(self._target, self._draft)
+        self.plan, self.config, self.stats = plan_speculation(config, draft_tokens), config, SpecStats()
+        self._max_blocks = config.metadata["block_tables"].dims[1].offset
+        mixed = CudaGraphManager(
+            self.plan.configs["target"], self._target.forward, backend, pool=pool, name="target", progress=progress
+        )
+        self.backend, self.pool = mixed.backend, mixed.pool
+        self._state = SpecState(config.scheduler.max_num_seqs, self._max_blocks, self.backend.device)
+        models: dict[str, Callable[..., Any]] = {"draft": self._draft.forward, **self._passes()}
+        managers = {
+            name: CudaGraphManager(self.plan.configs[name], model, pool=self.pool, name=name, progress=progress)
+            for name, model in models.items()
+        }
+        managers["target"] = mixed
+        self._managers = {name: managers[name] for name in self.plan.parts}
+        self._requests: dict[int, SpecRequest] = {}
+        self._changed: dict[int, list[int]] = {}  # whole rows that the device has to be told, by slot
+        self._rows: tuple[tuple[int, ...], torch.Tensor] | None = None
+
+    def capture(self) -> PoolReport:
+        """Capture all parts, or none. Raises as CaptureSession.run; requests that are being decoded stay."""
+        return capture_together(list(self._managers.values()))
+
+    def prefill(self, **batch: Any) -> Any:
+        """Run both models on a mixed batch of prompts or parts of them.
+
+        Args:
+            batch: The configuration's inputs and metadata, by name, as for a runner's call.
+
+        Returns:
+            What the target returns; valid until the next call. The token that follows a prompt is the caller's to take
+            from it. Errors are those of GraphRunner's call; an InputError is raised before anything is launched.
+        """
+        if "uniform_decode" in batch or "num_active_loras" in batch:
+            raise InputError(
+                "a prefill takes a batch's tensors alone",
+                remedy="Leave uniform_decode and num_active_loras out: it is a mixed batch without adapters.",
+            )
+        self._managers["draft"].run(uniform_decode=False, **batch)
+        return self._managers["target"].run(uniform_decode=False, **batch)
+
+    def add(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
+        """Hand a request over for decoding.
+
+        Args:
+            tokens: All its tokens so far, the prompt's and at least one more. All but the last are in both caches.
+            blocks: Its blocks, in order. A step writes to 1 + k positions; those without a block give no token.
+
+        Returns:
+            The slot by which the other methods know it, until ``remove``.
+
+        Raises:
+            InputError: all ``scheduler.max_num_seqs`` slots are taken, or tokens or blocks do not fit; nothing changed.
+        """
+        most = self.config.scheduler.max_num_seqs
+        if len(self._requests) >= most:
+            raise InputError(
+                f"{most} requests are being decoded, scheduler.max_num_seqs is {most}",
+                remedy="Remove one that is done first, or raise scheduler.max_num_seqs.",
+            )
+        if not isinstance(tokens, list | tuple):
+            tokens = whole_numbers("tokens", tokens)
+        last, blocks = whole_numbers("tokens", tokens[-2:]), whole_numbers("blocks", blocks)
+        if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
+            raise InputError(
+                f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
+                remedy=f"Give the prompt and at least one token more, each below {self._target.vocab_size}.",
+            )
+        self._check_blocks(blocks, len(tokens) - 1)
+        slot = next(slot for slot in range(most) if slot not in self._requests)
+        self._requests[slot] = SpecRequest(len(tokens) - 1, len(blocks) * self._target.block_size)
+        self._changed[slot] = [*last, len(tokens) - 1, *self._padded(blocks)]
+        return slot
+
+    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
+        """Give a request other blocks, usually more; those that hold its context must stay. Raises InputError."""
+        slot, blocks = as_count("slot", slot), whole_numbers("blocks", blocks)
+        request = self._request(slot)
+        self._check_blocks(blocks, request.context)
+        if slot in self._changed:
+            self._changed[slot][BLOCKS:] = self._padded(blocks)
+        else:  # the device may be ahead of the host: what it knows of the tokens has to stay
+            with self._writing():
+                self._state.rows[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
+        request.room = len(blocks) * self._target.block_size
+
+    def remove(self, slot: int) -> None:
+        """Take a request out. Its blocks may be given away at once: later steps are queued behind those under way."""
+        slot = as_count("slot", slot)
+        self._request(slot)
+        del self._requests[slot]
+        self._changed.pop(slot, None)
+
+    def step(self, slots: Sequence[int] | None = None, draft_tokens: int | None = None) -> SpecStep:
+        """Draft, verify and accept for a batch of requests.
+
+        Args:
+            slots: The requests; absent: all.
+            draft_tokens: One of ``plan.draft_tokens``; absent: the configuration's.
+
+        Returns:
+            At once; the work is queued. The next step may be queued before this one's tokens are read.
+
+        Raises:
+            InputError: an unknown slot, a slot twice, no request, another number of draft tokens, or a request whose
+                blocks are full; nothing was launched.
+            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; no request has
+                changed. (Where the draft has a graph and the target none, as budgets hold for each, the draft has run.)
+        """
+        chosen = self.slots if slots is None else tuple(whole_numbers("slots", slots))
+        number = self.plan.draft_tokens[0] if draft_tokens is None else as_count("draft_tokens", draft_tokens)
+        check_draft_tokens(number, self.plan.draft_tokens)
+        self._check_batch(chosen)
+        with self._writing():
+            self._upload()
+            if self._rows is None or self._rows[0] != chosen:
+                self._rows = chosen, self.backend.send(chosen)
+        rows = self._rows[1]
+        proposed = self._managers[f"propose k={number}"].run(rows=rows)
+        verify = self._managers[f"verify k={number}"]
+        result = verify.run(input_ids=proposed.flatten(), rows=rows, uniform_decode=True)
+        # The only copy to the host; graphs may overwrite the result behind it.
+        fetched = self.backend.fetch(result)
+        return SpecStep(chosen, number, fetched, [self._requests[slot] for slot in chosen], self.stats)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The requests that are being decoded."""
+        return tuple(sorted(self._requests))
+
+    @property
+    def managers(self) -> dict[str, CudaGraphManager]:
+        """The parts of the plan by name, each with its report and stats."""
+        return dict(self._managers)
+
+    @property
+    def report(self) -> PoolReport:
+        """What the captures cost."""
+        reports = {name: self._managers[name].report for name in self.plan.parts}
+        return PoolReport(reports, self.pool.nbytes)
+
+    def close(self) -> None:
+        """Free all graphs and the pool. Twice does no harm; ``capture`` may follow."""
+        for manager in self._managers.values():
+            manager.close()
+
+    def __enter__(self) -> SpecDecodeGraphManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _passes(self) -> dict[str, Propose | Verify]:
+        metadata = self.config.metadata
+        passes: dict[str, Propose | Verify] = {}
+        for number in self.plan.draft_tokens:
+            passes[f"verify k={number}"] = Verify(self._target, metadata, self._state, number)
+            passes[f"propose k={number}"] = Propose(self._draft, metadata, self._state, number)
+        return passes
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block that writes what the graphs read: refused where a call of a member of the pool would be, on a second
+        stream while the first one has work, say.
+        """
+        use = self.pool.use
+        with use.held("speculation"):
+            use.take_stream(self.backend.stream_getter()(), "speculation", self.backend)
+            yield
+
+    def _request(self, slot: int) -> SpecRequest:
+        if slot not in self._requests:
+            known = ", ".join(map(str, sorted(self._requests))) or "none"
+            raise InputError(f"no request has slot {slot}", remedy=f"Slots in use: {known}; `add` hands them out.")
+        return self._requests[slot]
+
+    def _check_batch(self, slots: tuple[int, ...]) -> None:
+        if not slots or len(set(slots)) < len(slots):
+            raise InputError(
+                f"a step of slots {', '.join(map(str, slots)) or 'none'}", remedy="Give each request of the batch once."
+            )
+        for slot in slots:
+            request = self._request(slot)
+            if request.context >= request.room:
+                raise InputError(
+                    f"the request in slot {slot} has {request.context} tokens in the cache, and its blocks hold "
+                    f"{request.room}",
+                    remedy="Give it another block with set_blocks, or remove it.",
+                )
+
+    def _check_blocks(self, blocks: Sequence[int], context: int) -> None:
+        size, most = self._target.block_size, self._target.num_blocks
+        if len(blocks) > self._max_blocks or context >= len(blocks) * size:
+            raise InputError(
+                f"{len(blocks)} blocks of {size} tokens for a request with {context} tokens in the cache; block_tables "
+                f"has {self._max_blocks} columns",
+                remedy="Give it room for one token more at least; declare wider block_tables for longer requests.",
+            )
+        wrong = [block for block in blocks if not 0 <= block < most]
+        if wrong:
+            raise InputError(f"there is no block {wrong[0]}", remedy=f"The cache has blocks 0 to {most - 1}.")
+        twice = [block for block, count in Counter(blocks).items() if count > 1]
+        if twice:
+            raise InputError(f"block {twice[0]} was given twice", remedy="Each holds other tokens of the request.")
+
+    def _padded(self, blocks: Sequence[int]) -> list[int]:
+        return [*blocks, *[-1] * (self._max_blocks - len(blocks))]
+
+    def _upload(self) -> None:
+        """Tell the device of requests that are new, in one copy."""
+        if self._changed:
+            rows = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
+            self._state.rows.index_copy_(0, rows[:, 0], rows[:, 1:])
+            self._changed.clear()
+
+
+def _check_pair(target: PagedModel, draft: PagedModel) -> None:
+    if draft.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"the draft knows {draft.vocab_size} tokens, the target {target.vocab_size}",
+            remedy="Choose a draft with the target's vocabulary: a token's number has to mean the same to both.",
+        )
+    if draft.block_size != target.block_size or draft.num_blocks < target.num_blocks:
+        raise ModelError(
+            f"the draft's cache has {draft.num_blocks} blocks of {draft.block_size} tokens, the target's "
+            f"{target.num_blocks} of {target.block_size}",
+            remedy="Build the draft with the target's block_size and at least its num_blocks: they share block tables.",
+        )
+
+
+__all__ = ["PagedModel", "SpecDecodeGraphManager", "SpecRequest", "SpecStats", "SpecStep"]

@@ -1,0 +1,187 @@
+"""What is captured for speculative decoding: one plan in parts, from one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgplan.config import Config, Input, ModelConfig
+from cgplan.errors import ConfigError, InputError
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.planning import Plan, build_plan
+from cgplan.reports.layout import describe_sizes, filled, plain_text
+from cgplan.runner.routing import as_count
+
+INPUTS = ("input_ids", "positions")
+METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecPlan:
+    """The graphs of speculative decoding, in parts that capture into one pool.
+
+    ``target`` and ``draft`` are the models on mixed batches (prefill). For each number of draft tokens, 3 say,
+    ``verify k=3`` is the target's pass over 4 tokens a request, and ``propose k=3`` the draft's loop of 3 steps; both
+    have one graph for each number of requests.
+
+    Attributes:
+        parts: Plans by name, in order of capture.
+        configs: The configurations that they were made from, by the same names.
+        draft_tokens: The numbers of draft tokens, descending.
+        num_reqs: Numbers of requests that decoding is captured for, ascending; empty where it runs eagerly.
+    """
+
+    parts: Mapping[str, Plan]
+    configs: Mapping[str, Config]
+    draft_tokens: tuple[int, ...]
+    num_reqs: tuple[int, ...]
+
+    @property
+    def keys(self) -> tuple[tuple[str, CUDAGraphMode, BatchDescriptor], ...]:
+        """(part, runtime mode, descriptor) of every graph, in order of capture."""
+        return tuple((name, *key) for name, plan in self.parts.items() for key in plan.keys)
+
+    def __str__(self) -> str:
+        rows: list[dict[str, object]] = [
+            {
+                "part": name,
+                "mode": plan.mode,
+                "tokens a request": plan.query_len if name.startswith("verify") else None,
+                "graphs": len(plan.keys),
+                "sizes": describe_sizes(plan.capture_sizes),
+            }
+            for name, plan in self.parts.items()
+        ]
+        return f"{plain_text(filled(rows, left=('part', 'mode', 'sizes')))}\n\n{len(self.keys)} graphs in one pool"
+
+
+def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) -> SpecPlan:
+    """The plan for a configuration with ``speculative.num_speculative_tokens`` of at least 1.
+
+    Prefill is run as the configuration's mode says for mixed batches. Decoding is captured where that mode has FULL
+    graphs for uniform decode, for as many requests as the configuration's sizes hold.
+
+    Args:
+        config: The target's inputs and metadata, sizes, modes and bounds. The draft is run with the same.
+        draft_tokens: Numbers of draft tokens to capture for, each from 1 to the configuration's. Absent: that alone.
+
+    Raises:
+        ConfigError: no draft tokens, LoRA, several pools, or an input that is not among those that speculation fills.
+        InputError: a number of draft tokens is above the configuration's, or no number.
+        PlanError: as build_plan.
+    """
+    most = config.speculative.num_speculative_tokens
+    _check(config, most)
+    more = () if draft_tokens is None else whole_numbers("draft_tokens", draft_tokens)
+    numbers = tuple(sorted({most, *more}, reverse=True))
+    for number in numbers:
+        check_draft_tokens(number, range(1, most + 1))
+    plan = build_plan(config)
+    graphed = plan.mode.decode_mode() is CUDAGraphMode.FULL
+    tokens = [d.num_tokens for mode, d in plan.keys if graphed and mode is CUDAGraphMode.FULL]
+    counts = tuple(sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len}))
+    mixed = _mixed(config, plan)
+    configs = {"target": mixed, "draft": mixed}
+    for number in numbers:
+        configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
+        configs[f"propose k={number}"] = _decode(config, counts, {}, 0)
+    plans = {name: build_plan(part) for name, part in configs.items()}
+    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)  # as capture_together has it
+    return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
+
+
+def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
+    """Whole numbers that a caller gives in any form. Raises InputError for what is none."""
+    values = given.tolist() if isinstance(given, torch.Tensor) else given
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"{name} are {given!r:.100}, a {type(given).__name__}", remedy="Give a list of ints.")
+    return [as_count(f"one of {name}", value) for value in values]
+
+
+def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
+    """Raise InputError if a number of draft tokens is not among those that are planned for."""
+    if number not in allowed:
+        raise InputError(
+            f"{number} draft tokens were asked for; possible are {', '.join(map(str, sorted(allowed)))}",
+            remedy="Raise speculative.num_speculative_tokens, or add the number to draft_tokens.",
+        )
+
+
+def _check(config: Config, most: int) -> None:
+    if most < 1:
+        raise ConfigError(
+            "speculative.num_speculative_tokens is 0: nothing is drafted",
+            remedy="Set it to the largest number of draft tokens for a request, such as 3.",
+        )
+    if config.lora is not None:
+        raise ConfigError(
+            "the configuration has a `lora` section, and speculative decoding fills no adapter numbers",
+            remedy="Leave `lora` and `lora_ids` out, or decode without a draft.",
+        )
+    if config.compilation.pool != "shared":
+        raise ConfigError(
+            f"compilation.pool is {config.compilation.pool}, and speculative decoding captures all parts into one pool",
+            remedy="Set compilation.pool: shared.",
+        )
+    wrong = [*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))]
+    if wrong or "block_tables" not in config.metadata:
+        raise ConfigError(
+            f"speculative decoding cannot fill the model's inputs: {', '.join(sorted(wrong) or ['block_tables'])}",
+            remedy=f"Declare the inputs {', '.join(INPUTS)}, and metadata block_tables and what is needed of "
+            f"{', '.join(METADATA)}.",
+        )
+    dims = config.metadata["block_tables"].dims
+    if [dim.symbol for dim in dims] != ["num_reqs", None]:
+        raise ConfigError(
+            f"block_tables has shape {list(config.metadata['block_tables'].shape)}",
+            remedy="Declare it as [num_reqs, blocks of a request at most].",
+        )
+
+
+def _mixed(config: Config, plan: Plan) -> Config:
+    """For the target's, and the draft's, batches that are not uniform."""
+    changes: dict[str, Any] = {
+        "cudagraph_mode": plan.mode.mixed_mode(),
+        "cudagraph_capture_sizes": plan.capture_sizes or None,
+        "max_cudagraph_capture_size": None,
+        "cudagraph_copy_inputs": True,  # one batch goes to two models
+    }
+    return config.model_copy(update={"compilation": config.compilation.model_copy(update=changes)})
+
+
+def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], draft_tokens: int) -> Config:
+    """For graphs of uniform decode that read a row of the requests' state for each request."""
+    q = 1 + draft_tokens
+    changes: dict[str, Any] = {
+        "cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY if counts else CUDAGraphMode.NONE,
+        "cudagraph_capture_sizes": tuple(q * count for count in counts) or None,
+        "max_cudagraph_capture_size": None,
+        "cudagraph_copy_inputs": True,
+        "outputs": "borrow",
+        "compiler": "eager",
+        "use_inductor_graph_partition": False,
+        "splitting_modules": (),
+        "debug": False,  # its comparison runs the forward twice, and these advance the requests
+    }
+    declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
+    # Padding has a row of its own behind those of the requests.
+    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=config.scheduler.max_num_seqs)
+    most = max(config.scheduler.max_num_batched_tokens, q * config.scheduler.max_num_seqs)
+    return config.model_copy(
+        update={
+            "model": ModelConfig(output_rows="num_reqs"),
+            "inputs": declared,
+            "metadata": {},
+            "compilation": config.compilation.model_copy(update=changes),
+            "scheduler": config.scheduler.model_copy(update={"max_num_batched_tokens": most}),
+            "speculative": config.speculative.model_copy(
+                update={"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
+            ),
+        }
+    )
+
+
+__all__ = ["SpecPlan", "check_draft_tokens", "plan_speculation", "whole_numbers"]

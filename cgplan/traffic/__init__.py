@@ -1,0 +1,1 @@
+"""Which batches come, and how long a step lasts."""

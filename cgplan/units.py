@@ -1,0 +1,37 @@
+"""Numbers as people read them: no more digits than are true."""
+
+from __future__ import annotations
+
+
+def format_bytes(value: int | None) -> str:
+    """``1536`` -> ``1.5 KiB``. None, where nothing was measured, is a dash."""
+    if value is None:
+        return "-"
+    size = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+
+
+def format_microseconds(value: float | None) -> str:
+    """``1234.5`` -> ``1.23 ms``; three significant digits."""
+    if value is None:
+        return "-"
+    number, unit = (value, "us") if value < 1000 else (value / 1e3, "ms") if value < 1e6 else (value / 1e6, "s")
+    return f"{_three_digits(number)} {unit}"
+
+
+def format_seconds(value: float | None) -> str:
+    """``0.01234`` -> ``12.3 ms``."""
+    return format_microseconds(None if value is None else value * 1e6)
+
+
+def format_ratio(value: float | None) -> str:
+    """``1.234`` -> ``1.23x``."""
+    return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,40 @@
+"""The script of docs/distributed.md runs as it is printed, in one process and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    path = tmp_path_factory.mktemp("docs") / "serve.py"
+    path.write_text(block, encoding="utf-8")
+    return path
+
+
+def printed(*command: str) -> list[str]:
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # two ranks
+    whole = [sys.executable, *command]
+    done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=90, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_two_ranks_print_the_tokens_of_one_process(script: Path) -> None:
+    alone = printed(str(script))
+    assert [line.split(" ")[0] for line in alone] == ["0", "1", "2"]
+    assert len({line.partition(" ")[2] for line in alone}) == 3, "each batch has tokens of its own"
+    for count in ("1", "2"):
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", count, "--master-port", str(free_port())]
+        assert printed(*torchrun, str(script)) == alone

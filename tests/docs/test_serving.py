@@ -1,0 +1,255 @@
+"""The programs in docs/examples, run small: they serve every request, and the tokens are those of the model alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from decoding import one_thread
+
+from cgplan.backends.context import forward_context
+from cgplan.config import load_config
+from cgplan.models.decoder import Decoder, build
+from cgplan.modes import CUDAGraphMode
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+# Double precision, so that tokens do not depend on how requests are batched; varied ones need untied embeddings.
+EXACT = ["--set", "model.kwargs.dtype=float64", "--set", "model.kwargs.tie_word_embeddings=false"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def alone(config: Path) -> Decoder:
+    """The decoder of a configuration, with the same weights."""
+    kwargs = load_config(config, EXACT[1::2]).model.kwargs
+    return build(**kwargs)
+
+
+def would_say(model: Decoder, tokens: list[int]) -> list[int]:
+    """The most probable token after each of these, in one eager pass over them."""
+    size, places = model.config.block_size, torch.arange(len(tokens))
+    metadata = {
+        "slot_mapping": places,
+        "block_tables": torch.arange(-(-len(tokens) // size), dtype=torch.int32)[None],
+        "seq_lens": torch.tensor([len(tokens)], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, len(tokens)], dtype=torch.int32),
+    }
+    with torch.no_grad(), forward_context(metadata=metadata):
+        return model(torch.tensor(tokens), places).argmax(-1).tolist()
+
+
+# --- serving.py -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def serving() -> ModuleType:
+    return example("serving")
+
+
+@pytest.fixture(scope="module")
+def served(serving: ModuleType, quiet_collector: None) -> dict[str, Any]:
+    torch._dynamo.reset()
+    return serving.serve_all(serving.parse([*EXACT, "--requests", "24", "--arrivals", "1", "--check", "0.5"]))
+
+
+def test_every_request_gets_the_tokens_of_the_model_alone(served: dict[str, Any], serving: ModuleType) -> None:
+    model = alone(Path(serving.ROOT) / "configs/decoder_cpu.yaml")
+    reference = served["NONE"].requests
+    assert len({token for request in reference for token in request.tokens[request.prompt :]}) > 20
+    for request in reference[::3]:
+        assert len(request.tokens) == request.length > request.prompt
+        assert would_say(model, request.tokens[:-1])[request.prompt - 1 :] == request.tokens[request.prompt :]
+    for found in served.values():
+        assert [request.tokens for request in found.requests] == [request.tokens for request in reference]
+        assert found.generated == sum(request.length - request.prompt for request in reference)
+
+
+def test_steps_run_as_each_mode_says(served: dict[str, Any]) -> None:
+    shares = {name: [bool(found.steps[way]) for way in (NONE, PIECEWISE, FULL)] for name, found in served.items()}
+    assert shares == {
+        "NONE": [True, False, False],
+        "FULL_DECODE_ONLY": [True, False, True],
+        "FULL_AND_PIECEWISE": [False, True, True],
+    }
+    assert len({found.steps.total() for found in served.values()}) == 1, "all modes see the same batches"
+    assert served["NONE"].padding == 0 < served["FULL_DECODE_ONLY"].padding < served["FULL_AND_PIECEWISE"].padding
+
+
+def test_nothing_grows_and_no_token_differs_from_eager(served: dict[str, Any]) -> None:
+    for found in served.values():
+        assert found.steps.total() > 50, "memory is compared from step 50 on"
+        assert found.grown == 0
+        assert found.checked > 20
+        assert found.wrong == 0
+
+
+def test_the_table_of_a_run(served: dict[str, Any], serving: ModuleType) -> None:
+    lines = serving.table(served).splitlines()
+    assert lines[0].split() == [
+        "mode", "tokens/s", "generated", "steps", "eager", "PIECEWISE", "FULL", "padding", "wrong", "memory",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[2:]] == list(served)
+
+
+def test_a_run_of_no_step(serving: ModuleType) -> None:
+    found = serving.serve_all(serving.parse(["--requests", "2", "--steps", "0", "--modes", "NONE"]))
+    assert serving.table(found).splitlines()[2].split()[:5] == ["NONE", "0", "0", "0", "0%"]
+
+
+def test_lengths_are_those_of_the_trace(serving: ModuleType) -> None:
+    requests = serving.trace_requests(8819, 8192, 10, 0.0, 0)
+    assert [(r.prompt, r.length - r.prompt) for r in requests[:2]] == [
+        (round(4808 * 0.75 * 8192 / 7437), 10),
+        (2627, 8),
+    ]
+    small = serving.trace_requests(8819, 64, 10, 0.5, 0)
+    assert max(r.length for r in small) == 64
+    assert max(r.prompt for r in small) == 48
+    assert min(r.prompt for r in small) == 1
+    assert all(r.length > r.prompt for r in small)
+    assert small[-1].arrival / 8819 == pytest.approx(2.0, rel=0.05)
+    assert [r.arrival for r in small] == sorted(r.arrival for r in small)
+
+
+def test_a_run_that_is_cut_short(serving: ModuleType) -> None:
+    args = serving.parse(["--requests", "30", "--steps", "5", "--modes", "FULL_DECODE_ONLY", "--budget", "16"])
+    [found] = serving.serve_all(args).values()
+    assert found.steps.total() == 5
+    assert found.generated < sum(request.length - request.prompt for request in found.requests)
+    assert max(request.computed for request in found.requests) <= 5 * 16
+
+
+@pytest.mark.parametrize("policy", ["lazy", "adaptive"])
+def test_graphs_on_demand_serve_the_same_tokens(
+    policy: str, served: dict[str, Any], serving: ModuleType, tmp_path: Path
+) -> None:
+    times = tmp_path / "times.csv"
+    rows = [("eager", 1, 900), ("eager", 64, 1000), ("PIECEWISE", 1, 200), ("PIECEWISE", 64, 800)]
+    rows += [("FULL", 1, 90), ("FULL", 64, 700)]
+    times.write_text("mode,num_tokens,microseconds\n" + "".join(f"{m},{n},{us}\n" for m, n, us in rows))
+    torch._dynamo.reset()
+    given = ["--requests", "24", "--arrivals", "1", "--check", "0.5", "--modes", "FULL_AND_PIECEWISE"]
+    on_demand = ["--policy", policy, "--replan-every", "12", "--step-times", str(times)]
+    results = serving.serve_all(serving.parse([*EXACT, *given, *on_demand]))
+    [found] = results.values()
+    assert [request.tokens for request in found.requests] == [request.tokens for request in served["NONE"].requests]
+    assert found.checked > 20
+    assert found.wrong == 0
+    assert found.grown <= 0 or policy == "lazy"
+    text = serving.on_demand(results)
+    assert f"0 wrong of {found.checked} tokens" in text
+    if policy == "lazy":
+        assert found.steps[NONE] == found.replans == found.evictions == 0
+        assert {found.steps[PIECEWISE] > 0, found.steps[FULL] > 0} == {True}
+    else:
+        assert found.replans >= 3
+        assert found.captures > 0 < found.evictions
+        assert f"{found.replans} replans" in text
+
+
+def test_blocks_are_given_back(serving: ModuleType) -> None:
+    """More requests than the cache holds at once: they wait for blocks, and at the end all blocks are free."""
+    args = serving.parse(["--requests", "12", "--modes", "NONE", "--set", "model.kwargs.num_blocks=5"])
+    [found] = serving.serve_all(args).values()
+    assert all(len(request.tokens) == request.length for request in found.requests)
+    assert sum(len(request.blocks) for request in found.requests) > 5
+
+
+# --- speculative.py -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "right"), [(1, False), (2, True)])
+def test_speculation_gives_the_tokens_of_plain_decoding(layers: int, right: bool) -> None:
+    """With all of the target's layers the draft is always right; with half of them now and then."""
+    speculative = example("speculative")
+    args = speculative.parse([*EXACT, "--requests", "5", "--tokens", "14", "--draft-layers", str(layers)])
+    found = speculative.decode_all(args)
+    assert list(found) == [
+        f"{way}, {graphs}" for graphs in ("without graphs", "with graphs") for way in ("plain", "speculative")
+    ]
+    wanted = found["plain, without graphs"].tokens
+    assert all(way.tokens == wanted for way in found.values())
+    assert [len(tokens) for tokens in wanted] == [14] * 5
+    model = alone(EXAMPLES.parents[1] / "configs/speculative.yaml")
+    prompts = speculative.Workload.random(load_config(args.config), model, 5, 14).prompts
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        assert would_say(model, [*prompt, *tokens[:-1]])[len(prompt) - 1 :] == tokens
+    for name, way in found.items():
+        assert (way.graphs > 0) == name.endswith("with graphs")
+        if name.startswith("speculative"):
+            assert (way.acceptance == 1.0) == right
+            assert way.acceptance > 0
+            assert way.steps == 4 if right else way.steps <= 13
+        else:
+            assert way.steps == 13
+    lines = speculative.table(found).splitlines()
+    assert [line.rsplit(None, 1)[1] for line in lines[2:]] == ["5/5"] * 4
+
+
+def test_a_draft_is_right_as_often_as_the_later_layers_let_it() -> None:
+    speculative = example("speculative")
+    acceptance = {}
+    for scale in ("1", "0.05", "0"):
+        args = [*EXACT, "--requests", "5", "--tokens", "14", "--draft-layers", "1", "--later-layers", scale]
+        found = speculative.decode_all(speculative.parse(args))
+        assert found["speculative, with graphs"].tokens == found["plain, without graphs"].tokens
+        acceptance[scale] = found["speculative, with graphs"].acceptance
+    assert acceptance["1"] < 0.5 < acceptance["0.05"] < acceptance["0"] == 1.0
+
+
+def test_a_cache_that_does_not_hold_the_tokens() -> None:
+    speculative = example("speculative")
+    with pytest.raises(SystemExit, match="do not hold 64 new ones"):
+        speculative.decode_all(speculative.parse(["--tokens", "64"]))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_tokens_to_compare(count: int) -> None:
+    speculative = example("speculative")
+    with pytest.raises(SystemExit, match=f"--tokens {count}: .* 2 at least"):
+        speculative.decode_all(speculative.parse(["--tokens", str(count)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("serving", ["--modes", "FOO"], "error: .*unknown cudagraph_mode 'FOO'"),
+        ("serving", ["--set", "foo"], "error: --set 'foo' is not of the form"),
+        ("serving", ["--step-times", "nope"], "error: no such file: nope"),
+        ("serving", ["--config", str(EXAMPLES.parents[1] / "configs/vision.yaml")], "declares no block_tables"),
+        ("speculative", ["--requests", "40"], "error: the batch has 40 requests"),
+        ("speculative", ["--requests", "-1"], "--requests -1: give 1 at least"),
+        ("speculative", ["--draft-layers", "9"], "error: no first 9 layers"),
+        ("speculative", ["--set", "speculative.num_speculative_tokens=0"], "error: .* nothing is drafted"),
+    ],
+)
+def test_what_is_wrong_is_a_message(name: str, arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        example(name).main(arguments)
+
+
+def test_serving_refuses_no_requests(serving: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serving.main(["--requests", "-3"])
+    assert "--requests is -3 and --budget 0" in capsys.readouterr().err

@@ -1,0 +1,691 @@
+"""From traffic to a plan with its evidence."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import Costs, plans
+
+from cgplan.config import Config
+from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.optimizer.evidence import Evidence, LadderPoint
+from cgplan.optimizer.lanes import Routes, expected_step, padded_share, serve
+from cgplan.optimizer.left_out import Gains
+from cgplan.optimizer.lint import lint
+from cgplan.optimizer.propose import Proposal, propose
+from cgplan.planning import CudagraphDispatcher, Plan, build_plan, config_hash
+from cgplan.planning.costs import GraphCosts
+from cgplan.planning.difference import PlanDifference, compare
+from cgplan.planning.plan import Lane
+from cgplan.reports import render_text
+from cgplan.reports.evidence_tables import render_evidence
+from cgplan.reports.layout import plain_text
+from cgplan.reports.plan_tables import render_difference
+from cgplan.traffic.files import read_traffic
+from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.simulation import step_clock
+from cgplan.traffic.step_times import StepTimes
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+TRACE = Path(__file__).parents[1] / "data" / "azure_llm_code_2023.csv"
+MIB = 1 << 20
+# 100 MiB of workspaces, 1 MiB of pool a token, 2 MiB and 0.5 s a graph, 1 s for the first one besides
+COSTS = Costs(pool=MIB, static=0, workspace=100 * MIB, each=2 * MIB, seconds=0.5, slope=0, once=1.0)
+
+
+def config_of(
+    mode: str = "FULL_DECODE_ONLY",
+    sizes: Any = None,
+    *,
+    seqs: int = 64,
+    tokens: int = 512,
+    spec: int = 0,
+    budget: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **compilation: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
+            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+            "speculative": {"num_speculative_tokens": spec},
+            "budget": budget or {},
+            "lora": lora,
+        }
+    )
+
+
+def decode(most: int = 64, loras: int = 0) -> dict[Batch, float]:
+    """Every size alike."""
+    return {Batch(n, n, True, loras): 10.0 for n in range(1, most + 1)}
+
+
+def traffic(*parts: dict[Batch, float]) -> Traffic:
+    return Traffic.of([pair for part in parts for pair in part.items()], "by hand", ["a note"])
+
+
+# A graph takes 100 us and 10 for each token, an eager step 1000 as long as the device takes less.
+TIMES = StepTimes.measured(
+    {
+        (FULL, 0): {1: 110, 400: 4100},
+        (PIECEWISE, 0): {1: 310, 400: 4300},
+        (NONE, 0): {1: 1000, 90: 1000, 400: 4100},
+    },
+    "by hand",
+)
+
+
+def evidence_of(config: Config, seen: Traffic | None = None, costs: GraphCosts | None = None) -> Evidence:
+    return propose(config, seen or traffic(decode()), TIMES, costs).evidence
+
+
+def sizes_of(evidence: Evidence) -> list[tuple[int, ...]]:
+    return [lane.sizes for lane in evidence.lanes]
+
+
+def ladder(evidence: Evidence, name: str) -> LadderPoint:
+    return next(ladder for ladder in evidence.ladders if ladder.name == name)
+
+
+# --- the rule of the dispatcher -------------------------------------------------------------------------------
+
+
+@given(plan=plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
+def test_routes_are_those_of_the_dispatcher(plan: Plan, tokens: int, uniform: bool, loras: int) -> None:
+    mode, descriptor = CudagraphDispatcher(plan).dispatch(tokens, uniform, loras)
+    route = Routes(plan.keys).of(Batch(tokens, 1, uniform, loras))
+    if route is None:
+        assert mode is NONE
+    else:
+        lane, size = route
+        assert (mode, descriptor.uniform, descriptor.num_active_loras) == lane
+        assert descriptor.num_tokens == size
+
+
+def test_traffic_through_a_plan() -> None:
+    plan = build_plan(config_of("FULL_AND_PIECEWISE", [4, 16], seqs=8))
+    seen = traffic({Batch(3, 3, True): 2, Batch(10, 2): 1, Batch(20, 2): 1})
+    decode_part, mixed_part, eager = serve(plan.keys, seen, TIMES)
+    assert (decode_part.lane, decode_part.size, decode_part.padding) == ((FULL, True, 0), 4, 0.25)
+    assert (mixed_part.lane, mixed_part.size) == ((PIECEWISE, False, 0), 16)
+    assert (eager.lane, eager.size, eager.padding) == (None, None, 0.0)
+    assert expected_step([decode_part, mixed_part, eager]) == pytest.approx((2 * 140 + 460 + 1000) / 4)
+    assert padded_share([decode_part, mixed_part, eager]) == pytest.approx(8 / 44)
+    assert (decode_part.microseconds, decode_part.unpadded) == (pytest.approx(280), pytest.approx(260))
+
+
+# --- keys that could not be captured --------------------------------------------------------------------------
+
+
+@given(
+    lost=st.sets(st.integers(1, 12), max_size=12),
+    weights=st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1),
+    graphs=st.integers(1, 3),
+)
+def test_a_plan_does_without_what_could_not_be_captured(lost: set[int], weights: dict[int, int], graphs: int) -> None:
+    """The best of all sets of the other sizes at which a batch sits, by going through them."""
+    config = config_of("FULL", seqs=16, budget={"max_graphs": graphs})
+    seen = traffic({Batch(n, n, True): float(count) for n, count in weights.items()})
+    failed = {(FULL, BatchDescriptor(n, n)): f"HostSyncError: at {n}" for n in lost}
+    proposal = propose(config, seen, TIMES, COSTS, failed)
+    best = min(
+        expected_step(serve([(FULL, BatchDescriptor(n, n)) for n in sizes], seen, TIMES))
+        for count in range(graphs + 1)
+        for sizes in combinations(sorted(set(weights) - lost), count)
+    )
+    assert proposal.evidence.expected_us.plan == pytest.approx(best, rel=2e-4)
+    assert not lost & set(proposal.plan.capture_sizes)
+    assert {part.reason: part.sizes for part in proposal.evidence.failed} == {
+        f"HostSyncError: at {n}": (n,) for n in lost
+    }
+    assert Plan.model_validate_json(proposal.plan.model_dump_json()) == proposal.plan
+
+
+def test_what_could_not_be_captured_is_told() -> None:
+    config = config_of("FULL", [4, 8], seqs=16, budget={"max_graphs": 3})
+    failed = {(FULL, BatchDescriptor(n, n)): "HostSyncError: aten::item" for n in (4, 6)}
+    seen = traffic({Batch(n, n, True): 1.0 for n in (4, 6, 8)})
+    before, after = propose(config, seen, TIMES), propose(config, seen, TIMES, failed=failed)
+    assert before.plan.capture_sizes == (4, 6, 8)
+    assert after.plan.capture_sizes == (8,)
+    assert [(part.sizes, part.reason) for part in after.evidence.left_out] == [((4,), "it could not be captured")]
+    difference = compare(before.plan, after.plan)
+    assert [(part.sizes, part.reason) for part in difference.failed] == [((4, 6), "HostSyncError: aten::item")]
+    assert PlanDifference.model_validate_json(difference.model_dump_json()) == difference
+    assert compare(after.plan, before.plan).failed == ()
+    shown = plain_text(render_difference(difference, "old", "new"))
+    assert "left out  FULL 4, 6: HostSyncError: aten::item" in shown
+    assert "FULL 4, 6  HostSyncError: aten::item" in plain_text(render_evidence(after.evidence))
+
+
+# --- the plan -------------------------------------------------------------------------------------------------
+
+
+def test_a_proposed_plan_is_a_plan() -> None:
+    config = config_of("FULL_AND_PIECEWISE", seqs=16, spec=1, budget={"max_graphs": 6})
+    seen = traffic({Batch(2 * n, n, True): 1.0 for n in range(1, 17)}, {Batch(n, 2): 1.0 for n in (5, 40, 41)})
+    proposal = propose(config, seen, TIMES, COSTS)
+    plan = proposal.plan
+    assert len(plan.keys) == 6
+    assert plan.config_hash == config_hash(config), "it may be captured with this configuration"
+    assert plan.config == build_plan(config).config
+    assert plan.sizes_source == "planned for by hand"
+    assert plan.capture_sizes == tuple(sorted({key.num_tokens for _, key in plan.keys}))
+    assert [mode for mode, _ in plan.keys] == sorted((mode for mode, _ in plan.keys), key=lambda m: m is FULL)
+    assert all(key.num_tokens == 2 * (key.num_reqs or 0) for mode, key in plan.keys if mode is FULL)
+    assert plan.predicted is not None
+    assert plan.predicted.cost == COSTS.of(plan.keys)
+    assert plan.predicted.source == COSTS.source
+    again = Plan.from_json(plan.model_dump_json())
+    assert again == plan
+    assert Evidence.model_validate(again.evidence) == proposal.evidence
+    assert plan.expected_us == proposal.evidence.expected_us.plan
+    assert Proposal.model_validate_json(proposal.model_dump_json()) == proposal
+
+
+def test_every_figure_of_the_evidence_is_of_the_plan() -> None:
+    config, seen = config_of(seqs=64, budget={"max_graphs": 5}), traffic(decode(60))
+    proposal = propose(config, seen, TIMES, COSTS)
+    evidence, keys = proposal.evidence, proposal.plan.keys
+    served = serve(keys, seen, TIMES)
+    assert evidence.expected_us.plan == pytest.approx(expected_step(served))
+    assert evidence.expected_us.eager == pytest.approx(expected_step(serve((), seen, TIMES))) == 1000
+    assert evidence.expected_us.bound == pytest.approx(sum(100 + 10 * n for n in range(1, 61)) / 60)
+    cost = COSTS.of(keys)
+    assert (evidence.graphs, evidence.bytes, evidence.seconds) == (5, cost.total_bytes, cost.seconds)
+    assert (evidence.traffic_source, evidence.traffic_weight, evidence.traffic_notes) == ("by hand", 600, ("a note",))
+    assert evidence.times_source == TIMES.source
+    assert (evidence.costs_source, evidence.costs_estimated) == ("a line", True)
+    assert sum(use.share for use in evidence.uses) == pytest.approx(1)
+    assert [use.size for use in evidence.uses] == [12, 24, 36, 48, 60]
+    assert evidence.uses[0].padding == pytest.approx(1 - 6.5 / 12)
+    assert evidence.warnings == lint(config, proposal.plan, seen, TIMES)
+    assert evidence.exact
+    assert evidence.gap == pytest.approx(0, abs=1e-9)
+    assert evidence.lower_bound_us == pytest.approx(evidence.expected_us.plan)
+
+
+def test_without_a_budget_the_plan_stops_where_graphs_bring_little_more() -> None:
+    """99% of what a graph for every size brings over eager steps, and no graph more than that takes."""
+    evidence = evidence_of(config_of())
+    eager, bound = evidence.expected_us.eager, evidence.expected_us.bound
+    enough = bound + 0.01 * (eager - bound)
+    assert evidence.expected_us.plan <= enough
+    assert evidence.pareto[evidence.graphs - 2].expected_us > enough
+    assert "no budget" in evidence.rule
+    assert "99%" in evidence.rule
+    assert evidence.binding == ()
+    assert evidence.exact
+
+
+def test_the_number_of_graphs_binds() -> None:
+    evidence = evidence_of(config_of(budget={"max_graphs": 4}), costs=COSTS)
+    assert sizes_of(evidence) == [(16, 32, 48, 64)]
+    assert evidence.binding == ("max_graphs",)
+    assert "max_graphs 4" in evidence.rule
+    fifth = evidence_of(config_of(budget={"max_graphs": 5}))
+    assert evidence.next_graph is not None
+    gain = evidence.expected_us.plan - fifth.expected_us.plan
+    assert evidence.next_graph.microseconds == pytest.approx(gain)
+    assert evidence.next_graph.percent == pytest.approx(100 * gain / evidence.expected_us.plan)
+
+
+def test_memory_binds() -> None:
+    """100 MiB of workspaces, then 1 MiB for each token of the largest size, and 2 MiB for each graph."""
+    evidence = evidence_of(config_of(budget={"memory": "170MiB", "max_graphs": 60}), costs=COSTS)
+    (sizes,) = sizes_of(evidence)
+    assert evidence.bytes == (100 + sizes[-1] + 2 * len(sizes)) * MIB == 170 * MIB
+    assert sizes[-1] < 64, "six batches that run eagerly pay for three graphs below"
+    assert evidence.binding == ("memory",)
+    assert "within the budget (max_graphs 60, memory 170 MiB)" in evidence.rule
+    assert evidence.exact
+    small = evidence_of(config_of(budget={"memory": "130MiB"}), costs=COSTS)
+    assert small.bytes is not None
+    assert small.bytes <= 130 * MIB
+    assert sizes_of(small)[0][-1] < 30, "the largest size costs too much"
+
+
+@pytest.mark.parametrize(("memory", "words"), [("12KiB", "12.0 KiB"), ("500B", "500 B"), ("3GiB", "3.0 GiB")])
+def test_the_rule_names_memory_as_other_places_do(memory: str, words: str) -> None:
+    config = config_of(budget={"memory": memory, "capture_time": "1.5s"})
+    costs = Costs(pool=10, static=0, workspace=0, each=1, seconds=0.001, slope=0, once=0)
+    assert f"(memory {words}, capture_time 1.5 s)" in evidence_of(config, costs=costs).rule
+
+
+def test_start_up_binds() -> None:
+    evidence = evidence_of(config_of(budget={"capture_time": "3.2s", "memory": "1GiB"}), costs=COSTS)
+    assert evidence.seconds == 1 + 4 * 0.5
+    assert evidence.binding == ("capture_time",)
+
+
+def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
+    config, seen = config_of(seqs=300), traffic(decode(300))
+    cheap = StepTimes.measured({(FULL, 0): {1: 110, 300: 3100}, (NONE, 0): {1: 4000}}, "wide")
+    found = {}
+    for name, budget in {"few": {"max_graphs": 3}, "many": {"max_graphs": 100}, "most": {"max_graphs": 999}}.items():
+        found[name] = propose(config_of(seqs=300, budget=budget), seen, cheap, COSTS).evidence
+        assert found[name].exact or name == "most"
+    few, many, most = (evidence.graphs for evidence in found.values())
+    assert few == 3
+    assert 90 < many <= 100 < 128 < most <= 256, "less those that bring next to nothing"
+    assert "no more than 256 graphs were planned for" in found["most"].notes
+    assert found["most"].lower_bound_us == pytest.approx(found["most"].expected_us.bound), "999 may be as fast"
+    rich = propose(config_of(seqs=300, budget={"memory": "99GiB"}), seen, cheap, COSTS).evidence
+    poor = propose(config_of(seqs=300, budget={"memory": "800MiB"}), seen, cheap, COSTS).evidence
+    assert poor.graphs > 128, "more than the curve has"
+    assert poor.binding == ("memory",)
+    assert rich.binding == ()
+    assert rich.lower_bound_us <= rich.expected_us.plan <= rich.expected_us.bound * 1.01
+    assert not rich.exact
+    assert propose(config, seen, cheap, COSTS).evidence.graphs < 64
+
+
+def test_a_budget_that_is_large_enough_does_not_bind() -> None:
+    evidence = evidence_of(config_of(seqs=8, budget={"max_graphs": 99}), traffic(decode(8)))
+    assert sizes_of(evidence) == [tuple(range(1, 9))]
+    assert evidence.binding == ()
+    assert evidence.next_graph is not None
+    assert evidence.next_graph.microseconds == 0
+
+
+def test_graphs_that_bring_less_than_a_hundredth_of_a_percent_are_left_out() -> None:
+    seen = traffic({Batch(64, 64, True): 1e6, Batch(32, 32, True): 1.0, Batch(1, 1, True): 1e6})
+    evidence = evidence_of(config_of(budget={"max_graphs": 10}), seen)
+    assert sizes_of(evidence) == [(1, 64)]
+    assert evidence.expected_us.plan <= evidence.lower_bound_us * (1 + 1e-4)
+
+
+# --- budgets that pay for nothing -----------------------------------------------------------------------------
+
+
+def test_a_budget_too_small_for_one_graph_names_the_smallest() -> None:
+    seen = traffic({Batch(n, n, True): 1.0 for n in (4, 8)})
+    with pytest.raises(BudgetError) as caught:
+        evidence_of(config_of(budget={"memory": "100MiB"}), seen, COSTS)
+    assert "budget.memory is 100 MiB" in caught.value.message
+    assert "the smallest graph, FULL num_tokens=4 num_reqs=4 uniform, takes 106 MiB" in caught.value.message
+    assert "Raise budget.memory to 106MiB at least" in caught.value.remedy
+    evidence = evidence_of(config_of(budget={"memory": "106MiB"}), seen, COSTS)
+    assert sizes_of(evidence) == [(4,)], "what the remedy says is enough"
+
+
+def test_too_little_time_for_one_graph() -> None:
+    with pytest.raises(BudgetError) as caught:
+        evidence_of(config_of(budget={"capture_time": "1s", "memory": 1}), costs=COSTS)
+    assert "budget.memory is" in caught.value.message
+    assert "budget.capture_time is 1 s" in caught.value.message
+    assert "and 1.5 s" in caught.value.message
+    assert "budget.capture_time to 1.51s" in caught.value.remedy or "1.52s" in caught.value.remedy
+    assert evidence_of(config_of(budget={"capture_time": "1.52s"}), costs=COSTS).graphs == 1
+
+
+# --- costs that are not known ---------------------------------------------------------------------------------
+
+
+def left_out_of(evidence: Evidence) -> dict[tuple[str, int, str], tuple[int, ...]]:
+    return {(part.mode.name, part.num_active_loras, part.reason): part.sizes for part in evidence.left_out}
+
+
+def test_each_key_that_is_left_out_has_its_reason() -> None:
+    sizes = [1, 2, 8, 40, 64, 300]
+    config = config_of("FULL_AND_PIECEWISE", sizes, budget={"max_graphs": 2})
+    seen = traffic({Batch(1, 1, True): 1e5, Batch(8, 8, True): 1e5, Batch(40, 40, True): 1.0, Batch(50, 2): 9000.0})
+    evidence = evidence_of(config, seen)
+    assert sizes_of(evidence) == [(1, 8)]
+    assert left_out_of(evidence) == {
+        ("FULL", 0, "no batch would run in it"): (2,),  # between 1 and 8 there is none
+        ("FULL", 0, "no gain"): (40, 64),  # one step in 200,000
+        ("PIECEWISE", 0, "no gain"): (40, 300),  # the same one, and an eager step takes 3100 us, too
+        ("PIECEWISE", 0, "no batch would run in it"): (1, 2, 8),
+        ("PIECEWISE", 0, "budget.max_graphs"): (64,),
+    }
+    without = evidence_of(config_of("FULL_AND_PIECEWISE", sizes), seen)
+    assert not any("budget" in reason for *_, reason in left_out_of(without))
+
+
+def test_limits_that_leave_a_key_out_are_named_together() -> None:
+    seen = traffic({Batch(1, 1, True): 1.0, Batch(60, 60, True): 1.0})
+    least = COSTS.of(build_plan(config_of(sizes=[60])).keys)
+    budget = {"memory": least.total_bytes + MIB, "capture_time": least.seconds + 0.1}
+    evidence = evidence_of(config_of(sizes=[1, 60, 64], budget=budget), seen, COSTS)
+    assert sizes_of(evidence) == [(1,)]
+    assert left_out_of(evidence) == {("FULL", 0, "budget.memory, budget.capture_time"): (60, 64)}
+    slow = config_of(sizes=[1, 60, 64], budget={"memory": "1GiB", "capture_time": least.seconds + 0.1})
+    assert left_out_of(evidence_of(slow, seen, COSTS)) == {("FULL", 0, "budget.capture_time"): (60, 64)}
+
+
+def test_without_a_budget_the_rule_leaves_keys_out() -> None:
+    seen = traffic({Batch(n, n, True): 1.0 for n in range(1, 65)})
+    evidence = evidence_of(config_of(sizes=list(range(1, 65))), seen)
+    reasons = left_out_of(evidence)
+    assert list(reasons) == [("FULL", 0, "without a budget the plan ends at 99% of what graphs can bring")]
+    (sizes,) = reasons.values()
+    assert sorted([*sizes, *sizes_of(evidence)[0]]) == list(range(1, 65))
+
+
+def test_lora_cases_that_are_not_told_apart_are_left_out_as_such() -> None:
+    config = config_of(sizes=[4], lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 9})
+    evidence = evidence_of(config, traffic(decode(4), decode(4, loras=2)))
+    merged = {case for (_, case, reason) in left_out_of(evidence) if reason.startswith("its LoRA case")}
+    assert merged == {1, 2, 4}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"]),
+    weights=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12),
+    most=st.integers(1, 4),
+)
+def test_what_a_key_more_would_bring_is_what_it_brings(
+    mode: str, weights: list[tuple[int, bool, int]], most: int
+) -> None:
+    """Gains by arrays against traffic that is run through the plan with that key."""
+    config = config_of(mode, [1, 4, 16, 40], lora={"max_loras": 2}, budget={"max_graphs": most})
+    seen = traffic(*({Batch(n, n if uniform else 1, uniform, loras): 1.0 + n} for n, uniform, loras in weights))
+    plan = propose(config, seen, TIMES).plan
+    gains, before = Gains(plan, seen, TIMES), expected_step(serve(plan.keys, seen, TIMES))
+    for key in set(build_plan(config).keys) - set(plan.keys):
+        lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
+        after = serve([*plan.keys, key], seen, TIMES)
+        weight, gain = gains.of(lane, size)
+        assert weight == pytest.approx(sum(part.weight for part in after if (part.lane, part.size) == (lane, size)))
+        assert gain == pytest.approx(1 - expected_step(after) / before, abs=1e-12)
+
+
+def test_without_costs_there_are_no_bytes_and_seconds() -> None:
+    proposal = propose(config_of(budget={"memory": "1MiB", "max_graphs": 3}), traffic(decode()), TIMES)
+    evidence = proposal.evidence
+    assert evidence.graphs == 3
+    assert proposal.plan.predicted is None
+    points = [evidence, *evidence.pareto, *evidence.ladders]
+    assert {(point.bytes, point.seconds) for point in points} == {(None, None)}
+    assert (evidence.costs_source, evidence.costs_estimated) == (None, None)
+    assert evidence.unbounded == ("memory",)
+    assert "budget.memory did not bound this plan" in evidence.warnings[0]
+    assert "--costs estimate" in evidence.warnings[0]
+    assert "max_graphs 3" in evidence.rule
+    assert "memory" not in evidence.rule
+
+
+# --- the curve and the ladders --------------------------------------------------------------------------------
+
+
+def test_the_curve_falls_and_ends_where_nothing_is_left_to_gain() -> None:
+    evidence = evidence_of(config_of(seqs=20), traffic(decode(20)), COSTS)
+    assert [point.graphs for point in evidence.pareto] == list(range(1, 21))
+    for one, other in pairwise(evidence.pareto):
+        assert other.expected_us < one.expected_us
+    assert evidence.pareto[-1].expected_us == pytest.approx(evidence.expected_us.bound)
+    assert evidence.pareto[0].bytes == (100 + 20 + 2) * MIB
+    assert [point.seconds for point in evidence.pareto[:3]] == [1.5, 2.0, 2.5]
+
+
+def test_ladders_stand_beside_the_curve() -> None:
+    config = config_of(seqs=64)
+    evidence = evidence_of(config, costs=COSTS)
+    assert [ladder.name for ladder in evidence.ladders] == ["vllm", "sglang", "trtllm", "powers_of_two"]
+    vllm = ladder(evidence, "vllm")
+    keys = build_plan(config).keys
+    assert vllm.graphs == len(keys) == 11
+    assert vllm.expected_us == pytest.approx(expected_step(serve(keys, traffic(decode()), TIMES)))
+    assert (vllm.bytes, vllm.seconds) == (COSTS.of(keys).total_bytes, COSTS.of(keys).seconds)
+    for point in evidence.ladders:
+        assert point.equal is not None
+        assert point.alike is not None
+        assert point.alike.graphs <= point.equal.graphs <= point.graphs
+        assert point.equal.expected_us <= point.expected_us * (1 + 1e-9)
+        assert evidence.pareto[point.equal.graphs - 2].expected_us > point.expected_us, "no fewer do"
+        assert not point.no_gain
+
+
+def test_sizes_that_the_configuration_lists_are_a_ladder_too() -> None:
+    listed = ladder(evidence_of(config_of(sizes=[1, 8, 64, 100])), "configured")
+    assert (listed.graphs, listed.unused) == (3, 0), "100 is beyond max_num_seqs"
+    assert ladder(evidence_of(config_of(sizes=[1, 8, 64]), traffic(decode(8))), "configured").unused == 1
+    assert evidence_of(config_of(sizes="trtllm")).ladders[0].name == "vllm"
+
+
+def test_a_largest_size_bounds_the_ladders_not_the_plan() -> None:
+    evidence = evidence_of(config_of(max_cudagraph_capture_size=16, budget={"max_graphs": 4}))
+    assert ladder(evidence, "powers_of_two").graphs == 5
+    assert sizes_of(evidence) == [(16, 32, 48, 64)]
+
+
+def test_a_ladder_that_does_not_fit_is_left_out() -> None:
+    """Sizes up to 4 hold no request of 8 tokens."""
+    evidence = evidence_of(
+        config_of(spec=7, max_cudagraph_capture_size=4), traffic({Batch(8 * n, n, True): 1.0 for n in range(1, 9)})
+    )
+    assert evidence.ladders == ()
+    assert sizes_of(evidence)[0][-1] == 64
+    assert "a step with" in evidence.verdict
+
+
+# --- what is said of it ---------------------------------------------------------------------------------------
+
+
+def test_no_gain_is_said_where_there_is_none() -> None:
+    """Sizes of 64 and above alone: all the steps are close to the bound whatever the ladder."""
+    seen = traffic({Batch(64, 64, True): 1.0, Batch(63, 63, True): 1.0})
+    evidence = evidence_of(config_of(), seen)
+    vllm = ladder(evidence, "vllm")
+    assert vllm.no_gain
+    assert vllm.equal is not None
+    assert vllm.equal.graphs == 1
+    assert evidence.verdict.startswith("no gain in step time: with the vllm ladder's 11 graphs")
+    assert "1 graph are as fast" not in evidence.verdict
+    assert "1 graph is as fast" in evidence.verdict
+
+
+def test_a_gain_is_said() -> None:
+    seen = traffic({Batch(n, n, True): 1.0 for n in (3, 9, 17)})
+    evidence = evidence_of(config_of(budget={"max_graphs": 3}), seen)
+    change = 1 - evidence.expected_us.plan / ladder(evidence, "vllm").expected_us
+    assert evidence.verdict == f"steps {change:.1%} shorter than with the vllm ladder's 11 graphs, with 3 graphs"
+    assert change > 0.05
+    listed = evidence_of(config_of(sizes=[64], budget={"max_graphs": 3}), seen)
+    assert "shorter than with the configured sizes' 1 graph, with 3 graphs" in listed.verdict
+
+
+def test_a_loss_is_said() -> None:
+    evidence = evidence_of(config_of(budget={"max_graphs": 1}))
+    assert "longer than with the vllm ladder's 11 graphs, with 1 graph" in evidence.verdict
+    between = evidence_of(config_of(budget={"max_graphs": 9}))
+    assert "within 1% of those with the vllm ladder's 11 graphs, with 9 graphs" in between.verdict
+
+
+def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
+    slow = StepTimes.measured({(FULL, 0): {1: 1000, 64: 1000}, (NONE, 0): {1: 1000, 64: 1000}}, "no gain")
+    for budget in ({}, {"max_graphs": 3}, {"memory": "1MiB"}):
+        proposal = propose(config_of(budget=budget), traffic(decode()), slow, COSTS)
+        assert proposal.plan.keys == ()
+        assert proposal.plan.capture_sizes == ()
+        assert proposal.evidence.pareto == ()
+        assert proposal.evidence.verdict.startswith("no graph brings anything")
+        assert proposal.evidence.exact
+    assert [(n.first, n.last) for n in proposal.evidence.not_worth] == [(1, 64)]
+
+
+def test_nothing_is_captured_in_mode_none() -> None:
+    evidence = evidence_of(config_of("NONE"))
+    assert evidence.graphs == 0
+    assert evidence.expected_us.plan == evidence.expected_us.eager == evidence.expected_us.bound
+    assert "the resolved cudagraph_mode is NONE: nothing is captured" in evidence.notes
+
+
+def test_sizes_that_are_not_worth_a_graph() -> None:
+    evidence = evidence_of(config_of("FULL_AND_PIECEWISE", seqs=200), traffic(decode(64), {Batch(10, 2): 1.0}))
+    found = {(region.mode, region.reason): (region.first, region.last) for region in evidence.not_worth}
+    assert found == {
+        (FULL, "no batch of this lane is as large: 64 does as well"): (65, 89),
+        (FULL, "an eager step takes no longer"): (90, 200),
+        (PIECEWISE, "no batch of this lane is as large: 10 does as well"): (11, 69),
+        (PIECEWISE, "an eager step takes no longer"): (70, 512),
+    }
+
+
+def test_sizes_not_worth_a_graph_are_told_by_lora_case() -> None:
+    """The case without adapters runs batches up to 8, the one with them up to 4; case 1 is not planned for."""
+    config = config_of(seqs=16, lora={"max_loras": 2, "specialize_active_lora": True}, budget={"max_graphs": 32})
+    evidence = evidence_of(config, traffic(decode(8), decode(4, loras=2)))
+    found = [(str(region.lane), region.first, region.last, region.reason) for region in evidence.not_worth]
+    assert found == [
+        ("FULL uniform", 9, 16, "no batch of this lane is as large: 8 does as well"),
+        ("FULL uniform, 3 adapters", 5, 16, "no batch of this lane is as large: 4 does as well"),
+    ]
+    without = evidence_of(config, traffic(decode(8)))
+    region = next(region for region in without.not_worth if region.num_active_loras)
+    assert (region.first, region.last, region.reason) == (1, 16, "no batch would run in it")
+    assert "FULL uniform, 3 adapters  1 to 16  no batch would run in it" in render_text(
+        propose(config, traffic(decode(8)), TIMES).plan
+    )
+
+
+def test_padding_names_the_lane_of_each_graph() -> None:
+    text = render_text(propose(config_of("FULL", budget={"max_graphs": 1}), traffic(decode(8)), TIMES).plan)
+    assert re.search(r"^ *FULL: 8 +\d", text, re.MULTILINE)
+    config = config_of(lora={"max_loras": 2}, budget={"max_graphs": 2})
+    text = render_text(propose(config, traffic(decode(8), decode(4, loras=2)), TIMES).plan)
+    assert re.search(r"^ *FULL uniform, 3 adapters: 8 +\d", text, re.MULTILINE)
+
+
+def test_notes_on_piecewise_are_for_modes_that_have_it() -> None:
+    times = StepTimes.default()
+    for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "FULL"):
+        notes = propose(config_of(mode), traffic(decode(8)), times).evidence.times_notes
+        assert any(note.startswith("PIECEWISE beyond") for note in notes) == ("PIECEWISE" in mode)
+        assert any(note.startswith("FULL beyond") for note in notes)
+
+
+def test_mixed_batches_run_eagerly_where_the_mode_has_no_graphs_for_them() -> None:
+    seen = traffic(decode(8), {Batch(300, 2): 80.0})
+    evidence = evidence_of(config_of(), seen)
+    assert [(use.size, use.share) for use in evidence.uses][-1] == (None, 0.5)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------
+
+
+def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
+    config = config_of(lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 16})
+    proposal = propose(config, traffic(decode(8), decode(8, 2)), TIMES)
+    assert {key.num_active_loras for _, key in proposal.plan.keys} == {0, 5}
+    assert proposal.plan.lora_cases == (0, 1, 2, 4, 5)
+    assert any("LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes)
+    assert any("steps with adapters were not measured: taken as 10% longer" in n for n in proposal.evidence.notes)
+    unseen = propose(config, traffic(decode(8)), TIMES)
+    assert {key.num_active_loras for _, key in unseen.plan.keys} == {0}
+    assert any("batches with adapters would run eagerly" in warning for warning in unseen.evidence.warnings)
+
+
+def test_lora_cases_that_are_told_apart_are_weighed() -> None:
+    times = StepTimes.measured(
+        {(FULL, 0): {1: 100}, (FULL, 1): {1: 130}, (FULL, 5): {1: 200}, (NONE, 0): {1: 900}}, "cases"
+    )
+    config = config_of(lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 2})
+    seen = traffic({Batch(8, 8, True, 0): 1.0, Batch(8, 8, True, 1): 9.0, Batch(8, 8, True, 3): 1.0})
+    proposal = propose(config, seen, times)
+    assert {key.num_active_loras for _, key in proposal.plan.keys} == {1, 5}, "those without adapters go with 1"
+    assert proposal.evidence.notes[0].startswith("LoRA cases 2, 4 were not planned for")
+
+
+# --- errors of others -----------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_configuration_and_of_times_pass() -> None:
+    with pytest.raises(ModeError):
+        evidence_of(config_of("FULL", attention_support="NEVER"))
+    with pytest.raises(PlanError, match="no capture size is left"):
+        evidence_of(config_of(tokens=2, spec=4))
+    with pytest.raises(StepTimeError, match="no eager step times"):
+        propose(config_of(), traffic(decode()), StepTimes.measured({(FULL, 0): {1: 5}}, "x"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from([mode.name for mode in CUDAGraphMode]),
+    counts=st.dictionaries(
+        st.builds(
+            lambda n, reqs, uniform, loras: Batch(max(n, reqs), reqs, uniform, loras),
+            st.integers(1, 700), st.integers(1, 90), st.booleans(), st.integers(0, 6),
+        ),
+        st.floats(1e-3, 1e6),
+        min_size=1,
+        max_size=20,
+    ),
+    bounds=st.tuples(st.integers(1, 80), st.integers(4, 600), st.integers(0, 3)),
+    lora=st.none() | st.fixed_dictionaries({"max_loras": st.integers(1, 5), "specialize_active_lora": st.booleans()}),
+    budget=st.fixed_dictionaries(
+        {},
+        optional={
+            "max_graphs": st.integers(1, 9),
+            "memory": st.integers(100 * MIB, 900 * MIB),
+            "capture_time": st.floats(1, 9),
+        },
+    ),
+    slope=st.sampled_from([0.0, 0.003]),
+)  # fmt: skip
+def test_whatever_is_asked_the_evidence_agrees_with_itself(
+    mode: str,
+    counts: dict[Batch, float],
+    bounds: tuple[int, int, int],
+    lora: dict[str, Any] | None,
+    budget: dict[str, Any],
+    slope: float,
+) -> None:
+    seqs, tokens, spec = bounds
+    config = config_of(mode, seqs=seqs, tokens=tokens, spec=spec, budget=budget, lora=lora)
+    costs = Costs(pool=MIB, static=9, workspace=100 * MIB, each=2 * MIB, seconds=0.2, slope=slope, once=0.5)
+    seen = Traffic.of(counts, "drawn")
+    try:
+        proposal = propose(config, seen, TIMES, costs)
+    except BudgetError as error:
+        assert "the smallest graph" in error.message  # noqa: PT017
+        return
+    evidence, plan = proposal.evidence, proposal.plan
+    assert evidence.expected_us.bound <= evidence.expected_us.plan * (1 + 1e-9)
+    assert evidence.expected_us.plan <= evidence.expected_us.eager * (1 + 1e-9)
+    assert evidence.lower_bound_us <= evidence.expected_us.plan
+    assert evidence.gap >= 0
+    assert evidence.graphs == len(plan.keys) <= budget.get("max_graphs", 256)
+    assert evidence.bytes is not None
+    assert evidence.seconds is not None
+    assert evidence.bytes <= budget.get("memory", 1 << 60) * (1 + 1e-8)
+    assert evidence.seconds <= budget.get("capture_time", 1e9) * (1 + 1e-8)
+    assert evidence.uses == () or all(use.share > 0 for use in evidence.uses)
+    assert sum(use.size is not None for use in evidence.uses) == evidence.graphs, "each graph runs something"
+    dispatch = CudagraphDispatcher(plan).dispatch
+    for batch, _ in seen.histogram:
+        found, descriptor = dispatch(batch.num_tokens, batch.uniform, batch.num_active_loras)
+        route = Routes(plan.keys).of(batch)
+        assert (found, descriptor.num_tokens) == (
+            (NONE, batch.num_tokens) if route is None else (route[0][0], route[1])
+        )
+    json.loads(plan.model_dump_json())
+
+
+# --- a real trace ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seqs", "most"), [(256, 35), (512, 51)])
+def test_a_real_trace_needs_a_third_of_a_ladders_graphs(seqs: int, most: int) -> None:
+    """Azure's code trace of 2023: the vllm ladder's step time with a third of its graphs, and nothing to gain in it."""
+    config = config_of(seqs=seqs, tokens=8192)
+    times = StepTimes.default()
+    seen = read_traffic(TRACE, config=config, step_time=step_clock(build_plan(config), times))
+    evidence = propose(config, seen, times).evidence
+    vllm = ladder(evidence, "vllm")
+    assert vllm.graphs == most
+    assert vllm.no_gain
+    assert vllm.equal is not None
+    assert vllm.equal.graphs <= vllm.graphs / 3
+    assert evidence.verdict.startswith("no gain in step time")
+    assert evidence.exact

@@ -1,0 +1,66 @@
+"""The answers that vLLM 0.33.0's own dispatcher gives, for 60 configurations and 2,400 dispatches."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgplan.config import Config
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import CudagraphDispatcher, build_plan
+
+VECTORS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "dispatch_vllm_0_33.jsonl").read_text().splitlines()
+]
+
+
+def to_config(peer: dict[str, Any]) -> Config:
+    compilation = {
+        "cudagraph_mode": peer["cudagraph_mode"],
+        "cudagraph_capture_sizes": peer["user_capture_sizes"],
+        "max_cudagraph_capture_size": peer["user_max_capture_size"],
+        "cudagraph_specialize_lora": peer["cudagraph_specialize_lora"],
+    }
+    lora = {"max_loras": peer["max_loras"], "specialize_active_lora": peer["specialize_active_lora"]}
+    return Config.model_validate(
+        {
+            "compilation": compilation,
+            "scheduler": {k: peer[k] for k in ("max_num_seqs", "max_num_batched_tokens")},
+            "speculative": {"num_speculative_tokens": peer["num_speculative_tokens"]},
+            "lora": None if peer["max_loras"] is None else lora,
+        }
+    )
+
+
+def test_all_vectors_are_there() -> None:
+    assert len(VECTORS) == 60
+    assert sum(len(vector["dispatch"]) for vector in VECTORS) == 2400
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
+def test_plan_and_dispatch_equal_the_peer(vector: dict[str, Any]) -> None:
+    plan = build_plan(to_config(vector["config"]))
+    assert list(plan.capture_sizes) == vector["capture_sizes"]
+    assert plan.max_capture_size == vector["max_capture_size"]
+    captured = [[mode.name, descriptor._asdict()] for mode, descriptor in plan.keys]
+    assert captured == [[mode, d] for mode, descriptors in vector["capture_descs"] for d in descriptors]
+    dispatcher = CudagraphDispatcher(plan)
+    for asked in vector["dispatch"]:
+        mode, descriptor = dispatcher.dispatch(
+            asked["num_tokens"],
+            uniform_decode=asked["uniform_decode"],
+            num_active_loras=asked["num_active_loras"],
+            invalid_modes={CUDAGraphMode[name] for name in asked["invalid_modes"]},
+        )
+        assert [mode.name, descriptor._asdict()] == asked["answer"], asked
+        assert (mode is CUDAGraphMode.NONE) == (
+            dispatcher.explain(
+                asked["num_tokens"],
+                asked["uniform_decode"],
+                asked["num_active_loras"],
+                invalid_modes={CUDAGraphMode[name] for name in asked["invalid_modes"]},
+            )
+            is not None
+        )

@@ -1,0 +1,235 @@
+"""What changes from one plan to another, and whether a saved plan is for what is there now."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans
+
+from cgplan.config import Config
+from cgplan.errors import PlanMismatchError
+from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.planning.costs import KeyCost, PlanCost
+from cgplan.planning.difference import FieldChange, Figure, compare, fitted, mismatches, unused_settings
+from cgplan.planning.plan import Lane, Machine, Predicted
+
+H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
+def priced(plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv") -> Plan:
+    cost = PlanCost(tuple(KeyCost(each, 0, 0.5) for _ in plan.keys), 100, 0)
+    evidence = {"expected_us": {"plan": expected_us}, "traffic_source": traffic}
+    return plan.model_copy(
+        update={"predicted": Predicted.of(cost, source=source, estimated=False), "evidence": evidence}
+    )
+
+
+# --- two plans ------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_compared_lane_by_lane() -> None:
+    old = plan_with([key(FULL, 4, uniform=True), key(FULL, 2, uniform=True), key(PIECEWISE, 8)])
+    new = plan_with([key(FULL, 4, uniform=True), key(FULL, 3, uniform=True), key(FULL, 3, uniform=True, case=2)])
+    found = {change.lane: (change.added, change.removed, change.kept) for change in compare(old, new).lanes}
+    assert found == {
+        Lane(FULL, True, 0): ((3,), (2,), (4,)),
+        Lane(FULL, True, 2): ((3,), (), ()),
+        Lane(PIECEWISE, False, 0): ((), (8,), ()),
+    }
+    assert compare(old, new).graphs == Figure(old=3, new=3)
+
+
+@given(old=plans(), new=plans())
+def test_added_and_removed_turn_one_plan_into_the_other(old: Plan, new: Plan) -> None:
+    before, after = old.lanes(), new.lanes()
+    for change in compare(old, new).lanes:
+        sizes = set(before.get(change.lane, ()))
+        assert set(change.removed) <= sizes
+        assert (sizes - set(change.removed)) | set(change.added) == set(after.get(change.lane, ()))
+        assert not set(change.added) & sizes
+    assert {change.lane for change in compare(old, new).lanes} == set(before) | set(after)
+    assert compare(old, old).changed_lanes == ()
+    assert compare(old, old).settings == ()
+
+
+def test_figures_come_from_predictions_and_evidence() -> None:
+    old, new = priced(plan_of("FULL", [1, 2, 4]), 1000, 1700.0), priced(plan_of("FULL", [1, 4]), 1000, 1650.0)
+    found = compare(old, new)
+    assert found.memory == Figure(old=3100, new=2100)
+    assert found.seconds == Figure(old=1.5, new=1.0)
+    assert found.expected_us.change == -50.0
+    assert found.notes == ()
+
+
+def test_absent_figures_stay_absent() -> None:
+    found = compare(plan_of("FULL", [1]), priced(plan_of("FULL", [1, 2]), 10, 5.0))
+    assert (found.memory.old, found.memory.new) == (None, 120)
+    assert found.memory.change is None
+    assert found.seconds.change is None
+    assert found.expected_us == Figure(old=None, new=5.0)
+    assert found.notes == ("the first plan was not made for traffic, so that it expects no step time",)
+
+
+def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
+    old = priced(plan_of("FULL", [1]), 10, 5.0)
+    new = priced(plan_of("FULL", [1]), 10, 5.0, source="the allocator's model", traffic="b.csv")
+    assert compare(old, new).notes == (
+        "memory and start-up have other sources: captures before, the allocator's model after",
+        "the expected steps are of different traffic: a.csv before, b.csv after",
+    )
+
+
+def test_settings_that_differ_are_named() -> None:
+    old = plan_of("FULL", [1, 2], seqs=256)
+    new = plan_of("FULL", [1, 4], seqs=64, attention_support="UNIFORM_BATCH")
+    assert compare(old, new).settings == (
+        FieldChange(name="mode", old="FULL", new="FULL_AND_PIECEWISE"),
+        FieldChange(name="compilation.attention_support", old="ALWAYS", new="UNIFORM_BATCH"),
+        FieldChange(name="scheduler.max_num_seqs", old=256, new=64),
+    )
+
+
+def test_plans_without_a_configuration_are_compared_by_their_bounds() -> None:
+    old = plan_of("FULL", [4]).model_copy(update={"config": None})
+    assert compare(old, plan_of("FULL", [4], seqs=7)).settings == (FieldChange(name="max_num_seqs", old=256, new=7),)
+
+
+def test_budgets_that_differ_are_named() -> None:
+    old = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
+    new = build_plan(config_of(budget={"memory": "2GiB", "capture_time": "5s"}))
+    assert compare(old, new).settings == (
+        FieldChange(name="budget.memory", old=1 << 30, new=2 << 30),
+        FieldChange(name="budget.capture_time", old=None, new=5.0),
+        FieldChange(name="budget.max_graphs", old=4, new=None),
+    )
+    assert compare(old, old).settings == ()
+    assert compare(old.model_copy(update={"budget": None}), new).settings == (), "nothing is known of it"
+
+
+def test_machines_that_differ_are_named() -> None:
+    old = plan_of("FULL", [4]).model_copy(update={"machine": H200})
+    new = plan_of("FULL", [4]).model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})})
+    assert compare(old, new).settings == (FieldChange(name="driver", old="580.1", new="590.2"),)
+
+
+# --- a plan and what it is captured for -----------------------------------------------------------------------
+
+
+def test_a_plan_fits_its_own_configuration() -> None:
+    config = config_of(scheduler={"max_num_seqs": 8})
+    plan = build_plan(config)
+    assert mismatches(plan, config) == ()
+    assert fitted(plan, config, H200) == plan
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"compilation": {"cudagraph_capture_sizes": [1, 2, 3]}},
+        {"compilation": {"cudagraph_capture_sizes": "sglang"}},
+        {"compilation": {"cudagraph_mode": "PIECEWISE"}},
+        {"compilation": {"max_cudagraph_capture_size": 8}},
+        {"report": {"repeats": 3}},
+        {"budget": {"max_graphs": 3}},
+        {"device": "cpu"},
+    ],
+)
+def test_what_the_plan_decides_does_not_matter(sections: dict[str, Any]) -> None:
+    plan, config = build_plan(Config()), config_of(**sections)
+    found = fitted(plan, config)
+    assert found.keys == plan.keys
+    assert found.mode is plan.mode
+    assert found.config_hash == config_hash(config), "the session compares it"
+    assert found.warnings == ()
+
+
+def test_a_plan_with_graphs_is_refused_where_no_graph_is_wanted() -> None:
+    plan, config = build_plan(Config()), config_of(compilation={"cudagraph_mode": "NONE"})
+    with pytest.raises(PlanMismatchError, match=r"compilation\.cudagraph_mode: FULL in the plan, NONE now"):
+        fitted(plan, config)
+    assert fitted(plan, config, force=True).keys == plan.keys
+    none = build_plan(config)
+    assert fitted(none, config) == none
+
+
+def test_settings_that_the_plan_overrules_are_named() -> None:
+    plan = build_plan(Config())
+    config = config_of(compilation={"cudagraph_capture_sizes": [1, 2], "outputs": "clone"})
+    assert unused_settings(plan, config) == (
+        FieldChange(name="compilation.cudagraph_capture_sizes", old=None, new=[1, 2]),
+    )
+    assert unused_settings(plan, Config()) == ()
+
+
+def test_each_field_that_differs_is_named_with_both_values() -> None:
+    plan = build_plan(
+        config_of(
+            model={"target": "a.py:build", "kwargs": {"depth": 2}},
+            lora={"max_loras": 2},
+            inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float16", "pad": 0}},
+        )
+    ).model_copy(update={"machine": H200})
+    config = config_of(
+        model={"target": "b.py:build", "kwargs": {"depth": 3}},
+        inputs={"x": {"shape": ["num_tokens", 9], "dtype": "float16", "pad": 0}},
+        scheduler={"max_num_seqs": 8},
+    )
+    with pytest.raises(PlanMismatchError) as caught:
+        fitted(plan, config, Machine(gpu="NVIDIA L4", driver=None, torch="2.13.0"))
+    assert caught.value.message.splitlines() == [
+        "the plan was made for something else",
+        "  - model.target: a.py:build in the plan, b.py:build now",
+        "  - model.kwargs.depth: 2 in the plan, 3 now",
+        '  - inputs.x.shape: ["num_tokens", 8] in the plan, ["num_tokens", 9] now',
+        "  - scheduler.max_num_seqs: 256 in the plan, 8 now",
+        "  - lora.max_loras: 2 in the plan, absent now",
+        "  - lora.rank: 16 in the plan, absent now",
+        "  - lora.specialize_active_lora: false in the plan, absent now",
+        "  - gpu: NVIDIA H200 in the plan, NVIDIA L4 now",
+        "  - driver: 580.1 in the plan, absent now",
+    ]
+    assert "--force" in caught.value.remedy
+    assert "again" in caught.value.remedy
+
+
+def test_a_machine_matters_where_figures_were_measured_on_one() -> None:
+    other = Machine(gpu="NVIDIA L4", driver="1", torch="2")
+    plan = build_plan(Config())
+    assert mismatches(plan, Config(), other) == ()
+    measured = plan.model_copy(update={"machine": H200})
+    assert [change.name for change in mismatches(measured, Config(), other)] == ["gpu", "driver", "torch"]
+    assert mismatches(measured, Config()) == ()
+
+
+def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
+    plan = build_plan(config_of(scheduler={"max_num_seqs": 8}))
+    found = fitted(plan, Config(), force=True)
+    assert found.keys == plan.keys
+    assert found.config_hash == config_hash(Config())
+    assert found.warnings == (
+        "the plan was made for something else and was forced: scheduler.max_num_seqs: 8 in the plan, 256 now",
+    )
+    assert fitted(build_plan(Config()), Config(), force=True).warnings == (), "nothing had to be forced"
+
+
+def test_a_plan_without_a_configuration_is_told_by_its_digest() -> None:
+    plan = build_plan(Config()).model_copy(update={"config": None})
+    assert mismatches(plan, Config()) == ()
+    other = config_of(scheduler={"max_num_seqs": 8})
+    assert [change.name for change in mismatches(plan, other)] == ["config_hash"]
+
+
+def test_the_json_form_has_all_of_it() -> None:
+    data = json.loads(compare(plan_of("FULL", [1, 2]), plan_of("FULL", [1, 4])).model_dump_json())
+    assert data["kind"] == "plan_difference"
+    assert data["graphs"] == {"old": 2.0, "new": 2.0}
+    assert data["lanes"] == [
+        {"mode": "FULL", "uniform": False, "num_active_loras": 0, "added": [4], "removed": [2], "kept": [1]}
+    ]

@@ -1,0 +1,335 @@
+"""What graphs cost: arithmetic over keys, static buffers, and costs from measured captures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgplan.buffers.static import StaticBuffers
+from cgplan.config import Config, Input, validate_config
+from cgplan.config.values import DType
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.planning import build_plan
+from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost, representative_keys, static_bytes
+from cgplan.pricing.measured import MeasuredCosts, MeasuredKey, case_costs, interpolate
+from cgplan.reports import CaptureReport, Environment, GraphRecord
+
+MIB = 1 << 20
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+CONFIG = Config(inputs={"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)})
+
+
+def key(num_tokens: int, mode: CUDAGraphMode = FULL, lora: int = 0) -> Key:
+    return mode, BatchDescriptor(num_tokens, num_tokens, mode is FULL, lora > 0, lora)
+
+
+class Linear(GraphCosts):
+    """1 KiB of pool a token, 10 bytes of driver memory and 1 ms for each key, 2 s once."""
+
+    source, estimated = "made up", False
+    workspace_bytes = 7
+    once_seconds = 2.0
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        return num_tokens << (10 if mode is FULL else 11)
+
+    def static_bytes(self, num_tokens: int) -> int:
+        return 100 + num_tokens
+
+    def driver_bytes(self, key: Key) -> int:
+        return 10
+
+    def seconds(self, key: Key) -> float:
+        return 0.001
+
+
+# --- sums over keys -------------------------------------------------------------------------------------------
+
+
+def test_later_keys_fit_into_the_pool_of_larger_ones() -> None:
+    cost = Linear().of([key(8, PIECEWISE), key(4, PIECEWISE), key(20), key(16), key(1)])
+    assert [k.pool_bytes for k in cost.keys] == [16 << 10, 0, 4 << 10, 0, 0]
+    assert [k.driver_bytes for k in cost.keys] == [10] * 5
+    assert (cost.static_bytes, cost.workspace_bytes) == (120, 7)
+    assert cost.total_bytes == (20 << 10) + 50 + 120 + 7
+
+
+def test_what_is_spent_once_is_spent_on_the_first_key() -> None:
+    cost = Linear().of([key(4), key(2), key(1)])
+    assert [k.seconds for k in cost.keys] == [2.001, 0.001, 0.001]
+    assert cost.seconds == pytest.approx(2.003)
+
+
+def test_no_keys_cost_nothing() -> None:
+    assert Linear().of([]) == PlanCost((), 0, 0)
+
+
+def test_a_set_of_keys_costs_its_parts() -> None:
+    """What the planner adds up itself is what ``of`` says, in whatever order of sizes."""
+    keys = [key(3, PIECEWISE), key(9, PIECEWISE), key(5), key(30), key(2)]
+    costs, total = Linear(), Linear().of(keys)
+    pool = max(costs.pool_bytes(mode, descriptor.num_tokens) for mode, descriptor in keys)
+    assert total.total_bytes == pool + costs.static_bytes(30) + costs.workspace_bytes + 5 * 10
+
+
+# --- static buffers -------------------------------------------------------------------------------------------
+
+DIMENSIONS = st.sampled_from(["num_tokens", "num_reqs", "num_reqs + 1", "2 * num_tokens", "3 * num_reqs + 2"])
+SPECS = st.builds(
+    lambda rows, others, dtype: Input(shape=(*others[:1], *rows, *others[1:]), dtype=dtype, pad=0),
+    st.lists(DIMENSIONS, max_size=1),
+    st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    st.sampled_from(get_args(DType)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcd"), SPECS), st.integers(0, 40), st.integers(1, 20))
+def test_static_bytes_are_those_of_the_buffers(specs: dict[str, Input], num_tokens: int, max_num_seqs: int) -> None:
+    config = Config.model_validate({"inputs": specs, "scheduler": {"max_num_seqs": max_num_seqs}})
+    buffers = StaticBuffers(specs, num_tokens, min(num_tokens, max_num_seqs), torch.device("cpu"))
+    assert static_bytes(config, num_tokens) == buffers.nbytes
+
+
+@pytest.mark.parametrize("dtype", get_args(DType))
+def test_elements_have_torchs_size(dtype: str) -> None:
+    config = Config(inputs={"x": Input(shape=(3,), dtype=dtype, pad=0)})
+    assert static_bytes(config, 1) == 3 * getattr(torch, dtype).itemsize
+
+
+def test_metadata_lies_in_static_buffers_too() -> None:
+    lengths = Input(shape=("num_reqs + 1",), dtype="int64", pad="last")
+    config = Config(inputs=CONFIG.inputs, metadata={"starts": lengths})
+    assert static_bytes(config, 8) == 8 * 4 * 4 + 9 * 8
+
+
+# --- which keys tell what the others cost ---------------------------------------------------------------------
+
+
+def sizes_of(keys: tuple[Key, ...], mode: CUDAGraphMode, lora: int = 0) -> list[int]:
+    return [d.num_tokens for m, d in keys if m is mode and d.num_active_loras == lora]
+
+
+def test_of_each_mode_the_largest_size_and_a_small_one() -> None:
+    plan = build_plan(Config.model_validate({"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}))
+    keys = representative_keys(plan.keys, plan.max_num_seqs)
+    assert keys == tuple(key for key in plan.keys if key in set(keys))
+    assert sizes_of(keys, PIECEWISE) == [512, 256, 2]  # from 256 tokens on, the number of requests stays
+    assert sizes_of(keys, FULL) == [256, 2]
+
+
+def test_of_lora_cases_the_one_without_and_the_one_for_most_adapters() -> None:
+    config = {"lora": {"max_loras": 4, "specialize_active_lora": True}, "scheduler": {"max_num_seqs": 64}}
+    plan = build_plan(Config.model_validate({**config, "compilation": {"cudagraph_mode": "FULL_DECODE_ONLY"}}))
+    keys = representative_keys(plan.keys, plan.max_num_seqs)
+    assert (sizes_of(keys, FULL, 0), sizes_of(keys, FULL, 5)) == ([64, 2], [64, 2])
+    assert len(keys) == 4
+
+
+def test_a_plan_of_few_keys_is_its_own_sample() -> None:
+    assert representative_keys([key(1)], 8) == (key(1),)
+    assert representative_keys([key(4), key(1)], 8) == (key(4),)
+    assert representative_keys([], 8) == ()
+
+
+# --- interpolation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("at", "value"), [(2, 10), (4, 20), (3, 15), (8, 24), (12, 28), (1, 5)])
+def test_values_lie_on_the_lines_through_their_neighbours(at: int, value: float) -> None:
+    assert interpolate([(2, 10), (4, 20), (8, 24)], at) == pytest.approx(value)
+
+
+def test_one_point_holds_everywhere() -> None:
+    assert [interpolate([(4, 3.0)], at) for at in (1, 4, 100)] == [3.0] * 3
+
+
+# --- measured costs -------------------------------------------------------------------------------------------
+
+
+def measured(**changes: Any) -> MeasuredCosts:
+    keys = [
+        MeasuredKey(FULL, 0, 2, driver_bytes=1000.0, seconds=0.01),
+        MeasuredKey(FULL, 0, 10, driver_bytes=1800.0, seconds=0.05),
+        MeasuredKey(FULL, 2, 10, driver_bytes=4000.0, seconds=0.1),
+    ]
+    given: dict[str, Any] = {"source": "a test", "workspace_bytes": 32 * MIB, "once_seconds": 1.5}
+    return MeasuredCosts(keys, {FULL: [(10, 26 * MIB), (2, 6 * MIB)]}, CONFIG, **{**given, **changes})
+
+
+def test_measured_sizes_cost_what_was_measured() -> None:
+    costs = measured()
+    assert (costs.pool_bytes(FULL, 10), costs.pool_bytes(FULL, 2)) == (26 * MIB, 6 * MIB)
+    assert (costs.driver_bytes(key(10)), costs.seconds(key(2))) == (1800, 0.01)
+    assert not costs.estimated
+
+
+def test_other_sizes_are_interpolated_in_whole_segments() -> None:
+    costs = measured()
+    assert costs.pool_bytes(FULL, 6) == 16 * MIB
+    assert costs.pool_bytes(FULL, 3) == 10 * MIB  # 8.5, rounded up
+    assert costs.driver_bytes(key(6)) == 1400
+    assert costs.seconds(key(4)) == pytest.approx(0.02)
+    assert costs.pool_bytes(FULL, 1) == 4 * MIB
+    assert costs.pool_bytes(FULL, 12) == 32 * MIB
+
+
+def test_pools_without_segments_are_interpolated_to_the_byte() -> None:
+    """As on the tape, where a pool of 52 KiB is one of 52 KiB."""
+    costs = MeasuredCosts([], {FULL: [(2, 100_000), (32, 1_600_064)]}, CONFIG, source="a test")
+    assert costs.pool_bytes(FULL, 16) == 100_000 + math.ceil(1_500_064 * 14 / 30)
+    assert costs.pool_bytes(FULL, 1) == 50_000
+    assert costs.pool_bytes(FULL, 32) == 1_600_064
+
+
+def test_a_size_below_the_smallest_takes_at_least_its_share() -> None:
+    costs = MeasuredCosts([], {FULL: [(4, 8 * MIB), (8, 32 * MIB)]}, CONFIG, source="a test")
+    assert [costs.pool_bytes(FULL, size) for size in (1, 2, 3)] == [2 * MIB, 4 * MIB, 6 * MIB]
+
+
+def test_beyond_what_was_measured_nothing_is_free() -> None:
+    """Times are noisy: through these the line would reach 0 at 5 tokens."""
+    keys = [
+        MeasuredKey(FULL, 0, 2, driver_bytes=3000.0, seconds=0.03),
+        MeasuredKey(FULL, 0, 4, driver_bytes=1000.0, seconds=0.01),
+    ]
+    costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
+    assert [costs.seconds(key(n)) for n in (3, 5, 7, 100)] == [pytest.approx(0.02), 0.01, 0.01, 0.01]
+    assert [costs.driver_bytes(key(n)) for n in (3, 5, 100)] == [2000, 1000, 1000]
+    assert costs.seconds(key(1)) == pytest.approx(0.04)
+
+
+def test_keys_with_adapters_are_apart() -> None:
+    costs = measured()
+    assert costs.driver_bytes(key(6, lora=3)) == 4000
+    assert costs.driver_bytes(key(6, PIECEWISE)) == round((1000 + 2900) / 2)  # of a mode that was not measured: any
+    assert costs.pool_bytes(PIECEWISE, 6) == costs.pool_bytes(FULL, 6) == 16 * MIB
+
+
+def test_a_key_that_was_measured_costs_what_was_measured_of_it() -> None:
+    """Sizes in between are averaged over the numbers of adapters."""
+    keys = [MeasuredKey(FULL, case, size, 1000.0 * case, 0.01 * case * size) for case in (1, 2, 3) for size in (2, 4)]
+    costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
+    for measured_key in keys:
+        asked = key(measured_key.num_tokens, lora=measured_key.num_active_loras)
+        assert (costs.seconds(asked), costs.driver_bytes(asked)) == (measured_key.seconds, measured_key.driver_bytes)
+    assert [costs.seconds(key(3, lora=case)) for case in (1, 3)] == [pytest.approx(0.06)] * 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.integers(1, 300), st.integers(0, 500), min_size=1, max_size=5))
+def test_a_larger_size_never_needs_a_smaller_pool(points: dict[int, int]) -> None:
+    costs = MeasuredCosts([], {FULL: [(n, mib * MIB) for n, mib in points.items()]}, CONFIG, source="a test")
+    found = [costs.pool_bytes(FULL, n) for n in range(1, 320)]
+    assert found == sorted(found)
+    assert all(costs.pool_bytes(FULL, n) >= mib * MIB for n, mib in points.items())
+
+
+def test_the_cost_of_a_plan_has_workspaces_and_what_is_spent_once() -> None:
+    cost = measured().of([key(10), key(2)])
+    assert cost.keys == (KeyCost(26 * MIB, 1800, 1.55), KeyCost(0, 1000, 0.01))
+    assert (cost.static_bytes, cost.workspace_bytes) == (10 * 4 * 4, 32 * MIB)
+
+
+# --- from a report --------------------------------------------------------------------------------------------
+
+
+def a_report(nodes: int | None = 100, driver: tuple[int, ...] = (2 * MIB, 0, 2 * MIB, 0)) -> CaptureReport:
+    plan = build_plan(
+        Config.model_validate(
+            {"inputs": CONFIG.inputs, "compilation": {"cudagraph_capture_sizes": [2, 4, 8, 16]}, "device": "cuda"}
+        )
+    )
+    environment = Environment(
+        backend="cuda", machine="Linux", device="A GPU", driver="1", cuda="13", torch="2", python="3", cgplan="0",
+        date="2026-01-02T03:04:05+00:00", config_hash="0123456789ab",
+    )  # fmt: skip
+    records = tuple(
+        GraphRecord(
+            mode=mode,
+            descriptor=descriptor,
+            graphs=1,
+            nodes=nodes,
+            pool_growth=40 * MIB if index == 0 else 0,
+            driver_bytes=driver[index],
+            warmup_seconds=2.0 if index == 0 else 0.02,
+            capture_seconds=0.01,
+        )
+        for index, (mode, descriptor) in enumerate(plan.keys)
+    )
+    return CaptureReport(
+        environment=environment, plan=plan, records=records, pool_bytes=40 * MIB, static_bytes=256,
+        workspace_bytes=32 * MIB, driver_bytes=30 * MIB, free_before=1 << 34, free_after=1 << 33,
+        session_seconds=3.0, inspection_seconds=0.1, borrowed_outputs=True,
+    )  # fmt: skip
+
+
+def test_costs_from_a_report_predict_that_capture() -> None:
+    report = CaptureReport.model_validate_json(a_report().model_dump_json())
+    costs = MeasuredCosts.from_report(report, CONFIG)
+    cost = costs.of(report.plan.keys)
+    assert [k.pool_bytes for k in cost.keys] == [40 * MIB, 0, 0, 0]
+    assert [k.driver_bytes for k in cost.keys] == [MIB] * 4  # the chunks, spread over the nodes
+    assert cost.seconds == pytest.approx(report.warmup_seconds + report.capture_seconds)
+    assert cost.total_bytes == report.graph_bytes
+    assert costs.once_seconds == pytest.approx(1.98)
+    assert costs.seconds(report.plan.keys[0]) == pytest.approx(0.03)
+    assert costs.bytes_per_node == {FULL: pytest.approx(MIB / 100)}
+    assert "A GPU" in costs.source
+    assert "2026-01-02" in costs.source
+
+
+def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
+    """As a runner's replan may meet it: graphs of one mode alone were captured so far."""
+    both = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "lora": {"max_loras": 2}}
+    costs = MeasuredCosts.from_report(a_report(), validate_config(both), ["other words"])
+    assert costs.notes == (
+        "other words",
+        "there are no figures of PIECEWISE graphs: they are priced as FULL ones of the same size",
+        "there are no figures of FULL graphs with adapters: they are priced as those without",
+    )
+    assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) == 20 * MIB
+    assert MeasuredCosts.from_report(a_report(), CONFIG).notes == ()
+
+
+def test_pools_of_smaller_plans_are_taken_in_proportion() -> None:
+    costs = MeasuredCosts.from_report(a_report(), CONFIG)
+    assert costs.pool_bytes(FULL, 8) == 20 * MIB
+    assert costs.pool_bytes(FULL, 1) == 4 * MIB  # 2.5, in segments of 2
+
+
+def test_a_report_without_node_counts_spreads_the_driver_over_keys() -> None:
+    costs = MeasuredCosts.from_report(a_report(nodes=None), CONFIG)
+    assert costs.driver_bytes(key(8)) == MIB
+    assert costs.bytes_per_node == {}
+
+
+def test_what_each_lora_case_adds() -> None:
+    """Cases share the pool and what the first graph brings; each has its own keys."""
+    config = validate_config(
+        {
+            "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 8]},
+            "lora": {"max_loras": 2, "specialize_active_lora": True},
+        }
+    )
+    plan = build_plan(config)
+    keys = [
+        MeasuredKey(FULL, case, size, MIB * (2 if case else 1), 0.25 if case else 0.125)
+        for case in (0, 3)
+        for size in (1, 8)
+    ]
+    costs = MeasuredCosts(keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB)
+    found = case_costs(plan, costs)
+    assert [(case.num_active_loras, case.graphs) for case in found] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert [case.bytes for case in found] == [2 * MIB, *[4 * MIB] * 3]
+    assert [case.seconds for case in found] == [0.25, *[0.5] * 3]
+    assert {(case.bytes, case.seconds) for case in case_costs(plan, None)} == {(None, None)}
+    assert case_costs(build_plan(CONFIG), costs) == ()
+    one = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1], "cudagraph_specialize_lora": False}
+    alone = case_costs(build_plan(validate_config({"compilation": one, "lora": {"max_loras": 2}})), costs)
+    assert [(case.num_active_loras, case.graphs, case.bytes) for case in alone] == [(3, 1, (1 + 2 + 32) * MIB)]

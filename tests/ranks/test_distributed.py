@@ -1,0 +1,268 @@
+"""Two and four real processes: the registry, the all-reduce on the CPU, agreement, recapture."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import rank_programs as programs
+import torch
+from checks import capture
+from ranks import run_ranks, values
+
+from cgplan.backends import select_backend
+from cgplan.backends.host_sync import find_host_sync
+from cgplan.captures.together import Together
+from cgplan.config import DistributedConfig
+from cgplan.distributed import open_ranks
+from cgplan.distributed.all_reduce import AllReduce
+from cgplan.distributed.rendezvous import Place, Presence, check_devices
+from cgplan.distributed.transports import SharedMemoryTransport
+from cgplan.distributed.watch import Process
+from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, RankMismatchError, RegistrationError
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.piecewise.breaks import eager_break_during_capture
+from cgplan.planning import build_plan, config_hash
+from cgplan.reports.cost_tables import budget_rows
+from cgplan.reports.layout import plain_text
+from cgplan.reports.records import BudgetRecord, RankRecord, StopRecord, rank_table
+from cgplan.runner.session import CaptureSession
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
+def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype) -> None:
+    """Inputs change, and each rank finds bit for bit what a sum in the order of the ranks gives."""
+    found = values(run_ranks(world_size, programs.replays, dtype, [(3, 8), (5, 40)], 3, 12))
+    for registration, _ in found:
+        assert registration.rows == 6
+        assert registration.opened == (world_size - 1) * registration.bases
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_session_captures_registers_and_captures_again(world_size: int) -> None:
+    for rows, records in values(run_ranks(world_size, programs.capture_and_run, world_size)):
+        assert rows == [4, 4]
+        assert [record.rank for record in records] == list(range(world_size))
+        for record in records:
+            assert (record.all_reduce, record.rows, record.buffers, record.bases) == ("custom", 4, 4, 1)
+            assert record.mapped_bytes == (world_size - 1) << 20
+            assert 0 < record.registration_seconds < record.session_seconds
+
+
+def test_a_rank_that_looks_at_its_state_sums_alone() -> None:
+    """What runs a forward on one rank only must not wait for the others, nor count as one of their sums."""
+    assert values(run_ranks(2, programs.counts_its_calls)) == [
+        [],
+        ["the forward changes trouble.calls; replays do not, nor do they see it change"],
+    ]
+
+
+def test_what_the_all_reduce_counts_is_no_state_of_a_model() -> None:
+    assert values(run_ranks(2, programs.state_of_a_model)) == [{}, {}]
+
+
+def test_rank_0s_plan_is_captured() -> None:
+    assert values(run_ranks(2, programs.rank_0s_plan)) == [(1, 2), (1, 2)]
+
+
+SUMS = [16.0, 6.0, 10.0, 8, 2.0 * (1 << 16), 0.0, 24.0]
+
+
+def test_the_custom_all_reduce_says_once_what_it_leaves_to_others() -> None:
+    for rank, (name, said, sums) in enumerate(values(run_ranks(2, programs.choice, "custom"))):
+        assert (name, sums) == ("custom", SUMS)
+        assert said == ([] if rank else [
+            "custom all-reduce: 12 bytes are not a multiple of 16; nccl does it",
+            "custom all-reduce: torch.int64 is none of float32, float16, bfloat16; nccl does it",
+            "custom all-reduce: 256 KiB are more than distributed.all_reduce_max_size; nccl does it",
+        ])  # fmt: skip
+
+
+def test_auto_is_torch_distributed_where_custom_cannot_work() -> None:
+    for rank, (name, said, sums) in enumerate(values(run_ranks(2, programs.choice, "auto", 2))):
+        assert (name, sums) == ("nccl", SUMS)
+        assert said == ([] if rank else ["custom all-reduce: rank 0: the ranks are on several machines; nccl does it"])
+
+
+@pytest.mark.parametrize(("wanted", "hosts"), [("custom", 2), ("symm_mem", 1)])
+def test_what_was_asked_for_and_cannot_work_is_an_error_on_all_ranks(wanted: str, hosts: int) -> None:
+    for outcome in run_ranks(2, programs.choice, wanted, hosts):
+        assert (outcome.error, outcome.exit_code) == ("AllReduceError", 45)
+        assert f"compilation.all_reduce: {wanted} cannot work here: rank 0: " in outcome.message
+
+
+def test_data_parallel_ranks_run_the_largest_size_and_the_weakest_mode() -> None:
+    batches = [
+        [(1, 1), (1, 1), (3, 3), (2, 2), (4, 4), (5, 2)],
+        [(1, 1), (3, 3), (5, 2), (9, 3), (4, 4), (7, 7)],
+    ]
+    wanted = [("FULL", 1), ("FULL", 4), ("PIECEWISE", 8), ("NONE", 9), ("FULL", 4), ("PIECEWISE", 8)]
+    assert values(run_ranks(2, programs.data_parallel, batches, True)) == [wanted, wanted]
+
+
+def test_data_parallel_ranks_where_the_largest_batch_is_no_decode_batch() -> None:
+    """There are not as many requests as it has tokens: behind a decode batch stand tokens that belong to nobody."""
+    settings = {"mode": "FULL", "sizes": (4, 16)}
+    found = values(run_ranks(2, programs.data_parallel, [[(10, 3)], [(2, 2)]], True, kwargs=settings))
+    assert found == [[("FULL", 16)]] * 2
+
+
+def test_data_parallel_ranks_that_are_idle() -> None:
+    batches = [[(3, 3), (0, 0), (0, 0), (0, 0)], [(0, 0), (5, 2), (0, 0), (9, 3)]]
+    wanted = [("FULL", 4), ("PIECEWISE", 8), ("FULL", 1), ("NONE", 9)]
+    assert values(run_ranks(2, programs.data_parallel, batches, True)) == [wanted, wanted]
+
+
+def test_data_parallel_ranks_with_speculative_tokens() -> None:
+    batches = [[(2, 1), (4, 2), (6, 3), (0, 0)], [(4, 2), (3, 2), (0, 0), (0, 0)]]
+    wanted = [("FULL", 4), ("PIECEWISE", 4), ("FULL", 8), ("FULL", 2)]
+    settings = {"speculative": 1, "sizes": (2, 4, 8)}
+    assert values(run_ranks(2, programs.data_parallel, batches, True, kwargs=settings)) == [wanted, wanted]
+
+
+def test_statistics_of_data_parallel_ranks_count_what_each_was_asked_for() -> None:
+    """Not what its batches were padded to for the others; a rank that is idle has no batch."""
+    batches = [[(3, 3), (1, 1), (0, 0), (5, 2)], [(7, 3), (2, 2), (1, 1), (6, 2)]]
+    found = values(run_ranks(2, programs.data_parallel, batches, True, kwargs={"stats": True}))
+    asked = [[(1, 1), (3, 3), (5, 2)], [(1, 1), (2, 2), (6, 2), (7, 3)]]
+    for (ran, stats), own, padding in zip(found, asked, [8 + 4 + 8 - 9, 8 + 4 + 1 + 8 - 16], strict=True):
+        assert ran == [("PIECEWISE", 8), ("FULL", 4), ("FULL", 1), ("PIECEWISE", 8)]
+        assert [(batch.num_tokens, batch.num_reqs) for batch, _ in stats.batches] == own
+        assert (stats.real_tokens, stats.padding_tokens) == (sum(tokens for tokens, _ in own), padding)
+
+
+def test_a_data_parallel_rank_that_refuses_its_batch() -> None:
+    """The others do not wait for it, and the next batch is run by all."""
+    found = values(run_ranks(2, programs.data_parallel, [[(3, 3), (2, 2)], [(9, 9), (3, 3)]], True))
+    assert found[0] == [("RankFailedError", "rank 1 refused its batch"), ("FULL", 4)]
+    assert found[1][0][0] == "InputError"
+    assert found[1][1] == ("FULL", 4)
+
+
+def test_data_parallel_ranks_are_not_held_in_step_unless_asked() -> None:
+    assert values(run_ranks(2, programs.data_parallel, [[(1, 1)], []], False)) == [["GraphRunner"], []]
+
+
+def presence(device: str, host: str = "one", problem: str = "") -> Presence:
+    return Presence(Process(1, "", ""), host, device, problem)
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "words"),
+    [
+        ([presence("GPU-1"), presence("none", problem="has no GPU: it wants cuda:1, and torch sees 1")], BackendError,
+         "rank 1 on one has no GPU: it wants cuda:1, and torch sees 1"),
+        ([presence("GPU-1"), presence("GPU-2"), presence("GPU-1")], BackendError,
+         "ranks 0 and 2 are on one GPU (GPU-1) of one"),
+        ([presence("GPU-1"), presence("cpu")], RankMismatchError, "rank 1 runs on the CPU, rank 0 on a GPU"),
+    ],
+)  # fmt: skip
+def test_devices_that_cannot_be(found: list[Presence], error: type[CgplanError], words: str) -> None:
+    with pytest.raises(error) as raised:
+        check_devices(found)
+    assert raised.value.message == words
+    assert raised.value.remedy
+
+
+def test_devices_that_can_be() -> None:
+    check_devices([presence("cpu"), presence("cpu")])
+    check_devices([presence("GPU-1"), presence("GPU-1", host="two")])
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2: MASTER_ADDR and MASTER_PORT are not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "rank 0 of 2: MASTER_PORT is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "rank 2 of 2: no such rank"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "makes no sense"),
+    ],
+)
+def test_environments_that_make_no_sense(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Place.from_environment(environment)
+
+
+def test_a_plan_that_another_rank_made_for_its_own_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKS_TIMEOUT", "5")
+    config, other = programs.config_of(), programs.config_of(compilation={"outputs": "clone"})
+    session = CaptureSession(build_plan(other), torch.nn.Identity(), select_backend("cpu"), config, together=Together())
+    with pytest.raises(PlanError, match=rf"^the plan of all ranks was .* {config_hash(other)}; this rank has") as error:
+        session.run()
+    assert "agree_on_setup()" in error.value.remedy
+
+
+def test_one_process_has_no_ranks() -> None:
+    assert Place.from_environment({}) is None
+    alone = Place(0, 1, 0, "127.0.0.1", 1)
+    assert open_ranks(DistributedConfig(), "cpu", place=alone) is None
+
+
+def test_an_address_outside_of_shared_memory_cannot_be_exported() -> None:
+    transport = SharedMemoryTransport()
+    inside = transport.place(torch.ones(3, 4))
+    found = transport.export(inside.data_ptr() + 16)
+    assert found.offset == 16
+    with pytest.raises(RegistrationError, match="does not lie in shared memory"):
+        transport.export(torch.ones(3).data_ptr())
+    base = transport.open(found)
+    inside.copy_(torch.arange(12.0).view(3, 4))
+    assert (ctypes.c_float * 12).from_address(base)[:] == list(range(12)), "one memory, seen at two addresses"
+    transport.close(base)
+    transport.free()
+
+
+def test_the_report_has_a_row_for_each_rank_and_one_for_all() -> None:
+    common = {"host": "one", "device": "cpu", "all_reduce": "custom", "static_bytes": 0, "session_seconds": 1.0}
+    records = [
+        RankRecord(rank=0, rows=4, buffers=3, bases=1, mapped_bytes=1 << 20, registration_seconds=0.01,
+                   pool_bytes=1 << 10, total_bytes=2 << 10, **common),
+        RankRecord(rank=1, rows=4, buffers=4, bases=2, mapped_bytes=1 << 20, registration_seconds=0.03,
+                   pool_bytes=1 << 10, total_bytes=3 << 10, **common),
+    ]  # fmt: skip
+    lines = [line.split() for line in plain_text(rank_table(records)).splitlines()]
+    assert lines[2][:5] == ["0", "custom", "4", "3", "1"]
+    assert " ".join(lines[-1]) == "all custom 8 7 3 2.0 MiB 30.0 ms 2.0 KiB 5.0 KiB 1.00 s"
+
+
+def test_the_report_says_once_which_ranks_a_limit_stopped() -> None:
+    def stop(rank: int, tokens: int, detail: str) -> StopRecord:
+        key = BatchDescriptor(num_tokens=tokens)
+        return StopRecord(limit="memory", mode=CUDAGraphMode.FULL, descriptor=key, detail=detail, rank=rank)
+
+    stops = (stop(0, 8, "9 B are used"), stop(1, 8, "8 B are used"), stop(1, 4, "7 B are used"))
+    limits = {"memory": 6, "capture_time": None, "max_graphs": None, "reserve": None}
+    rows = budget_rows(BudgetRecord(**limits, used_bytes=0, used_seconds=0.0, stops=stops))
+    assert [text for name, text in rows if name == "stopped by"] == [
+        "memory of rank 0, 1 at FULL, 8 tokens: 9 B are used",
+        "memory of rank 1 at FULL, 4 tokens: 7 B are used",
+    ]
+
+
+class _Doubling(AllReduce):
+    """Stands for a sum over two equal ranks."""
+
+    name = "doubling"
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+
+def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> None:
+    backend = select_backend("cpu")
+    reduce, x, made = _Doubling(SimpleNamespace(world_size=2, is_closed=False), backend), torch.ones(3), {}  # type: ignore[arg-type]
+
+    @eager_break_during_capture
+    def piece() -> torch.Tensor:
+        made["graph"], made["output"] = capture(backend, lambda: reduce(x))
+        return reduce(x)
+
+    def forward() -> None:
+        made["eager"] = piece()
+
+    assert find_host_sync(forward, backend.device) is None
+    assert torch.equal(made["eager"], x), "nobody sums with it now"
+    x.fill_(5)
+    backend.replay(made["graph"])
+    assert torch.equal(made["output"], x * 2)

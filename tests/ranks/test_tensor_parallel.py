@@ -1,0 +1,158 @@
+"""The decoder split over ranks, and the commands under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_programs as programs
+from ranks import environment, free_port, run_ranks, values
+
+from cgplan.models.decoder import build
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "decoder_tp2_cpu.yaml"
+SMALL = ["--set", "model.kwargs.num_layers=1", "--set", "compilation.cudagraph_capture_sizes=[1,2]",
+         "--set", "report.repeats=2", "--set", "distributed.timeout=20"]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_logits_and_tokens_are_those_of_one_process(world_size: int) -> None:
+    found = values(run_ranks(world_size, programs.split_decoder, world_size))
+    assert len({str(tokens) for _, tokens, _, _ in found}) == 1
+    for worst, _, rows, weights in found:
+        assert 0 < worst < 2e-5  # another order of summation, so not 0
+        assert rows == 2 * 2 * 2  # two sizes, two layers, two all-reduces each
+        assert weights < sum(p.numel() for p in build(num_heads=8, num_kv_heads=4).parameters())
+
+
+def test_piecewise_segments_reduce_over_the_staging_buffer() -> None:
+    """A segment runs while the next one is captured, so before anything is registered."""
+    mode = {"cudagraph_mode": "PIECEWISE", "splitting_modules": '["layers.*.self_attn"]'}
+    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cpu", kwargs=mode)):
+        assert worst < 2e-5
+        assert rows == 0
+
+
+def test_torch_distributed_does_it_too() -> None:
+    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cpu", kwargs={"all_reduce": "nccl"})):
+        assert worst < 2e-5
+        assert rows == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide num_heads 4"),
+        ({"tensor_parallel": 2, "num_kv_heads": 1}, "tensor_parallel 2 does not divide num_kv_heads 1"),
+        ({"tensor_parallel": 2, "hidden_size": 127}, "tensor_parallel 2 does not divide hidden_size 127"),
+        ({"tensor_parallel": 2, "intermediate_size": 3}, "tensor_parallel 2 does not divide intermediate_size 3"),
+        ({"tensor_parallel": 4, "num_kv_heads": 4}, "split over 4 ranks (tensor_parallel), and 2 run"),
+        ({"tensor_parallel": 2, "max_loras": 1}, "adapters are not split over ranks"),
+    ],
+)
+def test_splits_that_cannot_be(kwargs: dict[str, Any], words: str) -> None:
+    from cgplan.errors import ModelError
+
+    if "run" not in words:
+        with pytest.raises(ModelError) as error:
+            build(**kwargs)
+        assert words in error.value.message
+        return
+    for outcome in run_ranks(2, programs.impossible_split, kwargs=kwargs):
+        assert (outcome.error, outcome.exit_code) == ("ModelError", 7)
+        assert words in outcome.message
+
+
+def test_bench_under_torchrun(tmp_path: Path) -> None:
+    """Rank 0 prints and saves, and the report has all ranks."""
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    cgplan = ["cgplan", "bench", "--config", str(CONFIG), *SMALL, "--output", str(tmp_path / "b.json")]
+    command = [sys.executable, "-m", *torchrun, "-m", *cgplan]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "b.json").read_text())
+    ranks = report["capture"]["ranks"]
+    assert [(r["rank"], r["all_reduce"], r["rows"]) for r in ranks] == [(0, "custom", 4), (1, "custom", 4)]
+    assert all(r["mapped_bytes"] and r["registration_seconds"] > 0 for r in ranks)
+    assert len(report["records"]) == 2
+    assert done.stdout.count("Bench") == 1, "one rank prints"
+    rows = [line.split()[:3] for line in done.stdout.splitlines() if " custom " in line]
+    assert rows == [["0", "custom", "4"], ["1", "custom", "4"], ["all", "custom", "8"]]
+
+
+def test_what_captures_nothing_is_done_by_rank_0_alone(tmp_path: Path) -> None:
+    for command in (["inspect"], ["plan", "--output", str(tmp_path / "plan.json")]):
+        said = []
+        for rank in (1, 0):
+            given = {**os.environ, **environment(rank, 2, free_port(), 20)}
+            whole = [sys.executable, "-m", "cgplan", *command, "--config", str(CONFIG)]
+            done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=60, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            said.append(done.stdout + done.stderr)
+            assert rank == 0 or not any(tmp_path.iterdir())
+        assert said[0] == ""
+        assert "Plan" in said[1]
+    assert json.loads((tmp_path / "plan.json").read_text())["capture_sizes"] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("command_of_rank_1", "words"),
+    [
+        (["capture", "--set", "compilation.outputs=clone"], 'compilation.outputs: "clone", rank 0 has "borrow"'),
+        (["bench"], "the command: cgplan bench, rank 0 has cgplan capture"),
+    ],
+)
+def test_ranks_with_other_settings_end_with_the_same_message(command_of_rank_1: list[str], words: str) -> None:
+    port, processes = free_port(), []
+    for rank in range(2):
+        name, *options = command_of_rank_1 if rank else ["capture"]
+        command = [sys.executable, "-m", "cgplan", name, "--config", str(CONFIG), *SMALL, *options]
+        given = {**os.environ, **environment(rank, 2, port, 20)}
+        processes.append(subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+    for process in processes:
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 42, said
+        assert f"rank 1 differs from rank 0: {words}" in said
+        assert "remedy: Start all ranks from one file" in said
+        assert "Traceback" not in said
+
+
+def test_a_saved_plan_on_ranks_is_noted_once(tmp_path: Path) -> None:
+    """What a saved plan decides is said by rank 0 alone, and it alone needs a place to write to."""
+    plan = tmp_path / "plan.json"
+    cgplan = [sys.executable, "-m", "cgplan"]
+    inspected = subprocess.run(
+        [*cgplan, "inspect", "--config", str(CONFIG), *SMALL, "--json"], capture_output=True, text=True, cwd=ROOT
+    )
+    plan.write_text(inspected.stdout)
+    port, processes = free_port(), []
+    for rank in range(2):
+        command = [*cgplan, "capture", "--config", str(CONFIG), *SMALL, "--plan", str(plan), "--force"]
+        command += ["--set", "compilation.cudagraph_capture_sizes=[1,4]"]
+        command += ["--output", str(tmp_path / ("nowhere/r.json" if rank else "r.json"))]
+        given = {**os.environ, **environment(rank, 2, port, 20)}
+        processes.append(subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [text.count("decides compilation.cudagraph_capture_sizes") for text in said] == [1, 0]
+    assert json.loads((tmp_path / "r.json").read_text())["plan"]["capture_sizes"] == [1, 2]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_missing_rank_ends_the_command_in_two_lines(absent: int) -> None:
+    rank = 1 - absent
+    command = [sys.executable, "-m", "cgplan", "capture", "--config", str(CONFIG), *SMALL]
+    command += ["--set", "distributed.timeout=2"]
+    given = {**os.environ, **environment(rank, 2, free_port(), 20)}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 41
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "remedy"], done.stderr
+    assert f"rank {absent}" in lines[0]
+    assert done.stdout == ""

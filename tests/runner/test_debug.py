@@ -1,0 +1,228 @@
+"""Debug mode finds what a replay gets wrong, and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cgplan
+from cgplan import GraphRunner, Input, NumbersError
+from cgplan.backends import GraphBackend
+
+
+def debugged(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    return cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [2, 8], "debug": True, **compilation},
+        device=backend.device.type,
+    )
+
+
+def rows(backend: GraphBackend, count: int) -> Tensor:
+    return torch.arange(count * 4.0, device=backend.device).reshape(count, 4) + 1
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_right_model_passes_and_gives_its_numbers(backend: GraphBackend, mode: str) -> None:
+    torch._dynamo.reset()
+    runner = debugged(backend, lambda x: (x * 2, {"y": x.softmax(-1)}), cudagraph_mode=mode)
+    for count in (2, 3, 8, 1, 5):
+        x = rows(backend, count)
+        found = runner(x=x)
+        assert torch.equal(found[0], x * 2)
+        assert torch.equal(found[1]["y"], x.softmax(-1))
+
+
+def test_a_model_that_writes_its_inputs_is_compared_on_the_same_inputs(backend: GraphBackend) -> None:
+    runner = debugged(backend, lambda x: x.mul_(3).add_(1).clone())
+    for count in (3, 2, 8):
+        x = rows(backend, count)
+        assert torch.equal(runner(x=x), x * 3 + 1)
+        assert torch.equal(x, rows(backend, count))
+
+
+def test_a_number_that_python_froze_is_found(backend: GraphBackend) -> None:
+    scale = [2.0]
+    runner = debugged(backend, lambda x: (x + 1, x * scale[0]))
+    scale[0] = 5.0
+    with pytest.raises(NumbersError, match="differs from the model's own code: output 1") as caught:
+        runner(x=rows(backend, 2))
+    assert "largest deviation is 24" in caught.value.message  # 8 * (5 - 2)
+    scale[0] = 2.0
+    assert torch.equal(runner(x=rows(backend, 2))[1], rows(backend, 2) * 2)
+
+
+def test_padding_that_reaches_real_rows_is_found(backend: GraphBackend) -> None:
+    runner = debugged(backend, lambda x: x - x.sum(0))
+    runner(x=rows(backend, 2))  # no padding, no fault
+    with pytest.raises(NumbersError, match="NaN in its padding rows: output 0"):
+        runner(x=rows(backend, 3))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_padding_that_is_not_looked_at_is_said_to_be(backend: GraphBackend, dtype: str) -> None:
+    """Of whole numbers none is NaN."""
+    inputs = {"x": Input(shape=("num_tokens",), dtype=dtype, pad=0), "scale": Input(shape=(1,), dtype="float32", pad=1)}
+    runner = cgplan.capture(
+        lambda x, scale: x * scale - x.sum(),
+        inputs,
+        compilation={"cudagraph_capture_sizes": [4], "debug": True},
+        device=backend.device.type,
+    )
+    warned = [warning for warning in runner.report.warnings if "reaches real rows is not checked" in warning]
+    assert len(warned) == (dtype == "int64")
+
+
+def test_outputs_expire_visibly(backend: GraphBackend) -> None:
+    runner = debugged(backend, lambda x: x * 2)
+    first = runner(x=rows(backend, 3))
+    assert torch.equal(first, rows(backend, 3) * 2)
+    second = runner(x=rows(backend, 2))
+    assert first.isnan().all()
+    assert torch.equal(second, rows(backend, 2) * 2)
+
+
+def test_without_debug_nothing_is_checked(backend: GraphBackend) -> None:
+    scale = [2.0]
+    runner = debugged(backend, lambda x: x * scale[0], debug=False)
+    scale[0] = 5.0
+    x = rows(backend, 2)
+    assert torch.equal(runner(x=x), x * 2), "the graph holds the number of its capture"
+
+
+def test_outputs_expire_in_whatever_mode_they_were_made(backend: GraphBackend) -> None:
+    runner = debugged(backend, lambda x: x * 2)
+    with torch.inference_mode():
+        first = runner(x=rows(backend, 3))
+    second = runner(x=rows(backend, 2))
+    assert first.isnan().all()
+    with torch.enable_grad():
+        second.requires_grad_()
+        third = runner(x=rows(backend, 2))
+    assert second.isnan().all()
+    assert not third.requires_grad
+    with torch.inference_mode():
+        runner(x=rows(backend, 2))
+    assert third.isnan().all()
+
+
+class Chosen:
+    """A model whose code is another one once it has been captured."""
+
+    def __init__(self, before: Callable[[Tensor], Any], after: Callable[[Tensor], Any]) -> None:
+        self.choices, self.is_captured = (before, after), False
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.choices[self.is_captured](x)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (lambda x: (x * 2).half(), r"their dtypes differ: torch\.float32 and torch\.float16"),
+        (lambda x: (x * 2)[:, :3], r"their shapes differ: \[2, 4\] and \[2, 3\]"),
+        (lambda x: 3.0, "only one of them is a tensor"),
+        (lambda x: x * 2 + 1, r"the largest deviation is 1\n"),
+        (lambda x: x * 2 + x.new_tensor([0, 0, 0, float("nan")]), r"the largest deviation is inf\n"),
+    ],
+)
+def test_what_differs_in_kind_is_said_so(backend: GraphBackend, after: Callable[[Tensor], Any], said: str) -> None:
+    model = Chosen(lambda x: x * 2, after)
+    runner = debugged(backend, model)
+    model.is_captured = True
+    with pytest.raises(NumbersError, match=said) as caught:
+        runner(x=rows(backend, 2))
+    assert "random operators" in caught.value.remedy
+
+
+def test_complex_outputs(backend: GraphBackend) -> None:
+    """NaN equals NaN, and a deviation of the imaginary part alone is one."""
+    nan = float("nan")
+    model = Chosen(lambda x: torch.complex(x, x * nan), lambda x: torch.complex(x, x * nan))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    assert runner(x=rows(backend, 2)).isnan().all()
+
+    model = Chosen(lambda x: torch.complex(x, x), lambda x: torch.complex(x, x + 3))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    with pytest.raises(NumbersError, match=r"the largest deviation is 3\n"):
+        runner(x=rows(backend, 2))
+
+
+def test_outputs_of_8_bits(backend: GraphBackend) -> None:
+    model = Chosen(lambda x: (x * 2).to(torch.float8_e4m3fn), lambda x: (x * 2).to(torch.float8_e4m3fn))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    assert torch.equal(runner(x=rows(backend, 1)).float(), rows(backend, 1) * 2)
+    model.choices = (model.choices[0], lambda x: (x * 4).to(torch.float8_e4m3fn))
+    with pytest.raises(NumbersError, match=r"the largest deviation is 16\n"):
+        runner(x=rows(backend, 2))
+
+
+class Previous(torch.nn.Module):
+    """Takes off what it was given before, which is nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: tuple[Tensor, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.held = self.held, (x.clone(),)
+        return x * 1 if before is None else x - before[0]
+
+
+class TakesOff(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.piece = Previous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.piece(x * 1) + 0
+
+
+def test_what_was_none_is_none_again_for_the_replay(backend: GraphBackend) -> None:
+    model = TakesOff().eval()
+    way = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"], "cudagraph_capture_sizes": [2]}
+    runner = debugged(backend, model, **way)
+    model.piece.held = None
+    ones = torch.ones(2, 4, device=backend.device)
+    assert [float(runner(x=ones * value)[0, 0]) for value in (1, 4, 9)] == [1, 3, 5]
+
+
+class Stateful(torch.nn.Module):
+    """Counts its calls in a buffer, an attribute and a tensor made anew, and adds the count to what it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, device=device))
+        self.cache = torch.zeros(16, 4, device=device)
+        self.attend = torch.nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        self.cache[: x.shape[0]].mul_(0.5).add_(x)
+        return self.attend(x + self.cache[: x.shape[0]]) + self.count
+
+
+@pytest.mark.parametrize("way", [{"cudagraph_mode": "FULL"}, {"splitting_modules": ["attend"]}])
+def test_state_that_is_written_in_place_counts_once(backend: GraphBackend, way: dict[str, Any]) -> None:
+    """Each checked call runs the forward several times; the state must be as after one."""
+    plain, checked = Stateful(backend.device), Stateful(backend.device)
+    mode = {"cudagraph_mode": "PIECEWISE", **way}
+    runners = [debugged(backend, model, debug=model is checked, **mode) for model in (plain, checked)]
+    for model in (plain, checked):
+        model.count.zero_()
+        model.cache.zero_()
+    for count in (3, 2, 8, 3, 1, 2):
+        x = rows(backend, count)
+        wanted, found = (runner(x=x) for runner in runners)
+        assert torch.equal(found, wanted)
+        assert torch.equal(checked.count, plain.count)
+        assert torch.equal(checked.cache[:count], plain.cache[:count])
+    assert checked.count.item() == 6

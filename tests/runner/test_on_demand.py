@@ -1,0 +1,1307 @@
+"""Graphs on demand: captured when a batch first asks for them, and exchanged for what traffic wants."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import MIB, back_at, reserved, same
+from decoding import MAX_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread, prompts
+from devices import Unowned, Watching, WithDriver
+
+from cgplan.backends import GraphBackend
+from cgplan.backends.tape import TapeBackend
+from cgplan.captures.budget import NO_GRAPH
+from cgplan.cli.costs import costs_of
+from cgplan.config import Config, Input, LoadedConfig, validate_config
+from cgplan.errors import (
+    AddressError,
+    BudgetError,
+    CaptureMemoryError,
+    CgplanError,
+    DispatchMissError,
+    InputError,
+    TrafficError,
+)
+from cgplan.graphs.state_kept import LARGEST, state_kept
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.optimizer.propose import propose
+from cgplan.planning import MissReason, build_plan
+from cgplan.reports import CaptureReport
+from cgplan.reports.records import FailedKey, ReplanReport
+from cgplan.runner.manager import CudaGraphManager
+from cgplan.runner.runner import GraphRunner
+from cgplan.runner.session import CaptureSession
+from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.step_times import StepTimes
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+WIDTH = 512
+# Graphs take a tenth of eager steps, and each row counts: every size that is asked for deserves a graph.
+TIMES = StepTimes.measured(
+    {
+        (NONE, 0): {1: 1000, 512: 3000},
+        (PIECEWISE, 0): {1: 200, 512: 1600},
+        (FULL, 0): {1: 100, 512: 1500},
+    },
+    "made up",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+class Net(torch.nn.Module):
+    """Two layers. ``asks`` are numbers of rows for which it needs the host, which no graph can have."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        with torch.device(backend.device):
+            self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.asks: set[int] = set()
+        self.runs: list[None] = []  # no number, which captures would put back
+
+    @property
+    def calls(self) -> int:
+        return len(self.runs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.append(None)
+        if len(x) in self.asks:
+            x = x * float(x.sum().item() != 0.125)
+        return self.second(self.first(x).relu())
+
+
+def config_of(
+    backend: GraphBackend, policy: str, sizes: Any = (2, 4, 16), budget: Any = None, **changes: Any
+) -> Config:
+    return validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)},
+            "compilation": {"cudagraph_capture_sizes": list(sizes), "capture_policy": policy, **changes},
+            "budget": budget or {},
+            "device": backend.device.type,
+        }
+    )
+
+
+def open_runner(backend: GraphBackend, policy: str, model: Any = None, **options: Any) -> GraphRunner:
+    config = config_of(backend, policy, **options)
+    return CaptureSession(build_plan(config), model or Net(backend), backend, config).run()
+
+
+def rows(backend: GraphBackend, count: int) -> torch.Tensor:
+    return torch.randn(count, WIDTH, device=backend.device)
+
+
+def sizes_of(runner: GraphRunner) -> list[int]:
+    return list(runner.plan.capture_sizes)
+
+
+def equals_eager(runner: GraphRunner, **batch: torch.Tensor) -> torch.Tensor:
+    """Run a batch, and compare it bit for bit with the model's own code, padded alike."""
+    found = runner(**batch).clone()
+    same(found, runner.run_eagerly(**batch))
+    return found
+
+
+def fresh_answer(runner: GraphRunner, model: Any, **batch: Any) -> Any:
+    """What a runner that has never done anything else says, with the same plan."""
+    fresh = CaptureSession(runner.plan, model, runner.backend, runner.config).run()
+    answer = fresh(**batch).clone()
+    fresh.close()
+    return answer
+
+
+# --- lazy -----------------------------------------------------------------------------------------------------
+
+
+def test_each_key_is_captured_when_first_met(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    assert model.calls == 0, "nothing runs before the first batch"
+    assert sizes_of(runner) == []
+    assert list(runner.wanted.capture_sizes) == [2, 4, 16]
+    assert runner.report.waiting == 3
+    for count, sizes in ((3, [4]), (4, [4]), (9, [4, 16]), (1, [2, 4, 16]), (16, [2, 4, 16])):
+        x = rows(backend, count)
+        found = equals_eager(runner, x=x)
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+        assert sizes_of(runner) == sizes, f"at most one for a batch of {count}"
+    assert runner.stats.captures == 3
+    assert not runner.stats.eager
+    calls = model.calls
+    runner(x=rows(backend, 3))
+    assert model.calls == calls, "a replay runs no code of the model"
+    assert [record.descriptor.num_tokens for record in runner.report.records] == [16, 4, 2]
+    assert runner.report.waiting == 0
+    runner(x=rows(backend, 17))
+    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}
+    runner.close()
+
+
+def test_a_capture_leaves_memory_as_a_session_does(backend: GraphBackend) -> None:
+    model = Net(backend)
+    eager = open_runner(backend, "eager", model)
+    before = reserved(backend)
+    eager.close()
+    after_close = reserved(backend)
+    lazy = open_runner(backend, "lazy", model)
+    for count in (16, 4, 2):  # as a session captures
+        lazy(x=rows(backend, count))
+    assert lazy.report.pool_bytes == eager.report.pool_bytes
+    assert lazy.report.static_bytes == eager.report.static_bytes
+    assert abs(reserved(backend) - before) <= 2 * MIB * (backend.device.type == "cuda")
+    lazy.close()
+    assert back_at(backend, after_close)
+
+
+def test_live_requests_are_not_touched(backend: GraphBackend) -> None:
+    """Decode steps of requests that come and go, each new size captured in the middle of them."""
+    model, alone = decoder(backend), decoder(backend)
+    alone.load_state_dict(model.state_dict())
+    config = configure(
+        backend,
+        compilation={
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+            "capture_policy": "lazy",
+        },
+    )
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
+    given, choose = prompts(3, [5, 9, 3, 7]), random.Random(0)
+    lengths, blocks = [0] * 4, [list(range(8 * i, 8 * i + MAX_BLOCKS)) for i in range(4)]
+    steps = [[0], [0, 1], [0, 1], [1, 2], [0, 1, 2, 3], [3], [0, 1, 2]]
+    for step in steps:
+        chunks = []
+        for i in step:
+            tokens = given[i] if not lengths[i] else [choose.randrange(VOCAB)]
+            chunks.append(Chunk(tokens, lengths[i], blocks[i]))
+        found = runner(**batch_of(chunks, backend.device)).clone()
+        torch.testing.assert_close(found, logits_of(alone, chunks), rtol=1e-9, atol=1e-9)
+        for i, chunk in zip(step, chunks, strict=True):
+            lengths[i] += len(chunk.tokens)
+    assert {mode for mode, _ in runner.plan.keys} == {PIECEWISE, FULL}
+    assert runner.stats.captures == len(runner.plan.keys) >= 5
+    assert not runner.stats.eager
+    runner.close()
+
+
+def test_what_the_caller_wrote_into_the_buffers_survives_a_capture(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    for count in (3, 2, 16):
+        x, view = rows(backend, count), runner.input_views(count)["x"]
+        view.copy_(x)
+        found = runner(x=view).clone()
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+        same(view, x)
+    assert runner.stats.captures == 3
+    runner.close()
+
+
+def test_an_output_may_be_the_next_input(backend: GraphBackend) -> None:
+    """It lies in the pool that the next key is captured into."""
+    model, runner = Net(backend), open_runner(backend, "lazy", sizes=(2, 4, 16))
+    runner = open_runner(backend, "lazy", model)
+    x = rows(backend, 16)
+    wanted = model(model(model(x)[:4])[:2])
+    found = runner(x=runner(x=runner(x=x)[:4])[:2])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert runner.stats.captures == 3
+    runner.close()
+
+
+def test_a_staged_batch_is_captured_before_it_is_written(backend: GraphBackend) -> None:
+    model, runner = Net(backend), None
+    runner = open_runner(backend, "lazy", model)
+    for count in (3, 9):
+        x = rows(backend, count)
+        with runner.stage(num_tokens=count) as buffers:
+            buffers["x"].copy_(x)
+        torch.testing.assert_close(buffers.output.clone(), model(x), rtol=1e-4, atol=1e-5)
+    assert sizes_of(runner) == [4, 16]
+    first = runner.stage(num_tokens=9)
+    with first as buffers:
+        second = runner.stage(num_tokens=1)  # inside a block nothing is captured: its rows are being written
+        assert sizes_of(runner) == [4, 16]
+        buffers["x"].copy_(x)
+    torch.testing.assert_close(first.output.clone(), model(x), rtol=1e-4, atol=1e-5)
+    with second as buffers:
+        buffers["x"].copy_(x[:1])
+    torch.testing.assert_close(second.output.clone(), model(x[:1]), rtol=1e-4, atol=1e-5)
+    assert runner.stage(num_tokens=1) is not second, "what ran by a larger graph is looked at again"
+    assert sizes_of(runner) == [2, 4, 16]
+    with pytest.raises(CgplanError, match="staged for are gone"), second:
+        pass
+    with pytest.raises(InputError, match="hold 1 to 16 tokens"):
+        runner.stage(num_tokens=17)
+    runner.close()
+
+
+def test_padding_is_padding_after_a_capture(backend: GraphBackend) -> None:
+    """A larger batch before, then a capture, then a smaller batch: its padding rows must not hold the larger one's."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0, keepdim=True).expand(x.shape)
+
+    runner = open_runner(backend, "lazy", total)
+    for count in (16, 3, 16, 2, 1, 15, 4):
+        x = rows(backend, count)
+        torch.testing.assert_close(runner(x=x), total(x), rtol=1e-4, atol=1e-4)
+    runner.close()
+
+
+def test_nothing_is_captured_where_it_is_forbidden(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    x, many = rows(backend, 3), rows(backend, 12)
+    with runner.no_capture():
+        torch.testing.assert_close(runner(x=x), model(x))
+        with runner.no_capture():
+            pass
+        torch.testing.assert_close(runner(x=x), model(x))
+    assert runner.stats.eager == {MissReason.NOT_CAPTURED_YET: 2}
+    equals_eager(runner, x=many)
+    with runner.no_capture():
+        found = runner(x=x).clone()  # a larger graph serves it
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+    assert sizes_of(runner) == [16]
+    equals_eager(runner, x=x)
+    assert sizes_of(runner) == [4, 16]
+    assert sum(runner.stats.eager.values()) == 2
+    runner.close()
+
+
+def test_on_miss_error_says_why() -> None:
+    backend, model = TapeBackend(), Net(TapeBackend())
+    model.asks = {4}
+    runner = open_runner(backend, "lazy", model, on_miss="error", budget={"max_graphs": 1})
+    with runner.no_capture(), pytest.raises(DispatchMissError, match="its graph is not captured yet") as caught:
+        runner(x=rows(backend, 2))
+    assert "no_capture" in caught.value.remedy
+    with pytest.raises(DispatchMissError, match="its graph could not be captured") as caught:
+        runner(x=rows(backend, 3))
+    assert "retry_failed" in caught.value.remedy
+    equals_eager(runner, x=rows(backend, 2))
+    with pytest.raises(DispatchMissError, match="the budget has no room for its graph"):
+        runner(x=rows(backend, 9))
+    with pytest.raises(DispatchMissError, match="larger than the largest capture size"):
+        runner(x=rows(backend, 17))
+    runner.close()
+
+
+def test_a_key_that_fails_is_remembered_and_leaves_the_others_alone(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    equals_eager(runner, x=rows(backend, 2))
+    pool, before = runner.report.pool_bytes, reserved(backend)
+    model.asks = {4}
+    x = rows(backend, 4)
+    torch.testing.assert_close(runner(x=x), model(x))
+    [failed] = runner.report.failed
+    assert (failed.mode, failed.descriptor.num_tokens, failed.error) == (FULL, 4, "HostSyncError")
+    assert "test_on_demand.py" in failed.detail
+    assert runner.stats.failures == 1
+    assert runner.report.pool_bytes == pool
+    assert reserved(backend) <= before + 2 * MIB * (backend.device.type == "cuda")
+    calls = model.calls
+    runner(x=x)
+    assert model.calls == calls + 1, "run eagerly, and not tried again"
+    assert runner.stats.failures == 1
+    assert runner.stats.eager == {MissReason.CAPTURE_FAILED: 2}
+    equals_eager(runner, x=rows(backend, 1))
+    equals_eager(runner, x=rows(backend, 9))
+    assert sizes_of(runner) == [2, 16]
+    found = runner(x=x).clone()  # now a larger graph serves it
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+    assert sum(runner.stats.eager.values()) == 2
+    assert "HostSyncError" in str(runner.report)
+    assert CaptureReport.model_validate_json(runner.report.model_dump_json()) == runner.report
+    model.asks = set()
+    runner.retry_failed()
+    equals_eager(runner, x=x)
+    assert sizes_of(runner) == [2, 4, 16]
+    assert runner.report.failed == ()
+    runner.close()
+
+
+def test_a_piecewise_key_that_fails_half_way_leaves_nothing(backend: GraphBackend) -> None:
+    """Its first segments are captured when the third one fails."""
+
+    class Broken(torch.nn.Module):
+        bad = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Net(backend) for _ in range(3))
+            self.mix = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number, (layer, mix) in enumerate(zip(self.layers, self.mix, strict=True)):
+                x = mix(layer(x))
+                if self.bad and number == 1 and len(x) == 4:
+                    x = x * float(x.sum().item() != 0.125)
+            return x
+
+    model = Broken()
+    options: Any = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["mix.*"]}
+    runner = open_runner(backend, "lazy", model, **options)
+    equals_eager(runner, x=rows(backend, 2))
+    pool = runner.report.pool_bytes
+    model.bad = True
+    x = rows(backend, 3)
+    torch.testing.assert_close(runner(x=x), model(x), rtol=1e-4, atol=1e-5)
+    assert [failed.descriptor.num_tokens for failed in runner.report.failed] == [4]
+    assert runner.report.pool_bytes == pool
+    equals_eager(runner, x=rows(backend, 2))
+    model.bad = False
+    runner.retry_failed()
+    equals_eager(runner, x=x)
+    assert sizes_of(runner) == [2, 4]
+    runner.close()
+    assert runner.backend.pool_bytes() == 0
+
+
+def test_memory_that_runs_out_costs_one_key() -> None:
+    backend = TapeBackend(pool_limit=5 * 4 * WIDTH * 4)
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    equals_eager(runner, x=rows(backend, 4))
+    x = rows(backend, 16)
+    torch.testing.assert_close(runner(x=x), model(x))
+    [failed] = runner.report.failed
+    assert failed.error == CaptureMemoryError.__name__
+    assert "was freed" not in failed.detail
+    equals_eager(runner, x=rows(backend, 3))
+    assert sizes_of(runner) == [4]
+    runner.close()
+
+
+def test_a_budget_of_graphs_holds(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model, budget={"max_graphs": 2})
+    for count in (3, 9):
+        equals_eager(runner, x=rows(backend, count))
+    x = rows(backend, 2)
+    found = runner(x=x).clone()
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+    assert sizes_of(runner) == [4, 16]
+    assert [failed.error for failed in runner.report.failed] == [BudgetError.__name__]
+    assert runner.report.budget is not None
+    assert [stop.limit for stop in runner.report.budget.stops] == ["max_graphs"]
+    runner(x=x)
+    assert len(runner.report.budget.stops) == 1
+    runner.close()
+
+
+def test_a_budget_of_time_holds() -> None:
+    backend = TapeBackend()
+    runner = open_runner(backend, "lazy", budget={"capture_time": 1e-9})
+    runner(x=rows(backend, 3))
+    assert sizes_of(runner) == []
+    assert runner.stats.eager == {MissReason.OVER_BUDGET: 1}
+    runner.close()
+
+
+def test_seconds_between_captures_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, now = TapeBackend(), [0.0]
+    runner = open_runner(backend, "lazy", budget={"capture_time": 100})
+    monkeypatch.setattr("cgplan.captures.budget.time.perf_counter", lambda: now[0])
+    runner._demand.live._guard._spent = 1.0
+    now[0] = 5000.0
+    equals_eager(runner, x=rows(backend, 3))
+    assert sizes_of(runner) == [4]
+    runner._demand.live._guard._spent = 101.0
+    runner(x=rows(backend, 9))
+    assert sizes_of(runner) == [4]
+    runner.close()
+
+
+def test_a_budget_of_memory_holds_and_gives_back() -> None:
+    """A key that turns out too large is freed, and so is what the pool grew by."""
+    row = WIDTH * 4
+    backend, model = WithDriver(rate=0), None
+    limit = 16 * row + 5 * 4 * row
+    runner = open_runner(backend, "lazy", model, budget={"memory": limit})
+    equals_eager(runner, x=rows(backend, 3))
+    pool = runner.report.pool_bytes
+    x = rows(backend, 16)
+    runner(x=x)
+    assert sizes_of(runner) == [4]
+    assert runner.report.pool_bytes == pool
+    assert runner.report.graph_bytes <= limit
+    assert runner.stats.eager == {MissReason.OVER_BUDGET: 1}
+    equals_eager(runner, x=rows(backend, 3))
+    equals_eager(runner, x=rows(backend, 1))
+    assert sizes_of(runner) == [2, 4]
+    runner.close()
+    assert backend.memory().reserved == 0
+
+
+def test_recapture_and_moved_memory(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    x = rows(backend, 3)
+    before = equals_eager(runner, x=x)
+    with torch.no_grad():
+        model.first.weight.data = -model.first.weight.data
+    for count in (9, 3):
+        with pytest.raises(AddressError, match=r"first\.weight"):
+            runner(x=rows(backend, count))
+        runner._graphed._checked.clear()  # as the first replay of the captured key would
+    assert sizes_of(runner) == [4], "a capture would bless what has moved"
+    runner.recapture()
+    assert sizes_of(runner) == [4]
+    after = equals_eager(runner, x=x)
+    assert not torch.allclose(before, after)
+    runner.invalidate("kv_cache")
+    with pytest.raises(AddressError, match="kv_cache"):
+        runner(x=rows(backend, 9))
+    runner.recapture()
+    equals_eager(runner, x=rows(backend, 9))
+    assert sizes_of(runner) == [4, 16]
+    runner.close()
+    with pytest.raises(CgplanError, match="closed"):
+        runner(x=x)
+
+
+def test_autocast_at_a_capture_is_refused_and_captures_nothing(backend: GraphBackend) -> None:
+    runner = open_runner(backend, "lazy")
+    x = rows(backend, 3)
+    with torch.autocast(backend.device.type, torch.bfloat16), pytest.raises(CgplanError, match="autocast"):
+        runner(x=x)
+    assert sizes_of(runner) == []
+    assert not runner.report.failed
+    with torch.inference_mode():
+        equals_eager(runner, x=x)
+    equals_eager(runner, x=x.requires_grad_())
+    runner.close()
+
+
+def test_debug_mode_checks_each_new_graph() -> None:
+    backend = TapeBackend()
+    runner = open_runner(backend, "lazy", debug=True)
+    for count in (3, 9, 3, 1):
+        x = rows(backend, count)
+        same(runner(x=x).clone(), runner.run_eagerly(x=x))
+    assert runner.stats.captures == 3
+    runner.close()
+
+
+# --- state of the model ---------------------------------------------------------------------------------------
+
+
+class Stateful(torch.nn.Module):
+    """Each run changes state: in place, small and large and of inference mode, by a new tensor, in a number."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        at = backend.device
+        self.decay = torch.nn.Buffer(torch.ones((), device=at))
+        self.held = [torch.full((3,), float("nan"), device=at)]
+        self.ran = torch.nn.Parameter(torch.zeros((), device=at), requires_grad=False)
+        self.large = torch.zeros(LARGEST // 4 + 1, device=at)
+        with torch.inference_mode():
+            self.inferred = torch.zeros((), device=at)
+        self.last: torch.Tensor | None = None
+        self.calls = 0
+        self.table = torch.zeros(WIDTH, device=at)
+        self.rows_of_table = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.rows_of_table < WIDTH:
+            self.table.copy_(torch.arange(WIDTH, device=x.device))
+            self.rows_of_table = WIDTH
+        self.decay.mul_(0.5)
+        self.ran.add_(1)
+        self.held[0].add_(1)
+        self.large.add_(1)
+        with torch.inference_mode():
+            self.inferred.add_(1)
+        self.last = (x + self.table) * self.decay
+        return self.last + 0
+
+    def counts(self) -> tuple[float, float, float]:
+        """Runs, as state in place has counted them."""
+        return -float(self.decay.log2()), self.ran.item(), self.inferred.item()
+
+
+def states_of(runner: GraphRunner, model: Stateful, x: torch.Tensor, runs: int) -> None:
+    """Run a batch, the ``runs``-th of the model."""
+    table = torch.arange(WIDTH, device=x.device)
+    same(runner(x=x), (x + table) * 0.5**runs)
+    assert model.counts() == (runs, runs, runs)
+    assert model.held[0].isnan().all()
+
+
+def test_captures_in_service_leave_the_models_state_as_batches_left_it(backend: GraphBackend) -> None:
+    model = Stateful(backend)
+    runner = open_runner(backend, "lazy", model)
+    for runs, count in enumerate((3, 4, 1, 16, 2), 1):
+        states_of(runner, model, rows(backend, count), runs)
+    assert model.calls == 0, "replays count nothing"
+    assert model.last is not None, "a tensor that was bound anew stays"
+    assert model.large[0] > 5, "a large tensor is not saved"
+    runner.recapture()
+    states_of(runner, model, rows(backend, 3), 6)
+    with torch.inference_mode():
+        runner.recapture()
+        states_of(runner, model, rows(backend, 3), 7)
+    runner.close()
+
+
+def test_replans_leave_the_models_state_as_batches_left_it(backend: GraphBackend) -> None:
+    model = Stateful(backend)
+    runner = open_runner(backend, "adaptive", model)
+    model.decay.fill_(1)
+    model.ran.fill_(0)
+    with torch.inference_mode():
+        model.inferred.fill_(0)
+    model.calls, x = 0, rows(backend, 3)
+    states_of(runner, model, x, 1)
+    runner.replan(apply=False)
+    states_of(runner, model, x, 2)
+    assert sizes_of(runner) == [2, 4, 16]
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [3]
+    states_of(runner, model, x, 3)
+    assert model.calls == 0
+    runner.close()
+
+
+def test_state_stays_where_a_capture_fails(backend: GraphBackend) -> None:
+    class Asks(Stateful):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y * float(y.sum().item() != 0.125)
+
+    model = Asks(backend)
+    runner = open_runner(backend, "lazy", model)
+    states_of(runner, model, rows(backend, 3), 1)
+    assert len(runner.report.failed) == 1
+    assert model.calls == 1, "the batch ran eagerly"
+    runner.close()
+
+
+def test_tensors_that_have_become_others_are_not_written(backend: GraphBackend) -> None:
+    class Grows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.one = torch.zeros(2, device=backend.device), torch.zeros(2, device=backend.device)
+            self.expanded = torch.zeros(1, device=backend.device).expand(4)
+
+    model = Grows()
+    one = model.one
+    with state_kept(model, backend):
+        model.kept.resize_(3).fill_(1)
+        one.fill_(1)
+        model.one = torch.full((2,), 2.0, device=backend.device)
+    assert model.kept.tolist() == [1, 1, 1]
+    assert (one.tolist(), model.one.tolist()) == ([1, 1], [2, 2])
+    version = model.kept._version
+    with pytest.raises(RuntimeError, match="expand"), state_kept(model, backend):
+        model.one.fill_(3).expand(5)
+    assert model.one.tolist() == [2, 2]
+    assert model.kept._version == version, "what nobody has written to is not written"
+
+
+# --- adaptive -------------------------------------------------------------------------------------------------
+
+
+def ask(runner: GraphRunner, backend: GraphBackend, *counts: int) -> None:
+    for count in counts:
+        equals_eager(runner, x=rows(backend, count))
+
+
+def test_a_replan_captures_what_traffic_wants_and_evicts_the_rest(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(8, 64), budget={"max_graphs": 2})
+    ask(runner, backend, *[5] * 6, *[60] * 4, 8)
+    report = runner.replan(times=TIMES)
+    assert [d.num_tokens for _, d in report.captured] == [60]
+    assert sizes_of(runner) == [8, 60]
+    predicted = runner.plan.predicted
+    assert predicted is not None
+    assert predicted.static_bytes == runner.report.static_bytes == 64 * WIDTH * 4, "the buffers of before are kept"
+    assert "sizes     2 (8, 60), planned for runner.stats" in str(runner.report)
+    assert [d.num_tokens for _, d in report.evicted] == [64]
+    ask(runner, backend, *[20] * 20, *[33] * 20)
+    report = runner.replan(times=TIMES)
+    assert sizes_of(runner) == [20, 33]
+    assert (runner.stats.captures, runner.stats.evictions) == (5, 3)
+    assert [record.descriptor.num_tokens for record in runner.report.records] == [33, 20]
+    ask(runner, backend, 5, 20, 33)
+    assert not runner.stats.eager
+    runner(x=rows(backend, 60))
+    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}, "dispatch follows the keys that are there"
+    text = str(report)
+    for words in ("captured -> wanted", "20, 33", "8, 60", "2 captured, 2 evicted"):
+        assert words in text
+    assert ReplanReport.model_validate_json(report.model_dump_json()) == report
+    runner.close()
+
+
+def test_only_what_was_asked_since_the_last_replan_counts() -> None:
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(64,), budget={"max_graphs": 1})
+    with pytest.raises(TrafficError):
+        runner.replan(times=TIMES)
+    ask(runner, backend, *[10] * 100)
+    proposed = runner.replan(times=TIMES, apply=False)
+    assert proposed.way == "proposed"
+    assert proposed.difference.lanes[0].added == (10,)
+    assert sizes_of(runner) == [64]
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [10]
+    ask(runner, backend, 7, 7)
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [7]
+    with pytest.raises(TrafficError):
+        runner.replan(times=TIMES)
+    runner.stats.reset()
+    ask(runner, backend, 3)
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [3]
+    given = Traffic.of([(Batch(50, 50, False, 0), 1)], "given")
+    runner.replan(times=TIMES, traffic=given)
+    assert sizes_of(runner) == [50]
+    ask(runner, backend, 50, 3)
+    runner.close()
+    assert backend.memory().reserved == 0
+
+
+@pytest.mark.parametrize("pool", ["shared", "per_mode", "per_graph"])
+def test_several_replans_equal_a_fresh_runner(backend: GraphBackend, pool: str) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(8, 32, 64), pool=pool)
+    for seen in ([5, 9, 60], [40, 41, 9], [70, 9, 3], [2], [64, 64, 2, 100]):
+        ask(runner, backend, *seen)
+        runner.replan(times=TIMES)
+        assert max(seen) in sizes_of(runner)
+        for count in (1, 2, 9, max(sizes_of(runner))):
+            if count <= max(sizes_of(runner)):
+                x = rows(backend, count)
+                same(runner(x=x).clone(), fresh_answer(runner, model, x=x))
+    runner.close()
+
+
+def test_replans_with_adapters_and_pieces_equal_a_fresh_runner(backend: GraphBackend) -> None:
+    model = decoder(backend, num_layers=2, max_loras=2, lora_rank=4)
+    compilation = {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [2, 4, 16],
+        "capture_policy": "adaptive",
+    }
+    config = configure(backend, max_loras=2, compilation=compilation)
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
+    points = {
+        (mode, case): {1: t, 64: 10 * t} for mode, t in ((NONE, 900), (PIECEWISE, 200), (FULL, 90)) for case in (0, 3)
+    }
+    times = StepTimes.measured(points, "made up")
+
+    def batch(lengths: list[int], ids: list[int]) -> dict[str, Any]:
+        chunks = [Chunk([n % VOCAB] * n, 0, [4 * i, 4 * i + 1, 4 * i + 2]) for i, n in enumerate(lengths)]
+        made = batch_of(chunks, backend.device)
+        lora = [i for i, n in zip(ids, lengths, strict=True) for _ in range(n)]
+        lora_ids = torch.tensor(lora, device=backend.device)
+        return {**made, "lora_ids": lora_ids, "num_active_loras": len({i for i in ids if i >= 0})}
+
+    rounds = [
+        [([1, 1, 1], [-1, -1, -1]), ([1, 1], [0, -1]), ([5, 3], [1, 0])],
+        [([1], [0]), ([9, 2, 1], [-1, -1, -1]), ([7], [1])],
+        [([1, 1, 1, 1], [0, 1, 0, -1]), ([3, 3], [0, 0]), ([2, 4, 6, 8], [-1, -1, -1, -1])],
+    ]
+    for seen in rounds:
+        for lengths, ids in seen:
+            equals_eager(runner, **batch(lengths, ids))
+        report = runner.replan(times=times)
+        assert report.captured
+        assert not report.failed
+        eager = sum(runner.stats.eager.values())
+        for lengths, ids in seen:
+            made = batch(lengths, ids)
+            same(runner(**made).clone(), fresh_answer(runner, model, **made))
+        assert sum(runner.stats.eager.values()) == eager
+    assert {mode for mode, _ in runner.plan.keys} == {PIECEWISE, FULL}
+    assert runner.stats.evictions > 0
+    runner.close()
+
+
+def test_a_new_generation_begins_where_it_takes_less(backend: GraphBackend) -> None:
+    """Exchanged inside the pool while the new graphs fit; anew where they are larger, or much smaller."""
+    runner = open_runner(backend, "adaptive", sizes=(4096,))
+    most = runner.report.pool_bytes
+    ask(runner, backend, *[4096] * 5, *[2048] * 5)
+    report = runner.replan(times=TIMES)
+    assert report.way == "exchanged"
+    assert runner.report.generation == 1
+    assert runner.report.pool_bytes == most
+    ask(runner, backend, *[64] * 50)
+    report = runner.replan(times=TIMES)
+    assert (report.way, runner.report.generation) == ("new generation", 2)
+    assert runner.report.pool_bytes < most / 4
+    ask(runner, backend, *[3000] * 5, *[64] * 5)
+    report = runner.replan(times=TIMES)
+    assert (report.way, report.recaptured) == ("new generation", 1)
+    assert [d.num_tokens for _, d in report.captured] == [3000]
+    if backend.device.type == "cuda":  # either size fills one segment of 20 MiB; 64 rows lie in one of 2 MiB beside it
+        assert runner.report.pool_bytes == most + 2 * MIB
+    else:
+        assert runner.report.pool_bytes < most
+    ask(runner, backend, *[5000] * 5, *[3000] * 5)
+    report = runner.replan(times=TIMES)
+    assert report.way == "new buffers"
+    ask(runner, backend, 5000, 64, 1)
+    runner.close()
+
+
+def test_a_proposal_changes_nothing(backend: GraphBackend) -> None:
+    """Staged blocks stay good, and no random number is drawn."""
+    runner = open_runner(backend, "adaptive", sizes=(4, 8))
+    ask(runner, backend, *[8] * 5)
+    staged = runner.stage(num_tokens=4)
+    before = torch.get_rng_state()
+    report = runner.replan(apply=False)
+    assert report.way == "proposed"
+    assert torch.equal(torch.get_rng_state(), before)
+    x = rows(backend, 4)
+    with staged as buffers:
+        buffers["x"].copy_(x)
+    same(staged.output.clone(), runner(x=x))
+    runner.close()
+
+
+def test_moved_memory_is_refused_by_a_replan_without_graphs(backend: GraphBackend) -> None:
+    runner = open_runner(backend, "adaptive", sizes=(4,))
+    ask(runner, backend, *[4] * 3)
+    nothing = StepTimes.measured({(CUDAGraphMode.NONE, 0): {1: 1.0, 64: 1.0}, (FULL, 0): {1: 9.0, 64: 9.0}}, "given")
+    text = str(runner.replan(times=nothing))
+    assert "all given up with their pools, and none captured" in text
+    assert "0 captured, 1 evicted" in text
+    assert sizes_of(runner) == []
+    runner.invalidate("kv")
+    ask(runner, backend, *[4] * 3)
+    with pytest.raises(AddressError, match="'kv' moved"):
+        runner.replan(times=TIMES)
+    runner.close()
+
+
+def test_all_are_captured_anew_largest_first(backend: GraphBackend) -> None:
+    """After a failure that made the pool grow, not in the order in which batches asked."""
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model, sizes=(8, 64, 512))
+    for size in (8, 64, 512):
+        ask(runner, backend, size)
+    with runner._demand.live._changes(anew=True):
+        runner._demand.live._begin_anew(tuple(runner._demand.live._records))
+    assert [d.num_tokens for _, d in runner._demand.live._records] == [512, 64, 8]
+    runner.graphs_changed()
+    ask(runner, backend, 8, 500)
+    runner.close()
+
+
+def test_memory_goes_back_down(backend: GraphBackend) -> None:
+    model = Net(backend)
+    open_runner(backend, "eager", model, sizes=(64,)).close()  # what libraries keep
+    start = reserved(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(64, 4096), address_check="off")
+    large = reserved(backend)
+    for _ in range(4):
+        ask(runner, backend, *[64] * 5)
+        runner.replan(times=TIMES)
+        small = reserved(backend)
+        assert small < large - 4096 * WIDTH * 4
+        ask(runner, backend, *[4096] * 5, *[64] * 5)
+        runner.replan(times=TIMES)
+        assert reserved(backend) <= large + 2 * MIB * (backend.device.type == "cuda")
+    runner.close()
+    assert back_at(backend, start)
+
+
+def test_outputs_that_were_handed_out_outlive_their_graphs(backend: GraphBackend) -> None:
+    """Their numbers are no longer valid, but to read them must not crash."""
+    runner = open_runner(backend, "adaptive", sizes=(4096,))
+    held = runner(x=rows(backend, 4096))
+    tail = held[-1]
+    ask(runner, backend, *[8] * 9)
+    given = Traffic.of([(Batch(8, 8, True, 0), 1)], "given")
+    report = runner.replan(times=TIMES, traffic=given)
+    assert report.way == "new generation"
+    backend.release_cached()
+    assert float(held.sum()) == float(held.sum())
+    assert tail.shape == (WIDTH,)
+    float(tail.sum())
+    del held
+    ask(runner, backend, 8, 3)
+    if backend.device.type == "cuda":
+        lingering = runner._graphed.pools.nbytes
+        del tail
+        gc.collect()
+        runner._graphed.sweep()
+        assert runner._graphed.pools.nbytes < lingering
+    runner.close()
+
+
+def test_a_graph_whose_output_is_held_is_freed_later() -> None:
+    backend = Watching()
+    runner = open_runner(backend, "adaptive", sizes=(64,))
+    ask(runner, backend, 64, *[8] * 9)
+    backend.held = True
+    given = [Traffic.of([(Batch(n, n, True, 0), 1)], "given") for n in (8, 16)]
+    runner.replan(times=TIMES, traffic=given[0])
+    both = backend.memory().reserved
+    assert runner.report.pool_bytes == both, "the old pool counts as long as it is there"
+    ask(runner, backend, 5)
+    backend.held = False
+    runner.replan(times=TIMES, traffic=given[1])
+    assert backend.memory().reserved < both
+    assert runner.report.pool_bytes == backend.memory().reserved
+    backend.held = True
+    ask(runner, backend, 16)
+    runner.replan(times=TIMES, traffic=given[0])
+    runner.close()
+    assert backend.memory().reserved == 0, "closing waits for nobody"
+
+
+def test_no_graph_is_kept_by_the_runners_own_hold_on_its_output() -> None:
+    """Neither for a moment: what is given up is free before anything else is captured, the collector off."""
+    backend = Unowned()
+    runner = open_runner(backend, "adaptive", sizes=(4096,))
+    ask(runner, backend, *[4096] * 5, *[64] * 50)
+    most = runner.report.pool_bytes
+    assert (
+        runner.replan(times=TIMES, traffic=Traffic.of([(Batch(64, 64, True, 0), 1)], "given")).way == "new generation"
+    )
+    assert runner.report.pool_bytes < most / 4
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", ["its input", "its input besides", "a view of its cache"])
+def test_outputs_outside_of_the_pool_keep_no_graph(kind: str) -> None:
+    """The static buffers and the model hold that memory for ever."""
+
+    class Returns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4096, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = (x * 3).relu()
+            if kind == "a view of its cache":
+                self.cache[: len(x)].copy_(y)
+                return self.cache[: len(x)]
+            return x.add_(y) if kind == "its input" else (y, x)
+
+    backend = Unowned()
+    runner = open_runner(backend, "adaptive", Returns(), sizes=(4096,), outputs="clone")
+    for _ in range(2):
+        for size in (64, 4096):
+            for _ in range(5):
+                runner(x=rows(backend, size))
+            runner.replan(times=TIMES)
+            assert not runner._graphed._retired
+    runner.close()
+
+
+def test_a_capture_inside_a_call_holds_no_older_output() -> None:
+    """A larger key that fails half-way has grown the pool, so what was captured before goes to a new one."""
+
+    class FailsLate(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.0 if len(x) < 4096 else float(x.sum().item() != 0.125))
+
+    backend = Unowned()
+    runner = open_runner(backend, "lazy", FailsLate(backend), sizes=(2, 4096))
+    for _ in range(3):
+        runner(x=rows(backend, 2))  # a call looks at the one before it
+    pool = runner.report.pool_bytes
+    runner(x=rows(backend, 4000))
+    assert [failed.descriptor.num_tokens for failed in runner.report.failed] == [4096]
+    assert (runner.report.generation, runner.report.pool_bytes) == (2, pool)
+    runner.close()
+
+
+def test_a_key_that_fails_in_a_replan(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(16,))
+    model.asks = {200}
+    for _ in range(5):
+        runner(x=rows(backend, 200))
+        runner(x=rows(backend, 3))
+    report = runner.replan(times=TIMES)
+    assert [failed.descriptor.num_tokens for failed in report.failed] == [200]
+    assert runner.report.failed == report.failed
+    assert sizes_of(runner) == [3]
+    assert runner.stats.failures == 1
+    x = rows(backend, 200)
+    torch.testing.assert_close(runner(x=x), model(x))
+    ask(runner, backend, 2)
+    calls = model.calls
+    assert runner.replan(times=TIMES).failed == report.failed
+    assert sizes_of(runner) == [2]
+    assert model.calls - calls == 2, "a warm-up and a capture of 2; 200 is not tried again"
+    model.asks = set()
+    runner.retry_failed()
+    runner(x=x)
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [200]
+    ask(runner, backend, 200, 3)
+    runner.close()
+
+
+def test_what_failed_is_left_out_of_later_plans(backend: GraphBackend) -> None:
+    """A size that cannot be captured takes no place in the budget, and nothing is made ready for it."""
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(16,), budget={"max_graphs": 2})
+    model.asks = {300}
+
+    def traffic() -> None:
+        for count in (300,) * 9 + (20,) * 3 + (5,) * 3:
+            runner(x=rows(backend, count))
+
+    traffic()
+    first = runner.replan(times=TIMES)
+    assert [key.descriptor.num_tokens for key in first.failed] == [300]
+    assert first.difference.failed == (), "it was not known before"
+    assert len(sizes_of(runner)) == 1
+    traffic()
+    proposed = runner.replan(times=TIMES, apply=False)
+    second = runner.replan(times=TIMES)
+    assert sizes_of(runner) == [5, 20], "both places go to sizes that can be captured"
+    for report in (proposed, second):
+        [left_out] = report.difference.failed
+        assert (left_out.mode, left_out.sizes) == (FULL, (300,))
+        assert left_out.reason.startswith("HostSyncError: ")
+        assert report.failed == first.failed
+        assert "left out  FULL 300: HostSyncError" in str(report)
+        assert "failed" not in str(report), "it is said once"
+        assert ReplanReport.model_validate_json(report.model_dump_json()) == report
+    assert runner._graphed.most_tokens == 20 or second.way != "new buffers"
+    assert runner.stats.failures == 1
+    model.asks = set()
+    runner.retry_failed()
+    traffic()
+    assert runner.replan(times=TIMES).difference.failed == ()
+    assert 300 in sizes_of(runner)
+    runner.close()
+
+
+def test_what_the_budget_refused_may_be_planned_again() -> None:
+    """It was its cost beside others that was wrong, not the key."""
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(16,))
+    ask(runner, backend, 16, 5)
+    key = (FULL, BatchDescriptor(5, 5, False))
+    runner._demand.live.failed[key] = FailedKey(mode=FULL, descriptor=key[1], error="BudgetError", detail="memory")
+    report = runner.replan(times=TIMES, apply=False)
+    assert report.difference.failed == ()
+    assert 5 in report.difference.lanes[0].added
+    runner.close()
+
+
+def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Path) -> None:
+    backend, model = TapeBackend(), Net(TapeBackend())
+    runner = open_runner(backend, "lazy", model)
+    model.asks = {4}
+    for count in (2, 4, 16):
+        runner(x=rows(backend, count))
+    report = tmp_path / "report.json"
+    report.write_text(runner.report.model_dump_json(), encoding="utf-8")
+    costs, _, failed = costs_of(LoadedConfig(runner.config, {}, tmp_path), str(report))
+    assert costs is not None
+    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {4: "HostSyncError"}
+    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
+    assert plan.capture_sizes == (2, 16)
+    runner.close()
+
+
+def test_once_a_replan_has_captured_a_graph_none_is_missing() -> None:
+    row = WIDTH * 4
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(64,), budget={"memory": 32 * row})
+    assert NO_GRAPH in runner.report.warnings
+    ask(runner, backend, 2)
+    runner.replan(times=TIMES)
+    assert runner.plan.keys
+    assert NO_GRAPH not in runner.report.warnings
+    runner.close()
+
+
+def test_a_budget_holds_through_replans() -> None:
+    row = WIDTH * 4
+    backend = WithDriver(rate=1)
+    limit = 64 * row + 3 * 64 * row + 4096
+    runner = open_runner(backend, "adaptive", sizes=(8, 64), budget={"memory": limit, "max_graphs": 3})
+    for seen in ([64, 32, 16, 8], [60, 50, 40, 30], [1, 2, 3, 4], [9, 64]):
+        ask(runner, backend, *seen)
+        runner.replan(times=TIMES)
+        assert runner.report.graph_bytes <= limit
+        assert 0 < len(runner.plan.keys) <= 3
+        ask(runner, backend, *seen)
+    with pytest.raises(BudgetError):
+        runner.replan(times=TIMES, traffic=Traffic.of([(Batch(4000, 200, False, 0), 1)], "given"))
+    ask(runner, backend, 9, 64)
+    runner.close()
+    assert backend.memory().reserved == 0
+
+
+def test_buffers_that_cannot_grow_leave_the_old_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TapeBackend()
+    runner = open_runner(backend, "adaptive", sizes=(8, 64))
+    ask(runner, backend, 3)
+    real, full = torch.zeros, torch.OutOfMemoryError("no memory")
+
+    def zeros(shape: Any, **options: Any) -> torch.Tensor:
+        if shape and shape[0] > 64:
+            raise full
+        return real(shape, **options)
+
+    monkeypatch.setattr("cgplan.buffers.static.torch.zeros", zeros)
+    given = Traffic.of([(Batch(100, 100, True, 0), 1)], "given")
+    with pytest.raises(CaptureMemoryError, match="static buffers of 100 tokens"):
+        runner.replan(times=TIMES, traffic=given)
+    assert sizes_of(runner) == [8, 64]
+    ask(runner, backend, 3, 33)
+    runner.close()
+
+
+def test_the_largest_size_that_the_configuration_allows_holds() -> None:
+    backend = TapeBackend()
+    config = config_of(backend, "adaptive", sizes=(1,))
+    compilation = config.compilation.model_copy(
+        update={"cudagraph_capture_sizes": "powers_of_two", "max_cudagraph_capture_size": 16}
+    )
+    config = config.model_copy(update={"compilation": compilation})
+    runner = CaptureSession(build_plan(config), Net(backend), backend, config).run()
+    ask(runner, backend, *[13] * 5)
+    for _ in range(5):
+        runner(x=rows(backend, 40))
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [13]
+    assert runner.plan.max_num_batched_tokens == config.scheduler.max_num_batched_tokens
+    runner.recapture()
+    assert sizes_of(runner) == [13], "a recapture captures the plan that was captured last"
+    ask(runner, backend, 13)
+    runner.close()
+
+
+def test_step_times_are_measured_on_padding(backend: GraphBackend) -> None:
+    runner = open_runner(backend, "adaptive", sizes=(8, 64))
+    written = runner.input_views(5)["x"]
+    x = rows(backend, 5)
+    written.copy_(x)
+    runner(x=written)
+    report = runner.replan(apply=False)
+    same(written, x)
+    evidence = runner._demand._proposal(None, None, None).evidence
+    assert evidence is not None
+    assert evidence["times_source"] == "the runner, on padding"
+    assert report.difference.lanes
+    assert {mode for mode, _ in runner._demand._points} == {NONE, FULL}
+    runner.close()
+
+
+def test_who_may_replan() -> None:
+    backend = TapeBackend()
+    for policy in ("eager", "lazy"):
+        runner = open_runner(backend, policy)
+        runner(x=rows(backend, 3))
+        with pytest.raises(CgplanError, match=f"capture_policy is {policy}") as caught:
+            runner.replan()
+        assert "adaptive" in caught.value.remedy
+        runner.close()
+    runner = open_runner(backend, "adaptive")
+    runner(x=rows(backend, 3))
+    with runner.no_capture(), pytest.raises(CgplanError, match="no_capture"):
+        runner.replan()
+    with runner.stage(num_tokens=2) as buffers:
+        buffers["x"].zero_()
+        with pytest.raises(CgplanError, match="another call was under way"):
+            runner.replan(times=TIMES)
+    runner.replan(times=TIMES)
+    ask(runner, backend, 3)
+    runner.invalidate("kv_cache")
+    with pytest.raises(AddressError, match="kv_cache"):
+        runner.replan(times=TIMES)
+    runner.recapture()
+    ask(runner, backend, 3)
+    runner.close()
+    with pytest.raises(CgplanError, match="closed"):
+        runner.replan()
+
+
+def test_a_manager_replans(backend: GraphBackend) -> None:
+    config = config_of(backend, "adaptive", sizes=(64,))
+    with CudaGraphManager(config, Net(backend), backend) as manager:
+        manager.capture()
+        manager.run(x=rows(backend, 9))
+        assert manager.replan(times=TIMES).way == "new generation"
+        assert manager.sizes == (9,)
+        ask(manager.runner, backend, 9, 3)
+    assert manager.pool.nbytes == 0
+
+
+def test_stats_count_failures() -> None:
+    backend, model = TapeBackend(), Net(TapeBackend())
+    model.asks = {4}
+    runner = open_runner(backend, "lazy", model)
+    runner(x=rows(backend, 4))
+    assert json.loads(runner.stats.json())["failures"] == 1
+    assert 'cgplan_capture_failures_total{runner="runner"} 1.0' in runner.stats.prometheus()
+    runner.close()
+
+
+# --- interrupted ----------------------------------------------------------------------------------------------
+
+
+class Interrupted(TapeBackend):
+    """Raises at the next call of one of its functions, as Ctrl-C does at any time."""
+
+    at = ""
+
+    def _pass(self, name: str) -> None:
+        if self.at == name:
+            self.at = ""
+            raise KeyboardInterrupt
+
+    def watch(self, tensor: torch.Tensor) -> Any:
+        self._pass("watch")
+        return super().watch(tensor)
+
+    def release_cached(self) -> None:
+        self._pass("release_cached")
+        super().release_cached()
+
+    def synchronize(self) -> None:
+        self._pass("synchronize")
+        super().synchronize()
+
+    def new_pool(self) -> Any:
+        self._pass("new_pool")
+        return super().new_pool()
+
+
+@pytest.mark.parametrize("at", ["watch", "release_cached", "synchronize", "new_pool"])
+def test_a_replan_that_is_interrupted(at: str) -> None:
+    """What is gone is not dispatched to, what is there is; nothing is lost of the memory, and it can be replanned."""
+    backend = Interrupted()
+    model = Net(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(2, 4, 16), budget={"max_graphs": 3})
+    ask(runner, backend, *[9] * 5, *[4] * 5)
+    backend.at = at
+    with pytest.raises(KeyboardInterrupt):
+        runner.replan(times=TIMES)
+    assert backend.at == ""
+    for count in (1, 3, 9, 16, 20):
+        x = rows(backend, count)
+        torch.testing.assert_close(runner(x=x), model(x), rtol=1e-4, atol=1e-5)
+        if count <= 16:
+            with runner.stage(count) as buffers:  # also where no graph is left: then it runs eagerly
+                buffers["x"].copy_(x)
+            torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
+    ask(runner, backend, *[9] * 5, *[4] * 5)
+    runner.replan(times=TIMES)
+    assert 9 in sizes_of(runner)
+    ask(runner, backend, 9, 3)
+    runner.close()
+    assert backend.memory().reserved == 0
+
+
+@pytest.mark.parametrize("at", ["release_cached", "synchronize"])
+def test_a_close_that_is_interrupted_is_made_good_by_the_next(at: str) -> None:
+    backend = Interrupted()
+    runner = open_runner(backend, "eager")
+    backend.at = at
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    with pytest.raises(CgplanError, match="closed"):
+        runner(x=rows(backend, 3))
+    runner.close()
+    assert backend.memory().reserved == 0
+    assert runner._graphed.buffers.nbytes == 0
+    runner.close()
+
+
+def test_what_the_buffers_hold_can_be_staged_without_a_graph() -> None:
+    """After a replan the graphs may be smaller than the buffers."""
+    backend, model = TapeBackend(), Net(TapeBackend())
+    runner = open_runner(backend, "adaptive", model, sizes=(16,))
+    runner.replan(times=TIMES, traffic=Traffic.of([(Batch(3, 3, True, 0), 1)], "given"))
+    assert sizes_of(runner) == [3]
+    x = rows(backend, 16)
+    with runner.stage(16) as buffers:
+        buffers["x"].copy_(x)
+    torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
+    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}
+    ask(runner, backend, 2, 3)  # padded behind what the large one left
+    with pytest.raises(InputError, match="static buffers hold 1 to 16 tokens, asked for 17"):
+        runner.stage(17)
+    runner.close()
+
+
+# --- anything in any order ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["shared", "per_mode", "per_graph"])
+@pytest.mark.parametrize("policy", ["lazy", "adaptive"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_answer_equals_eager_whatever_was_done(backend: GraphBackend, policy: str, pool: str, seed: int) -> None:
+    model, choose = Net(backend), random.Random(seed)
+    runner = open_runner(backend, policy, model, sizes=(2, 8, 32), pool=pool)
+
+    def call() -> None:
+        x = rows(backend, choose.randint(1, 40))
+        found = runner(x=x).clone()
+        same(found, runner.run_eagerly(x=x))
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+
+    def staged() -> None:
+        x = rows(backend, choose.randint(1, 2))
+        with runner.stage(num_tokens=len(x)) as buffers:
+            buffers["x"].copy_(x)
+        torch.testing.assert_close(buffers.output.clone(), model(x), rtol=1e-4, atol=1e-5)
+
+    def replan() -> None:
+        if policy == "adaptive":
+            call()
+            runner.replan(times=TIMES)
+            if max(runner.plan.capture_sizes) < 2:
+                runner.replan(times=TIMES, traffic=Traffic.of([(Batch(2, 2, True, 0), 1)], "given"))
+
+    def forbid() -> None:
+        with runner.no_capture():
+            call()
+
+    def invalidate() -> None:
+        runner.invalidate("cache")
+        with pytest.raises(AddressError):
+            runner(x=rows(backend, 1))
+        runner.recapture()
+
+    def fail() -> None:
+        model.asks = {choose.choice([2, 8, 32])}
+        call()
+        model.asks = set()
+        runner.retry_failed()
+
+    if policy == "lazy":
+        call()
+    for _ in range(25):
+        choose.choice([call, call, call, staged, replan, forbid, invalidate, fail])()
+    runner.close()
+    gc.collect()
+    if backend.device.type == "cpu":
+        assert backend.memory().reserved == 0

@@ -1,0 +1,1493 @@
+"""Sessions, runners and wrappers, on the tape and on CUDA alike."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from checks import MIB, back_at, reserved, same
+from torch import Tensor, nn
+
+import cgplan
+from cgplan.backends import GraphBackend
+from cgplan.backends.context import CaptureScope, forward_context, get_forward_context
+from cgplan.backends.tape import TapeBackend
+from cgplan.config import Input, validate_config
+from cgplan.errors import (
+    AddressError,
+    CaptureError,
+    CaptureMemoryError,
+    CgplanError,
+    ConfigError,
+    DispatchMissError,
+    HostSyncError,
+    InputError,
+    ModelError,
+    OutputShapeError,
+    PlanError,
+    SealedError,
+)
+from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
+from cgplan.planning import MissReason, build_plan
+from cgplan.planning.difference import fitted
+from cgplan.runner.runner import GraphRunner
+from cgplan.runner.session import CaptureProgress, CaptureSession
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+X = Input(shape=("num_tokens", 2), dtype="float32", pad=0)
+ROWS = Input(shape=("num_tokens",), dtype="float32", pad=0)
+LENGTHS = Input(shape=("num_reqs",), dtype="int64", pad=0)
+STARTS = Input(shape=("num_reqs + 1",), dtype="int64", pad="last")
+
+
+def open_runner(
+    backend: GraphBackend,
+    model: Callable[..., Any],
+    inputs: dict[str, Input] | None = None,
+    *,
+    sizes: list[int] | None = None,
+    output_rows: str = "num_tokens",
+    progress: Callable[[CaptureProgress], None] | None = None,
+    compilation: dict[str, Any] | None = None,
+    **sections: Any,
+) -> GraphRunner:
+    config = validate_config(
+        {
+            "model": {"target": "tests:model", "output_rows": output_rows},
+            "inputs": inputs or {"x": X},
+            "compilation": {"cudagraph_capture_sizes": sizes or [2, 4, 8], **(compilation or {})},
+            **sections,
+        }
+    )
+    return CaptureSession(build_plan(config), model, backend, config, progress=progress).run()
+
+
+def rows(*values: float, device: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def batch(backend: GraphBackend, count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 2, generator=torch.Generator().manual_seed(seed)).to(backend.device)
+
+
+def test_a_suspended_runner_gives_its_memory_back_until_it_captures_again(backend: GraphBackend) -> None:
+    x = batch(backend, 3)
+    open_runner(backend, total).close()  # what libraries keep
+    before = reserved(backend)
+    runner = open_runner(backend, total)
+    wanted = runner(x=x).clone()
+    held = reserved(backend)
+    runner.suspend()
+    assert back_at(backend, before)
+    for use in (lambda: runner(x=x), lambda: runner.stage(3), lambda: runner.invalidate("x")):
+        with pytest.raises(cgplan.CgplanError, match="suspended") as caught:
+            use()
+        assert "recapture" in caught.value.remedy
+    runner.suspend()
+    runner.recapture()
+    same(runner(x=x).clone(), wanted)
+    assert reserved(backend) <= held + 2 * MIB * (backend.device.type == "cuda")
+    runner.suspend()
+    runner.close()
+    for use in (runner.recapture, runner.suspend):
+        with pytest.raises(cgplan.CgplanError, match="closed"):
+            use()
+
+
+# --- padding --------------------------------------------------------------------------------------------------
+
+
+def total(x: Tensor) -> Tensor:
+    """A model in which every row sees all others, so that padding shows."""
+    return x + x.sum()
+
+
+def test_rows_behind_a_batch_are_padding_again_after_a_larger_one(backend: GraphBackend) -> None:
+    pad = Input(shape=("num_tokens",), dtype="float32", pad=-1)
+    runner = open_runner(backend, total, {"x": pad}, sizes=[8])
+    for count in (8, 3, 5, 1, 7, 7, 2):
+        x = torch.full((count,), 10.0, device=backend.device)
+        wanted = 10 + count * 10.0 - (8 - count)
+        same(runner(x=x), torch.full((count,), wanted, device=backend.device))
+    assert runner.stats.padded_rows == 0 + 5 + 3 + 7 + 1 + 1 + 6
+
+
+def test_padding_holds_across_sizes_and_dimensions(backend: GraphBackend) -> None:
+    wide = Input(shape=(3, "2 * num_tokens"), dtype="float32", pad=5)
+    runner = open_runner(backend, lambda w, x: x + w.sum(), {"w": wide, "x": ROWS}, sizes=[2, 4])
+    for count, padded in ((4, 4), (1, 2), (3, 4), (2, 2), (1, 2)):
+        x = torch.zeros(count, device=backend.device)
+        w = torch.ones(3, 2 * count, device=backend.device)
+        wanted = 3.0 * (2 * count + 5 * 2 * (padded - count))
+        same(runner(w=w, x=x), torch.full_like(x, wanted))
+
+
+def test_padding_with_the_last_row(backend: GraphBackend) -> None:
+    def model(x: Tensor, starts: Tensor) -> Tensor:
+        lengths = starts.diff()  # 0 for requests that are not there
+        return x + lengths.sum() * 100 + starts[-1] + (lengths > 0).sum()
+
+    runner = open_runner(backend, model, {"x": ROWS, "starts": STARTS}, sizes=[8])
+    for lengths in ([3, 2], [1, 1, 1, 1, 1, 1, 1, 1], [7], [1, 2, 1]):
+        tokens = sum(lengths)
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(backend.device)
+        wanted = tokens * 101.0 + len(lengths)
+        same(runner(x=torch.zeros(tokens, device=backend.device), starts=starts)[0].item(), wanted)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_poisoned_padding_never_changes_real_rows(backend: GraphBackend, mode: str) -> None:
+    layer = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).to(backend.device)
+    poison = Input(shape=("num_tokens", 2), dtype="float32", pad=float("nan"))
+    runner = open_runner(backend, lambda x: layer(x), {"x": poison}, sizes=[8], compilation={"cudagraph_mode": mode})
+    for count in (8, 1, 5, 3):
+        x = batch(backend, count, count)
+        found = runner(x=x)
+        assert found.shape == (count, 2)
+        assert not found.isnan().any()
+        clean = torch.cat([x, torch.zeros(8 - count, 2, device=backend.device)])
+        with torch.no_grad():
+            same(found, layer(clean)[:count])
+
+
+def test_a_model_that_writes_its_input_finds_padding_each_time(backend: GraphBackend) -> None:
+    """The padding rows of a static buffer are written by warm-ups and by each replay."""
+
+    def model(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x + x.sum()
+
+    runner = open_runner(backend, model, {"x": ROWS}, sizes=[2, 4])
+    for count, padded in ((3, 4), (3, 4), (1, 2), (3, 4), (2, 2), (4, 4)):
+        x = torch.zeros(count, device=backend.device)
+        same(runner(x=x), torch.full((count,), 1.0 + padded, device=backend.device))
+        same(x, torch.zeros_like(x))
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_equals_the_model_and_counts_itself(backend: GraphBackend) -> None:
+    layer = nn.Linear(2, 2).to(backend.device)
+    runner = open_runner(backend, lambda x: torch.tanh(layer(x)))
+    for count in (1, 2, 3, 4, 8, 9, 40):
+        x = batch(backend, count, count)
+        found = runner(x=x)
+        assert found.shape == (count, 2)
+        with torch.no_grad():
+            torch.testing.assert_close(found, torch.tanh(layer(x)), rtol=1e-5, atol=1e-6)
+    stats = runner.stats
+    assert {d.num_tokens: n for (mode, d), n in stats.replays.items() if mode is FULL} == {2: 2, 4: 2, 8: 1}
+    assert dict(stats.eager) == {MissReason.TOO_LARGE: 2}
+    assert stats.padded_rows == 1 + 1
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_run_eagerly_equals_the_call_bit_for_bit(backend: GraphBackend, mode: str) -> None:
+    layer = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 2)).to(backend.device)
+    runner = open_runner(
+        backend, lambda x: layer(x) + x.mean(), compilation={"cudagraph_mode": mode, "outputs": "clone"}
+    )
+    counts = torch.randint(1, 12, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    for seed, count in enumerate(counts):
+        x = batch(backend, count, seed)
+        same(runner(x=x), runner.run_eagerly(x=x))
+    assert sum(runner.stats.replays.values()) == sum(count <= 8 for count in counts)
+
+
+def test_eager_runs_may_leave_the_padding_out(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x + x.shape[0], {"x": ROWS}, sizes=[8])
+    x = torch.zeros(3, device=backend.device)
+    same(runner.run_eagerly(x=x), torch.full_like(x, 8))
+    same(runner.run_eagerly(padded=False, x=x), torch.full_like(x, 3))
+    assert not runner.stats.replays
+
+
+def test_outputs_are_borrowed_or_cloned(backend: GraphBackend) -> None:
+    x, y = batch(backend, 4, 1), batch(backend, 4, 2)
+    borrowing = open_runner(backend, lambda x: x * 2)
+    found = borrowing(x=x)
+    before = found.clone()
+    borrowing(x=y)
+    same(found, y * 2)
+    cloning = open_runner(backend, lambda x: x * 2, compilation={"outputs": "clone"})
+    found = cloning(x=x)
+    cloning(x=y)
+    same(found, before)
+    nested = open_runner(backend, lambda x: {"y": [x * 2]}, compilation={"outputs": "clone"})
+    found = nested(x=x)["y"][0]
+    nested(x=y)
+    same(found, before)
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_outputs_of_any_structure_are_sliced(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Any:
+        return {"a": [x, (x * 2, None)], "b": Pair(x + 1, 2.5), "c": OrderedDict(d=x[:, 0]), "e": 3}
+
+    runner = open_runner(backend, model, sizes=[8])
+    x = batch(backend, 3)
+    same(runner(x=x), model(x))
+    assert type(runner(x=x)["b"]) is Pair
+
+
+def test_outputs_that_count_requests(backend: GraphBackend) -> None:
+    def model(x: Tensor, lengths: Tensor) -> Tensor:
+        return lengths.float() + x.sum()
+
+    inputs = {"x": ROWS, "lengths": LENGTHS}
+    runner = open_runner(backend, model, inputs, sizes=[8], output_rows="num_reqs", scheduler={"max_num_seqs": 4})
+    lengths = torch.tensor([3, 2], device=backend.device)
+    same(runner(x=torch.ones(5, device=backend.device), lengths=lengths), lengths + 5.0)
+    assert runner.stats.padded_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (lambda x: x.sum(), r"shape \[\]; dimension 0 should have 8 rows"),
+        (lambda x: x.t().contiguous(), r"shape \[2, 8\]"),
+        (lambda x: (x, x[:1]), r"output 1 of the model has shape \[1, 2\]"),
+    ],
+)
+def test_an_output_without_the_batch_dimension_is_refused(
+    backend: GraphBackend, model: Callable[..., Any], complaint: str
+) -> None:
+    with pytest.raises(OutputShapeError, match=complaint) as caught:
+        open_runner(backend, model, sizes=[8])
+    assert "output_rows" in caught.value.remedy
+
+
+@dataclass
+class Hidden:
+    y: Tensor
+
+
+class OwnDict(dict[str, Tensor]):
+    pass
+
+
+@pytest.mark.parametrize("wrap", [lambda y: Hidden(y), lambda y: OwnDict(y=y)], ids=["dataclass", "dict"])
+def test_an_output_that_hides_its_tensors_is_refused(backend: GraphBackend, wrap: Callable[[Tensor], Any]) -> None:
+    """Its padding rows could not be cut off, and nobody would notice."""
+    with pytest.raises(OutputShapeError, match="whose tensors cannot be reached"):
+        open_runner(backend, lambda x: wrap(x * 2))
+
+
+def test_a_miss_is_an_error_where_asked_for(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2, compilation={"on_miss": "error"})
+    same(runner(x=batch(backend, 8)), batch(backend, 8) * 2)
+    with pytest.raises(DispatchMissError, match="9 tokens: larger than the largest capture size"):
+        runner(x=batch(backend, 9))
+    assert not runner.stats.eager
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_a_miss_of_a_saved_plan_is_about_that_plan(backend: GraphBackend, mode: str) -> None:
+    """What the configuration says of sizes and mode does not count there."""
+    given = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [2, 4], "on_miss": "error"}
+    config = validate_config({"inputs": {"x": X}, "compilation": given})
+    plan = build_plan(config)
+    saved = fitted(plan, config, file="plan.json")
+    planned = plan.model_copy(update={"evidence": {}})
+    advice = {"": plan, "those of the plan plan.json": saved, "those of a plan for traffic": planned}
+    for words, chosen in advice.items():
+        runner = CaptureSession(chosen, lambda x: x * 2, backend, config).run()
+        for rows, uniform in ((9, True), (2, False)):
+            if mode == "FULL" and not uniform:
+                continue
+            with pytest.raises(DispatchMissError) as caught:
+                runner(x=batch(backend, rows), uniform_decode=uniform)
+            assert words in caught.value.remedy
+            assert ("`cgplan plan`" in caught.value.remedy) == bool(words)
+            assert ("cudagraph_" in caught.value.remedy) != bool(words)
+        runner.close()
+
+
+def test_scalars_and_fixed_shapes_are_inputs_too(backend: GraphBackend) -> None:
+    inputs = {"x": X, "scale": Input(shape=(), dtype="float32", pad=1), "w": Input(shape=(2,), dtype="int64", pad=0)}
+    runner = open_runner(backend, lambda x, scale, w: x * scale + w, inputs)
+    w = torch.tensor([1, 2], device=backend.device)
+    for scale in (2.0, 3.0):
+        given = torch.tensor(scale, device=backend.device)
+        same(runner(x=batch(backend, 3), scale=given, w=w), batch(backend, 3) * scale + w)
+
+
+# --- wrong calls ----------------------------------------------------------------------------------------------
+
+TWO_INPUTS = {"x": X, "lengths": LENGTHS}
+
+
+def wrong_calls() -> dict[str, tuple[Callable[[Any], dict[str, Any]], str]]:
+    def good(device: Any, **changes: Any) -> dict[str, Any]:
+        given = {"x": torch.zeros(4, 2, device=device), "lengths": torch.ones(4, dtype=torch.int64, device=device)}
+        return {**given, **changes}
+
+    def without(device: Any, name: str) -> dict[str, Any]:
+        return {k: v for k, v in good(device).items() if k != name}
+
+    return {
+        "name": (lambda d: {**without(d, "lengths"), "length": torch.zeros(4)}, "unknown input 'length'"),
+        "more": (lambda d: good(d, extra=torch.zeros(4)), "unknown input 'extra'"),
+        "missing": (lambda d: without(d, "lengths"), "input 'lengths' is missing"),
+        "nothing": (lambda d: {}, "is missing"),
+        "type": (lambda d: good(d, x=[[0.0, 0.0]]), "input 'x' is a list, not a tensor"),
+        "dtype": (
+            lambda d: good(d, x=torch.zeros(4, 2, device=d).double()),
+            "dtype torch.float64, declared",
+        ),
+        "device": (lambda d: good(d, x=torch.zeros(4, 2, device="meta")), "input 'x' is on meta"),
+        "ndim": (
+            lambda d: good(d, x=torch.zeros(4, 2, 1, device=d)),
+            r"shape \[4, 2, 1\], declared is \['num_tokens', 2",
+        ),
+        "fewer dimensions": (lambda d: good(d, x=torch.zeros(4, device=d)), r"input 'x' has shape \[4\]"),
+        "fixed": (lambda d: good(d, x=torch.zeros(4, 3, device=d)), r"input 'x' has shape \[4, 3\]"),
+        "no rows": (
+            lambda d: good(d, x=torch.zeros(0, 2, device=d), lengths=torch.zeros(0, device=d).long()),
+            "0 rows",
+        ),
+        "no requests": (lambda d: good(d, lengths=torch.zeros(0, device=d).long()), "0 rows"),
+        "many requests": (lambda d: good(d, lengths=torch.zeros(5, device=d).long()), "5 requests, but 4 tokens"),
+        "too many": (
+            lambda d: {"x": torch.zeros(9, 2, device=d), "lengths": torch.zeros(9, device=d).long()},
+            "has 9 requests, but 9 tokens and scheduler.max_num_seqs 8 allow 8",
+        ),
+        "uniform": (
+            lambda d: good(d, lengths=torch.zeros(2, device=d).long(), uniform_decode=True),
+            "uniform_decode=True, but 4 tokens are not 2 requests of 1",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(wrong_calls()))
+def test_wrong_calls_are_refused_before_anything_runs(backend: GraphBackend, name: str) -> None:
+    make, complaint = wrong_calls()[name]
+    runs: list[int] = []
+
+    def model(x: Tensor, lengths: Tensor) -> Tensor:
+        runs.append(1)
+        return x
+
+    runner = open_runner(backend, model, TWO_INPUTS, sizes=[4], scheduler={"max_num_seqs": 8})
+    before = len(runs)
+    for call in (runner, runner.run_eagerly):
+        with pytest.raises(InputError, match=complaint) as caught:
+            call(**make(backend.device))
+        assert caught.value.remedy
+    assert len(runs) == before
+    assert not runner.stats.replays
+
+
+def test_a_wrong_name_is_answered_with_the_nearest(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x, lengths: x, TWO_INPUTS, sizes=[4])
+    with pytest.raises(InputError) as caught:
+        runner(x=batch(backend, 4), lenghts=torch.zeros(4, device=backend.device).long())
+    assert "Did you mean 'lengths'?" in caught.value.remedy
+
+
+def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
+    inputs = {"x": ROWS, "y": ROWS, "z": Input(shape=("2 * num_tokens",), dtype="float32", pad=0)}
+    runner = open_runner(backend, lambda x, y, z: x + y, inputs, sizes=[4])
+    three, four, six = (torch.zeros(n, device=backend.device) for n in (3, 4, 6))
+    with pytest.raises(InputError, match="input 'y' is a batch of num_tokens = 4, but 'x' of 3"):
+        runner(x=three, y=four, z=six)
+    with pytest.raises(InputError, match="input 'z' has 3 rows; declared are 2 \\* num_tokens"):
+        runner(x=three, y=three, z=three)
+    same(runner(x=three, y=three, z=six), three)
+
+
+def test_a_claim_of_uniform_decode_is_checked(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x, {"x": ROWS}, sizes=[3, 6], speculative={"num_speculative_tokens": 2})
+    with pytest.raises(InputError, match="5 tokens are not whole requests of 3"):
+        runner(x=torch.zeros(5, device=backend.device), uniform_decode=True)
+
+
+# --- staging without copies -----------------------------------------------------------------------------------
+
+
+def test_without_copies_the_caller_writes_into_the_static_buffers(backend: GraphBackend) -> None:
+    inputs = {"x": ROWS, "scale": Input(shape=(), dtype="float32", pad=0)}
+    runner = open_runner(
+        backend, lambda x, scale: total(x) * scale, inputs, sizes=[4], compilation={"cudagraph_copy_inputs": False}
+    )
+    for count in (4, 2, 3, 1):
+        views = runner.input_views(count)
+        views["x"].fill_(5)
+        views["scale"].fill_(2)
+        same(runner(**views), torch.full((count,), 10.0 + 10 * count, device=backend.device))
+    with pytest.raises(InputError, match="'x' does not lie in its static buffer") as caught:
+        runner(x=torch.zeros(2, device=backend.device), scale=views["scale"])
+    assert "input_views" in caught.value.remedy
+    with pytest.raises(InputError, match="1 to 4 tokens, asked for 5"):
+        runner.input_views(5)
+    with pytest.raises(InputError, match="asked for 0"):
+        runner.input_views(0)
+
+
+def test_views_of_the_static_buffers_save_the_copy(backend: GraphBackend) -> None:
+    runner = open_runner(backend, total, {"x": ROWS}, sizes=[4])
+    x = torch.ones(4, device=backend.device)
+    same(runner(x=x), x + 4)
+    views = runner.input_views(2)
+    views["x"].fill_(3)
+    same(runner(**views), torch.full((2,), 9.0, device=backend.device))
+
+
+def test_an_output_may_be_the_next_input(backend: GraphBackend) -> None:
+    """A borrowed output lies in graph memory or in a static buffer; it is copied in before it is overwritten."""
+    runner = open_runner(backend, lambda x: x * 2, sizes=[4])
+    x = batch(backend, 3)
+    out = x
+    for _ in range(5):
+        out = runner(x=out)
+    same(out, x * 32)
+    shifting = open_runner(backend, lambda x, y: (y, x), {"x": ROWS, "y": ROWS}, sizes=[4])
+    a, b = rows(1, 2, 3, device=backend.device), rows(4, 5, 6, device=backend.device)
+    swapped = shifting(x=a, y=b)
+    swapped = shifting(x=swapped[0], y=swapped[1])
+    same(swapped, (a, b))
+
+
+# --- modes ----------------------------------------------------------------------------------------------------
+
+
+def sums_by_request(x: Tensor) -> Tensor:
+    """Each token gets its request's sum; the metadata say where requests start."""
+    starts = get_forward_context().metadata["starts"]
+    ends = x.cumsum(0)
+    padded = torch.cat([ends.new_zeros(1), ends])
+    owner = torch.searchsorted(starts, torch.arange(x.shape[0], device=x.device), right=True) - 1
+    owner = owner.clamp(max=starts.shape[0] - 2)
+    return (padded[starts[1:]] - padded[starts[:-1]])[owner]
+
+
+def expected_sums(x: Tensor, lengths: list[int]) -> Tensor:
+    return torch.cat([part.sum().expand(len(part)) for part in x.split(lengths)])
+
+
+def test_full_decode_only_with_metadata(backend: GraphBackend) -> None:
+    runner = open_runner(
+        backend,
+        sums_by_request,
+        {"x": ROWS},
+        sizes=[1, 4, 8],
+        metadata={"starts": STARTS},
+        scheduler={"max_num_seqs": 4},
+        compilation={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    assert [d.num_tokens for _, d in runner.plan.keys] == [4, 1]
+    for lengths in ([1, 1, 1], [1], [2, 1], [1, 1, 1, 1], [5, 1, 1]):
+        tokens = sum(lengths)
+        x = torch.arange(1.0, tokens + 1, device=backend.device)
+        starts = torch.tensor([0, *lengths], device=backend.device).cumsum(0)
+        same(runner(x=x, starts=starts), expected_sums(x, lengths))
+    assert sum(runner.stats.replays.values()) == 3
+    assert dict(runner.stats.eager) == {MissReason.NO_GRAPH_FOR_MIXED: 2}
+    assert all(d.uniform for _, d in runner.stats.replays)
+
+
+def test_speculative_decode(backend: GraphBackend) -> None:
+    runner = open_runner(
+        backend,
+        sums_by_request,
+        {"x": ROWS},
+        sizes=[3, 6, 12],
+        metadata={"starts": STARTS},
+        scheduler={"max_num_seqs": 4},
+        speculative={"num_speculative_tokens": 2},
+        compilation={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    assert [(d.num_tokens, d.num_reqs) for _, d in runner.plan.keys] == [(12, 4), (6, 2), (3, 1)]
+    for lengths, uniform in (([3], True), ([3, 3, 3], True), ([3, 3], False), ([3, 3], True), ([3, 1], False)):
+        x = torch.arange(1.0, sum(lengths) + 1, device=backend.device)
+        starts = torch.tensor([0, *lengths], device=backend.device).cumsum(0)
+        same(runner(x=x, starts=starts, uniform_decode=uniform), expected_sums(x, lengths))
+    assert {d.num_tokens: n for (_, d), n in runner.stats.replays.items()} == {3: 1, 12: 1, 6: 1}
+    starts = torch.tensor([0, 3, 6], device=backend.device)
+    runner(x=torch.ones(6, device=backend.device), starts=starts)
+    assert runner.stats.eager[MissReason.NO_GRAPH_FOR_MIXED] == 3, "unclaimed, a batch counts as mixed"
+    starts = torch.tensor([0, 2, 4, 6], device=backend.device)
+    with pytest.raises(InputError, match="6 tokens are not 3 requests of 3"):
+        runner(x=torch.ones(6, device=backend.device), starts=starts, uniform_decode=True)
+
+
+def test_lora_cases_have_graphs_of_their_own(backend: GraphBackend) -> None:
+    """A model freezes what it does for the number of adapters that its descriptor names."""
+
+    def model(x: Tensor) -> Tensor:
+        descriptor = get_forward_context().descriptor
+        return x + 100 * descriptor.num_active_loras + 1000 * descriptor.has_lora
+
+    runner = open_runner(backend, model, {"x": ROWS}, sizes=[4], lora={"max_loras": 3, "specialize_active_lora": True})
+    assert sorted(d.num_active_loras for _, d in runner.plan.keys) == [0, 1, 2, 4]
+    x = torch.zeros(3, device=backend.device)
+    for active, wanted in ((0, 0), (1, 1100), (2, 1200), (3, 1400), (0, 0)):
+        same(runner(x=x, num_active_loras=active), torch.full_like(x, wanted))
+    for wrong, remedy in ((9, "Raise lora.max_loras"), (-1, "0 for none")):
+        said = f"num_active_loras is {wrong}, lora.max_loras is 3: 0 to 3 are allowed, and 4 for any number of adapters"
+        with pytest.raises(InputError, match=said) as caught:
+            runner(x=x, num_active_loras=wrong)
+        assert remedy in caught.value.remedy
+    for rows in (0, -1):
+        with pytest.raises(InputError, match=f"asked for {rows}") as caught:
+            runner.stage(num_tokens=rows)
+        assert caught.value.remedy == "Ask for at least one."
+    assert not runner.stats.eager
+    without = open_runner(backend, model, {"x": ROWS}, sizes=[4])
+    with pytest.raises(InputError, match="num_active_loras is 1") as caught:
+        without(x=x, num_active_loras=1)
+    assert "`lora` section" in caught.value.remedy
+
+
+def test_a_model_in_training_mode_is_changed_by_its_capture_and_warned_of() -> None:
+    specs = {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    for training in (True, False):
+        model = torch.nn.BatchNorm1d(8).train(training)
+        runner = cgplan.capture(
+            model, {"input": specs["x"]}, compilation={"cudagraph_capture_sizes": [4]}, device="cpu"
+        )
+        warned = any("have changed what it counts" in warning for warning in runner.report.warnings)
+        assert warned is training
+        assert (int(model.num_batches_tracked) > 0) is training
+        runner.close()
+
+
+def test_mode_none_captures_nothing_and_runs(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2, compilation={"cudagraph_mode": "NONE"})
+    assert runner.plan.keys == ()
+    assert runner.report.records == ()
+    assert runner.report.pool_bytes == 0
+    same(runner(x=batch(backend, 3)), batch(backend, 3) * 2)
+    same(runner.run_eagerly(x=batch(backend, 3)), batch(backend, 3) * 2)
+    assert dict(runner.stats.eager) == {MissReason.NOTHING_CAPTURED: 1}
+    runner.close()
+
+
+class Pieces(nn.Module):
+    """Two segments with an eager piece between them; the piece counts its runs."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        self.eager_runs = 0
+        self.first = CUDAGraphWrapper(lambda x: x * 2 + 1, PIECEWISE, backend=backend)
+        self.second = CUDAGraphWrapper(lambda x: x.relu() * 3, PIECEWISE, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.eager_runs += 1
+        y.sub_(1)  # in place: the second segment reads the first one's output where it lies
+        return self.second(y)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_piecewise_wrappers_inside_a_model(backend: GraphBackend, mode: str) -> None:
+    model = Pieces(backend)
+    inputs = {"x": ROWS, "lengths": LENGTHS}
+    runner = open_runner(
+        backend,
+        lambda x, lengths: model(x) + lengths.sum(),
+        inputs,
+        sizes=[2, 4, 8],
+        compilation={"cudagraph_mode": mode, "piecewise": "wrappers"},
+    )
+    graphs = {(r.mode, r.descriptor.num_tokens): r.graphs for r in runner.report.records}
+    assert graphs[PIECEWISE, 8] == 2
+    assert (FULL, 8) not in graphs or graphs[FULL, 8] == 1
+    assert sorted(d.num_tokens for d in model.first.entries) == [2, 4, 8]
+    model.eager_runs = 0
+    for tokens, reqs in ((3, 2), (8, 1), (1, 1), (4, 4), (2, 2)):
+        x = torch.arange(float(tokens), device=backend.device) - 1
+        lengths = torch.ones(reqs, dtype=torch.int64, device=backend.device)
+        same(runner(x=x, lengths=lengths), (x * 2).relu() * 3 + reqs)
+    uniform = 3 if mode == "FULL_AND_PIECEWISE" else 0
+    assert {mode: sum(n for (m, _), n in runner.stats.replays.items() if m is mode) for mode in (PIECEWISE, FULL)} == {
+        PIECEWISE: 5 - uniform,
+        FULL: uniform,
+    }
+    assert model.eager_runs == 5 - uniform, "the eager piece runs in PIECEWISE, and is part of a FULL graph"
+
+
+@pytest.mark.parametrize(
+    ("runners", "own", "refused_at"),
+    [
+        ({}, "first", None),
+        ({"address_check": "always"}, "first", 2),
+        ({"address_check": "always"}, "off", 2),
+        ({"debug": True}, "first", 2),
+        ({}, "always", 2),
+        ({"address_check": "off"}, "always", None),
+    ],
+)
+def test_the_runners_policy_of_addresses_rules_the_wrappers_inside(
+    backend: GraphBackend, runners: dict[str, Any], own: Any, refused_at: int | None
+) -> None:
+    """The memory between two segments is the model's own, and here it is another one from the third batch on."""
+    first, second = (
+        CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, options=CUDAGraphOptions(address_check=own)) for k in (2, 3)
+    )
+    buffers = [torch.zeros(4, device=backend.device) for _ in range(2)]
+    turn = [0]
+
+    def between(x: Tensor) -> Tensor:
+        return second(buffers[turn[0]].copy_(first(x)))
+
+    compilation = {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers", **runners}
+    runner = open_runner(backend, between, {"x": ROWS}, sizes=[4], compilation=compilation)
+    for batch_number in range(4):
+        turn[0] = batch_number // 2
+        x = rows(1, 2, 3, batch_number, device=backend.device)
+        if refused_at is not None and batch_number >= refused_at:
+            with pytest.raises(AddressError, match=r"args\[0\]"):
+                runner(x=x)
+        elif batch_number < 2:
+            same(runner(x=x), x * 6)
+        else:
+            runner(x=x)  # nobody looks, and the numbers are old ones
+    with forward_context(PIECEWISE, BatchDescriptor(4)), torch.no_grad():  # outside of runners its own counts
+        second(buffers[0])
+        second(buffers[0])
+        if own == "off":
+            second(buffers[1])
+        if own == "always":
+            with pytest.raises(AddressError):
+                second(buffers[1])
+
+
+def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> None:
+    model = Pieces(backend)
+    before = reserved(backend)
+    big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
+    runner = open_runner(
+        backend,
+        lambda x: model(x),
+        {"x": big},
+        sizes=[2],
+        compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
+    )
+    assert backend.memory().reserved > before
+    runner.close()
+    del runner
+    gc.collect()
+    assert back_at(backend, before)
+    assert not model.first.entries
+
+
+def test_a_model_with_wrappers_is_captured_anew_by_a_second_session(backend: GraphBackend) -> None:
+    """The first session's graphs read the first session's static buffers: they are of no use to the second."""
+    model = Pieces(backend)
+    options: dict[str, Any] = {"sizes": [4], "compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}}
+    first = open_runner(backend, lambda x: model(x), {"x": ROWS}, **options)
+    x = rows(1, 2, 3, device=backend.device)
+    same(first(x=x), x * 6)
+    second = open_runner(backend, lambda x: model(x), {"x": ROWS}, **options)
+    same(second(x=x + 1), (x + 1) * 6)
+    with pytest.raises(SealedError):
+        first(x=x)
+    first.close()
+    same(second(x=x), x * 6)
+
+
+def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBackend) -> None:
+    model = Pieces(backend)
+
+    def fails_for_two(x: Tensor) -> Tensor:
+        y = model(x)
+        return y + y.sum().item() if len(x) == 2 and get_forward_context().runtime_mode is FULL else y
+
+    with pytest.raises(HostSyncError):
+        open_runner(
+            backend,
+            fails_for_two,
+            {"x": ROWS},
+            sizes=[2, 4],
+            compilation={"cudagraph_mode": "FULL_AND_PIECEWISE", "piecewise": "wrappers"},
+        )
+    assert not model.first.entries
+    assert not model.second.entries
+    runner = open_runner(
+        backend, lambda x: model(x), {"x": ROWS}, compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+    )
+    x = rows(1, 2, 3, device=backend.device)
+    same(runner(x=x), x * 6)
+
+
+def test_output_rows_of_piecewise_keys_follow_the_metadata(backend: GraphBackend) -> None:
+    """A PIECEWISE key leaves the number of requests open; the static buffers hold at most max_num_seqs."""
+    inner = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, backend=backend)
+    runner = open_runner(
+        backend,
+        lambda x, last: inner(x)[last],
+        {"x": ROWS, "last": LENGTHS},
+        sizes=[8],
+        output_rows="num_reqs",
+        scheduler={"max_num_seqs": 2},
+        compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
+    )
+    x, last = torch.arange(6.0, device=backend.device), torch.tensor([2, 5], device=backend.device)
+    same(runner(x=x, last=last), rows(4, 10, device=backend.device))
+    same(runner(x=x, last=last[:1]), rows(4, device=backend.device))
+
+
+def test_piecewise_without_wrappers_says_so(backend: GraphBackend) -> None:
+    with pytest.raises(CaptureError, match="nothing in the model captured for PIECEWISE num_tokens=8") as caught:
+        open_runner(backend, lambda x: x * 2, compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"})
+    assert "CUDAGraphWrapper" in caught.value.remedy
+
+
+# --- wrappers and the forward context -------------------------------------------------------------------------
+
+
+def test_a_wrapper_outside_of_any_session(backend: GraphBackend) -> None:
+    calls: list[str] = []
+
+    def forward(x: Tensor, *, scale: float = 2.0) -> Tensor:
+        calls.append("run")
+        return x * scale
+
+    wrapper = CUDAGraphWrapper(forward, FULL, backend=backend, options=CUDAGraphOptions(num_of_warmups=2))
+    x = batch(backend, 4)
+    same(wrapper(x), x * 2)  # no context: as it is
+    assert calls == ["run"]
+    assert not wrapper.entries
+    with forward_context(PIECEWISE, BatchDescriptor(4)):
+        same(wrapper(x), x * 2)  # another mode: as it is
+    assert not wrapper.entries
+    calls.clear()
+    for seed in range(3):
+        x.copy_(batch(backend, 4, seed))
+        with forward_context(FULL, BatchDescriptor(4)):
+            same(wrapper(x, scale=3.0), x * 3)
+    assert calls == ["run"] * 3, "two warm-ups and the capture"
+    entry = wrapper.entries[BatchDescriptor(4)]
+    assert entry.descriptor == BatchDescriptor(4)
+    assert entry.manifest.paths == {"args[0]": x.data_ptr()}
+    assert entry.capture_seconds > 0
+    with forward_context(FULL, BatchDescriptor(4)):
+        moved = wrapper(batch(backend, 4, 9), scale=100.0)  # arguments are not looked at
+    same(moved, x * 3)
+    wrapper.reset()
+    assert not wrapper.entries
+    with forward_context(FULL, BatchDescriptor(4)):
+        same(wrapper(x), x * 2)
+
+
+def test_a_wrapper_derives_inside_its_capture(backend: GraphBackend) -> None:
+    """Warm-ups and capture of a wrapper on its own share one context."""
+
+    def forward(x: Tensor) -> Tensor:
+        derived = get_forward_context().derived
+        if "total" not in derived:
+            derived["total"] = x.sum()
+        return x + derived["total"]
+
+    wrapper = CUDAGraphWrapper(forward, FULL, backend=backend)
+    x = torch.ones(4, device=backend.device)
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        with forward_context(FULL, BatchDescriptor(4)) as context:
+            same(wrapper(x), torch.full_like(x, 5 * value))
+            assert not context.derived, "nothing is left that lies on graph memory"
+
+
+def test_a_wrapper_still_looks_like_its_module(backend: GraphBackend) -> None:
+    wrapper = CUDAGraphWrapper(nn.Linear(2, 3), FULL, backend=backend)
+    assert wrapper.out_features == 3
+    with pytest.raises(AttributeError):
+        _ = wrapper.nothing
+    for mode in (NONE, CUDAGraphMode.FULL_AND_PIECEWISE):
+        with pytest.raises(CgplanError, match="cannot have the mode"):
+            CUDAGraphWrapper(lambda x: x, mode, backend=backend)
+
+
+def test_outputs_of_a_wrapper_may_hold_their_memory(backend: GraphBackend) -> None:
+    pool, x = backend.new_pool(), torch.ones(4, device=backend.device)
+    options = CUDAGraphOptions(borrow_outputs=False)
+    wrappers = [
+        CUDAGraphWrapper(lambda x, k=k: x * k, FULL, backend=backend, pool=pool, options=options) for k in (2, 3)
+    ]
+    with forward_context(FULL, BatchDescriptor(4)):
+        outs = [wrapper(x) for wrapper in wrappers]
+    same(outs, [x * 2, x * 3])
+
+
+def test_a_sealed_scope_captures_nothing_more(backend: GraphBackend) -> None:
+    wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, backend=backend)
+    scope, x = CaptureScope(backend.new_pool()), batch(backend, 4)
+    with forward_context(FULL, BatchDescriptor(4), scope=scope):
+        wrapper(x)
+    scope.is_open = False
+    with forward_context(FULL, BatchDescriptor(4), scope=scope):
+        same(wrapper(x), x * 2)
+    with forward_context(FULL, BatchDescriptor(8), scope=scope), pytest.raises(SealedError) as caught:
+        wrapper(x)
+    assert "num_tokens=8" in caught.value.message
+    assert "cudagraph_capture_sizes" in caught.value.remedy
+
+
+def test_the_forward_context_is_each_threads_own() -> None:
+    seen: dict[str, Any] = {}
+    barrier = threading.Barrier(2)
+
+    def work(name: str) -> None:
+        with forward_context(metadata={"name": name}):
+            barrier.wait(5)
+            seen[name] = get_forward_context().metadata["name"]
+            barrier.wait(5)
+        try:
+            get_forward_context()
+        except CgplanError as error:
+            seen[f"{name} after"] = error.remedy
+
+    with forward_context(FULL, BatchDescriptor(3), {"name": "main"}) as outer:
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert get_forward_context() is outer
+        with forward_context() as inner:
+            assert get_forward_context() is inner
+            assert inner.runtime_mode is NONE
+            assert inner.derived is not outer.derived
+        assert get_forward_context() is outer
+    assert (seen["one"], seen["two"]) == ("one", "two")
+    assert "forward_context" in seen["one after"]
+    with pytest.raises(CgplanError, match="no forward context"):
+        get_forward_context()
+    with pytest.raises(CgplanError, match="needs a batch descriptor"), forward_context(FULL):
+        pass
+
+
+def test_the_model_sees_its_batch_in_the_context(backend: GraphBackend) -> None:
+    seen: list[tuple[CUDAGraphMode, BatchDescriptor, list[str]]] = []
+
+    def model(x: Tensor) -> Tensor:
+        context = get_forward_context()
+        seen.append((context.runtime_mode, context.descriptor, sorted(context.metadata)))
+        return x * 2
+
+    runner = open_runner(backend, model, {"x": ROWS}, sizes=[4], metadata={"lengths": LENGTHS})
+    key = BatchDescriptor(4, 4)
+    assert seen == [(NONE, key, ["lengths"]), (FULL, key, ["lengths"])], "a warm-up and the capture"
+    x, lengths = torch.zeros(5, device=backend.device), torch.zeros(2, dtype=torch.int64, device=backend.device)
+    runner(x=x, lengths=lengths)
+    assert seen[-1] == (NONE, BatchDescriptor(5, 2), ["lengths"])
+
+
+def test_what_a_warm_up_derived_is_not_frozen_into_a_graph(backend: GraphBackend) -> None:
+    """Layers share what they derive from the metadata; it has to be derived inside each capture anew."""
+
+    def layer(x: Tensor) -> Tensor:
+        context = get_forward_context()
+        if "total" not in context.derived:
+            context.derived["total"] = context.metadata["lengths"].sum()
+        return x + context.derived["total"]
+
+    metadata = {"lengths": LENGTHS}
+    runner = open_runner(backend, lambda x: layer(layer(x)), {"x": ROWS}, sizes=[4], metadata=metadata)
+    for value in (1, 5):
+        lengths = torch.full((3,), value, device=backend.device)
+        x = torch.zeros(3, device=backend.device)
+        same(runner(x=x, lengths=lengths), torch.full_like(x, 2 * 3 * value))
+
+
+# --- sessions -------------------------------------------------------------------------------------------------
+
+
+def test_a_session_captures_in_order_and_reports(backend: GraphBackend) -> None:
+    steps: list[CaptureProgress] = []
+    runner = open_runner(backend, lambda x: (x * 2).relu(), sizes=[1, 4, 16], progress=steps.append)
+    assert [(s.index, s.total, s.mode, s.descriptor.num_tokens) for s in steps] == [
+        (0, 3, FULL, 16),
+        (1, 3, FULL, 4),
+        (2, 3, FULL, 1),
+    ]
+    report = runner.report
+    assert report.plan == runner.plan
+    assert [r.descriptor.num_tokens for r in report.records] == [16, 4, 1]
+    assert all(r.graphs == 1 for r in report.records)
+    if backend.supports("node_count"):
+        assert all(r.nodes == 2 for r in report.records)
+    assert report.records[0].pool_growth > 0
+    assert [r.pool_growth for r in report.records[1:]] == [0, 0], "smaller graphs fit into the first one's memory"
+    assert report.pool_bytes == sum(r.pool_growth for r in report.records)
+    assert report.static_bytes == 16 * 2 * 4
+    assert report.environment.backend == backend.name
+    assert type(report).model_validate_json(report.model_dump_json()) == report
+
+
+def test_the_number_of_warm_ups(backend: GraphBackend) -> None:
+    for warmups in (0, 1, 3):
+        runs: list[int] = []
+
+        def model(x: Tensor, runs: list[int] = runs) -> Tensor:
+            runs.append(len(x))
+            return x * 2
+
+        open_runner(backend, model, sizes=[2, 4], compilation={"cudagraph_num_of_warmups": warmups})
+        assert runs == [4] * (warmups + 1) + [2] * (warmups + 1)
+
+
+def test_closing_frees_all(backend: GraphBackend) -> None:
+    before = reserved(backend)
+    big = Input(shape=("num_tokens", 4 * MIB), dtype="float32", pad=0)
+    runner = open_runner(backend, lambda x: x * 2, {"x": big}, sizes=[2])
+    assert backend.memory().reserved - before >= 32 * MIB
+    runner.close()
+    assert back_at(backend, before)
+    for call in (runner, runner.run_eagerly):
+        with pytest.raises(CgplanError, match="the runner is closed"):
+            call(x=torch.zeros(2, 4 * MIB, device=backend.device))
+    runner.close()
+
+
+@pytest.mark.usefixtures("collector_as_users_have_it")
+def test_sessions_leave_the_collector_as_they_found_it(backend: GraphBackend) -> None:
+    inside: list[bool] = []
+
+    def model(x: Tensor) -> Tensor:
+        inside.append(gc.isenabled())
+        return x * 2
+
+    open_runner(backend, model, sizes=[2])
+    assert inside == [False, False]
+    assert gc.isenabled()
+    with pytest.raises(OutputShapeError):
+        open_runner(backend, lambda x: x.sum(), sizes=[2])
+    assert gc.isenabled()
+    assert gc.get_freeze_count() < 10_000, "from Python 3.12 on some objects are always frozen, but not all"
+
+
+def test_gradients_are_off_and_the_callers_modes_stay(backend: GraphBackend) -> None:
+    layer = nn.Linear(2, 2).to(backend.device)
+    runner = open_runner(backend, lambda x: layer(x))
+    x = batch(backend, 3).requires_grad_()
+    for call in (runner, runner.run_eagerly):
+        assert not call(x=x).requires_grad
+    assert torch.is_grad_enabled()
+    with torch.inference_mode():
+        found = runner(x=batch(backend, 3))
+    with torch.no_grad():
+        torch.testing.assert_close(found.clone(), layer(batch(backend, 3)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_failure_of_the_model_itself_names_the_users_line(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x @ torch.zeros(7, 7, device=x.device)
+
+    line = model.__code__.co_firstlineno + 1
+    with pytest.raises(ModelError) as caught:
+        open_runner(backend, model)
+    message = caught.value.message
+    assert f"{__file__}:{line}: `return x @ torch.zeros(7, 7, device=x.device)`" in message
+    assert "failed eagerly on a batch of FULL num_tokens=8" in message
+    assert "RuntimeError: mat1 and mat2" in message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> None:
+    runs: list[int] = []
+
+    def model(x: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) == 2:
+            raise KeyError("only under capture")
+        return x * 2
+
+    with pytest.raises(CaptureError) as caught:
+        open_runner(backend, model)
+    assert type(caught.value) is CaptureError
+    assert f"{__file__}:{model.__code__.co_firstlineno + 3}: `raise KeyError" in caught.value.message
+    assert "capture of FULL num_tokens=8" in caught.value.message
+    assert "ran eagerly" in caught.value.remedy
+    same(open_runner(backend, model)(x=batch(backend, 3)), batch(backend, 3) * 2)
+
+
+def test_a_model_called_with_the_wrong_names_is_a_model_error(backend: GraphBackend) -> None:
+    with pytest.raises(ModelError, match="unexpected keyword argument 'x'"):
+        open_runner(backend, lambda y: y)
+
+
+def test_errors_of_the_caller_pass_through_and_free_all(backend: GraphBackend) -> None:
+    before = reserved(backend)
+
+    def stop(step: CaptureProgress) -> None:
+        if step.index == 1:
+            raise KeyboardInterrupt
+
+    big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
+    with pytest.raises(KeyboardInterrupt):
+        open_runner(backend, lambda x: x * 2, {"x": big}, progress=stop)
+    assert back_at(backend, before)
+
+
+@contextmanager
+def short_of_memory(backend: GraphBackend, limit: int) -> Iterator[GraphBackend]:
+    """The backend, or one like it, that has ``limit`` bytes left."""
+    if isinstance(backend, TapeBackend):
+        yield TapeBackend(pool_limit=limit)
+        return
+    reading = backend.memory()
+    torch.cuda.set_per_process_memory_fraction((reading.reserved + limit) / reading.total)
+    try:
+        yield backend
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_memory_that_runs_out_in_the_middle_of_a_session(backend: GraphBackend) -> None:
+    """The first keys fit, a later one does not: all is freed, and the message says at which key and what to lower."""
+
+    def model(x: Tensor) -> Tensor:
+        small = get_forward_context().descriptor.num_tokens < 4
+        kept = [x.repeat(64, 1) + i for i in range(64 if small else 1)]  # 8 MiB each for two rows
+        return x + torch.stack([part[0, 0] for part in kept]).sum()
+
+    wide = {"x": Input(shape=("num_tokens", 16384), dtype="float32", pad=0)}
+    reserved(backend)
+    with short_of_memory(backend, 96 * MIB) as short:
+        before = reserved(short)
+        steps: list[CaptureProgress] = []
+        with pytest.raises(CaptureMemoryError) as caught:
+            open_runner(short, model, wide, sizes=[2, 4, 8], progress=steps.append, compilation=NO_WARM_UP)
+        assert back_at(short, before), "while the error is still held"
+        assert steps[-1].descriptor.num_tokens == 2
+        message = caught.value.message
+        assert "out of memory at FULL num_tokens=2 num_reqs=2" in message
+        assert "free on the device" in message
+        assert "everything captured in this session was freed" in message
+        assert "max_cudagraph_capture_size" in caught.value.remedy
+        x = torch.ones(3, 16384, device=backend.device)
+        with torch.no_grad(), forward_context(descriptor=BatchDescriptor(8)):
+            assert model(x).shape == x.shape, "the model runs eagerly"
+        again = open_runner(short, lambda x: x * 2, wide, sizes=[2, 4])
+        same(again(x=x), x * 2)
+
+
+NO_WARM_UP = {"cudagraph_num_of_warmups": 0}
+
+
+def test_memory_is_back_after_a_capture_that_failed(backend: GraphBackend) -> None:
+    before = reserved(backend)
+
+    def model(x: Tensor) -> Tensor:
+        big = x.repeat(1, MIB)
+        return x + big.sum().item()
+
+    with pytest.raises(HostSyncError) as caught:
+        open_runner(backend, model, sizes=[2, 4])
+    assert back_at(backend, before), "while the error is still held"
+    assert f"{__file__}:{model.__code__.co_firstlineno + 2}" in caught.value.message
+    same(open_runner(backend, lambda x: x * 2)(x=batch(backend, 3)), batch(backend, 3) * 2)
+
+
+# --- the short way in -----------------------------------------------------------------------------------------
+
+
+def test_capture_in_one_call(backend: GraphBackend) -> None:
+    """The example of the README."""
+    model = nn.Conv2d(3, 4, 3).to(backend.device)
+    runner = cgplan.capture(
+        model,
+        inputs={"input": cgplan.Input(shape=("num_tokens", 3, 8, 8), dtype=torch.float32, pad=0)},
+        compilation={"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 4, 16]},
+        device=backend.device.type,
+    )
+    x = torch.randn(3, 3, 8, 8, device=backend.device)
+    y = runner(input=x)
+    assert y.shape == (3, 4, 6, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-5)
+    assert runner(input=torch.randn(40, 3, 8, 8, device=backend.device)).shape[0] == 40
+    assert dict(runner.stats.eager) == {MissReason.TOO_LARGE: 1}
+
+
+def test_capture_refuses_bad_sections() -> None:
+    inputs = {"x": X}
+    with pytest.raises(ConfigError, match=r"unknown key 'compilation\.cudagraph_mod'"):
+        cgplan.capture(lambda x: x, inputs, compilation={"cudagraph_mod": "FULL"}, device="cpu")
+    with pytest.raises(ConfigError, match="'gpu'"):
+        cgplan.capture(lambda x: x, inputs, device="gpu")
+
+
+# --- what first-time users tried ------------------------------------------------------------------------------
+
+
+def test_wrappers_without_a_backend_take_the_sessions(backend: GraphBackend) -> None:
+    first, second = (CUDAGraphWrapper(nn.Linear(2, 2).to(backend.device), PIECEWISE) for _ in range(2))
+    runner = open_runner(
+        backend, lambda x: second(first(x)), compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+    )
+    assert first.backend is backend
+    x = batch(backend, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(runner(x=x), second.runnable(first.runnable(x)))
+
+
+def test_positional_arguments_are_refused(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2)
+    with pytest.raises(InputError, match="no positional arguments"):
+        runner(batch(backend, 3))
+
+
+def test_a_second_thread_is_refused_while_a_call_is_under_way(backend: GraphBackend) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def model(x: Tensor) -> Tensor:
+        if x.shape[0] > 8:  # too large for a graph: runs eagerly
+            inside.set()
+            leave.wait(10)
+        return x * 2
+
+    runner = open_runner(backend, model)
+    results: list[Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(runner(x=batch(backend, 9))))
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(CgplanError, match="while another call was under way"):
+        runner(x=batch(backend, 3))
+    leave.set()
+    thread.join()
+    same(results[0], batch(backend, 9) * 2)
+    same(runner(x=batch(backend, 3)), batch(backend, 3) * 2)
+
+
+def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * get_forward_context().metadata["lenghts"].sum()
+
+    with pytest.raises(InputError, match="metadata 'lenghts', which is not declared") as caught:
+        open_runner(backend, model, {"x": ROWS}, metadata={"lengths": LENGTHS})
+    assert "lengths" in caught.value.remedy
+
+
+def test_a_plan_of_another_configuration_is_refused(backend: GraphBackend) -> None:
+    one, other = (
+        validate_config({"compilation": {"cudagraph_capture_sizes": [size]}, "inputs": {"x": ROWS}}) for size in (4, 8)
+    )
+    with pytest.raises(PlanError, match="the plan was made from configuration"):
+        CaptureSession(build_plan(one), lambda x: x, backend, other).run()
+    longer = other.model_copy(update={"report": other.report.model_copy(update={"repeats": 7})})
+    assert build_plan(longer).config_hash == build_plan(other).config_hash, "what bench measures decides no capture"
+
+
+def test_bench_without_copies_writes_into_the_static_buffers(backend: GraphBackend) -> None:
+    runner = open_runner(
+        backend, lambda x: x * 2, sizes=[2, 4], compilation={"cudagraph_copy_inputs": False}, report={"repeats": 2}
+    )
+    report = cgplan.bench(runner)
+    assert [(r.num_tokens, r.graph is not None) for r in report.records] == [(2, True), (4, True)]
+
+
+@pytest.mark.parametrize("made", [lambda t: {t * 2}, lambda t: (part for part in t.unbind(0))], ids=["set", "iterator"])
+def test_outputs_whose_rows_cannot_be_cut_are_refused(backend: GraphBackend, made: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(OutputShapeError, match="whose tensors cannot be reached"):
+        open_runner(backend, lambda x: made(x))
+
+
+def test_rows_written_through_input_views_never_pass_for_padding(backend: GraphBackend) -> None:
+    """The caller may write into the views at any time, whatever becomes of the batch then."""
+    cache = torch.zeros(64, device=backend.device)
+
+    def model(slots: Tensor, x: Tensor) -> Tensor:
+        cache.index_copy_(0, torch.where(slots < 0, torch.full_like(slots, 63), slots), x)
+        return x * 1
+
+    runner = open_runner(
+        backend,
+        model,
+        {"slots": Input(shape=("num_tokens",), dtype="int64", pad=-1), "x": ROWS},
+        sizes=[4, 8],
+        compilation={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    views = runner.input_views(8)
+    views["slots"].copy_(torch.arange(8))
+    views["x"].fill_(1)
+    runner(**views, uniform_decode=False)  # eager, on the views themselves
+    cache.fill_(100)
+    slots = torch.tensor([10, 11, 12], device=backend.device)
+    runner(slots=slots, x=torch.ones(3, device=backend.device), uniform_decode=True)
+    assert cache[:10].tolist() == [100.0] * 10
+
+
+def test_a_write_that_leaves_padding_as_it_is_is_seen_too(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        x.sub_(x.mean(0, keepdim=True))
+        return x.clone()
+
+    for warmups in (0, 1):
+        runner = open_runner(
+            backend, model, sizes=[4], compilation={"outputs": "clone", "cudagraph_num_of_warmups": warmups}
+        )
+        x = batch(backend, 3)
+        first = runner(x=x)
+        for _ in range(3):
+            same(runner(x=x), first)
+
+
+def test_an_error_that_is_its_own_cause_ends_the_session(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        try:
+            raise ValueError("boom")
+        except ValueError as error:
+            raise error from error
+
+    with pytest.raises(ModelError, match="ValueError: boom"):
+        open_runner(backend, model)
+
+
+def test_a_runner_captured_in_inference_mode_works_outside_of_it(backend: GraphBackend) -> None:
+    with torch.inference_mode():
+        runner = open_runner(backend, lambda x: x * 2, sizes=[2, 4])
+    x = batch(backend, 3)
+    same(runner(x=x), x * 2)
+    same(runner.run_eagerly(x=x), x * 2)
+    with torch.inference_mode():
+        same(runner(x=x[:1]), x[:1] * 2)
+
+
+def test_outputs_that_count_requests_from_python(backend: GraphBackend) -> None:
+    runner = cgplan.capture(
+        lambda x: x[:: len(x) // len(get_forward_context().metadata["lengths"])] * 2,
+        {"x": ROWS},
+        metadata={"lengths": LENGTHS},
+        compilation={"cudagraph_capture_sizes": [4]},
+        output_rows="num_reqs",
+        device=backend.device.type,
+    )
+    x, lengths = torch.arange(3.0, device=backend.device), torch.ones(3, dtype=torch.int64, device=backend.device)
+    same(runner(x=x, lengths=lengths), x * 2)
+
+
+def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: None)
+    assert any("returned no tensor" in warning for warning in runner.report.warnings)
+    assert not any("returned no tensor" in w for w in open_runner(backend, lambda x: x * 2).report.warnings)
+
+
+def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBackend) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.run_inner = CUDAGraphWrapper(self.inner, PIECEWISE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run_inner(x)
+
+    model = Holder().to(backend.device)
+    options: dict[str, Any] = {"compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}}
+    first = open_runner(backend, model, **options)
+    x = batch(backend, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(first(x=x), model.inner(x))
+        second = open_runner(backend, model, **options)
+        torch.testing.assert_close(second(x=x), model.inner(x))
+    with pytest.raises(SealedError, match="captured again by a later session"):
+        first(x=x)
+
+
+@pytest.mark.parametrize("earlier", ["nobody", "a runner", "by hand"])
+def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBackend, earlier: str) -> None:
+    """A check of the graph that an earlier runner captured, or a call by hand, is none of this one's."""
+    first, second = (CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, backend=backend) for k in (2, 3))
+    buffers, turn = [torch.zeros(4, device=backend.device) for _ in range(2)], 0
+
+    def between(x: Tensor) -> Tensor:
+        return second(buffers[turn].copy_(first(x)))
+
+    options: dict[str, Any] = {"compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}, "sizes": [4]}
+    x = rows(1, 2, 3, 4, device=backend.device)
+    if earlier == "a runner":
+        same(open_runner(backend, between, {"x": ROWS}, **options)(x=x), x * 6)
+    if earlier == "by hand":
+        with forward_context(PIECEWISE, BatchDescriptor(4)), torch.no_grad():
+            same([between(x) for _ in range(2)], [x * 6] * 2)
+    runner = open_runner(backend, between, {"x": ROWS}, **options)
+    turn = 1
+    with pytest.raises(AddressError, match=r"args\[0\]"):
+        runner(x=x)
+    turn = 0
+    same(runner(x=x), x * 6)
+
+
+def test_the_call_that_captures_has_no_gradient_either(backend: GraphBackend) -> None:
+    weight = torch.ones(2, 2, device=backend.device, requires_grad=True)
+    wrapper = CUDAGraphWrapper(lambda x: x @ weight, FULL, backend=backend)
+    x = torch.ones(4, 2, device=backend.device)
+    with torch.enable_grad(), forward_context(FULL, BatchDescriptor(4)):
+        assert [wrapper(x).requires_grad for _ in range(3)] == [False] * 3
+
+
+def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) -> None:
+    wrapper = CUDAGraphWrapper(
+        lambda x: x * 2, PIECEWISE, backend=backend, options=CUDAGraphOptions(copied_arguments=(0,))
+    )
+    x = torch.ones(4, device=backend.device)
+    with torch.inference_mode(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        same(wrapper(x.clone()), x * 2)
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        same(wrapper(x * 3), x * 6)
+
+
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda x, y: (x[:1], y),
+            r"argument 0, .* is torch.float32 \[1, 3\]; at capture it was torch.float32 \[4, 3\]",
+        ),
+        (lambda x, y: (x, y.double()), r"argument 1, .* is torch.float64 \[4, 3\]"),
+        (lambda x, y: (x.int(), y), r"argument 0, .* is torch.int32"),
+        (lambda x, y: (x, 5.0), r"argument 1, .* is 5.0; at capture"),
+        (lambda x, y: (x,), "argument 1, .* is missing among 1 arguments"),
+    ],
+)
+def test_copied_arguments_are_those_of_the_capture(backend: GraphBackend, kind: Any, change: Any, said: str) -> None:
+    options = CUDAGraphOptions(copied_arguments=(0, 1), address_check="off")
+    mode = (PIECEWISE,) if kind is CUDAGraphWrapper else ()
+    wrapper = kind(lambda x, y: x * y, *mode, backend=backend, options=options)
+    x, y = (torch.arange(12.0, device=backend.device).view(4, 3) + k for k in range(2))
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        for _ in range(2):
+            same(wrapper(x, y), x * y)
+        with pytest.raises(AddressError, match=rf"PIECEWISE num_tokens=4: {said}"):
+            wrapper(*change(x, y))
+        same(wrapper(x + 1, y), (x + 1) * y)
+
+
+@pytest.mark.parametrize("captured_under", [False, True])
+def test_autocast_has_to_be_as_it_was_at_capture(backend: GraphBackend, captured_under: bool) -> None:
+    linear = nn.Linear(2, 2).to(backend.device)
+    kind, x, large = backend.device.type, batch(backend, 3), batch(backend, 9)
+    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
+        runner = open_runner(backend, lambda x: linear(x))
+        kept = {runner(x=x).dtype, runner(x=large).dtype}
+    assert kept == {torch.bfloat16 if captured_under else torch.float32}, "a replay, and an eager run beside it"
+    with (
+        torch.autocast(kind, torch.bfloat16, enabled=not captured_under),
+        pytest.raises(CaptureError, match="was captured with autocast"),
+    ):
+        runner(x=x)
+    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
+        assert runner(x=x).dtype in kept
+
+
+def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(backend: GraphBackend) -> None:
+    model = nn.Sequential(nn.Linear(2, 2)).to(backend.device)
+    huge = Input(shape=("num_tokens", 1 << 48), dtype="float32", pad=0)
+    modules = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["0"]}
+    with pytest.raises(CaptureMemoryError, match="no memory for static buffers of 8 tokens"):
+        open_runner(backend, model, {"x": huge}, compilation=modules)
+    assert "forward" not in vars(model[0]), "no break is left in the module"
+
+
+class Remembers(nn.Module):
+    """Keeps its last result in an attribute, as adapters around other models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * self.weight
+        return self.last + 1
+
+
+def test_what_a_forward_keeps_is_no_state_that_could_move(backend: GraphBackend) -> None:
+    model = Remembers().to(backend.device)
+    runner = open_runner(backend, model, compilation={"address_check": "always"})
+    for rows in (1, 3, 9, 2):  # 9 rows run eagerly and leave another tensor in the attribute
+        x = batch(backend, rows)
+        same(runner(x=x), x + 1)
+    model.extra = batch(backend, 1)  # no graph can depend on what was not there
+    same(runner(x=batch(backend, 2)), batch(backend, 2) + 1)
+    model.weight.data = torch.full((2,), 5.0, device=backend.device)
+    with pytest.raises(AddressError, match=r"model\.weight"):
+        runner(x=batch(backend, 1))
+
+
+class Plain:
+    """A model that is no module."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((2,), 3.0, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_tensors_of_a_plain_object_are_checked_too(backend: GraphBackend, bound: bool) -> None:
+    model = Plain(backend.device)
+    runner = open_runner(backend, model.__call__ if bound else model, compilation={"address_check": "always"})
+    x = batch(backend, 2)
+    same(runner(x=x), x * 3)
+    model.scale = model.scale * 2
+    with pytest.raises(AddressError, match=r"model\.scale"):
+        runner(x=batch(backend, 1))
+
+
+class Squares(nn.Module):
+    """Two layers with square weights, which may be transposed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_gets_a_second_name_is_checked_as_before(
+    backend: GraphBackend, policy: str, mode: str, inside: bool
+) -> None:
+    model = Squares().to(backend.device).requires_grad_(False)
+    compilation = {"address_check": policy, "cudagraph_mode": mode}
+    if mode == "PIECEWISE":
+        compilation["splitting_modules"] = ["first"]
+    runner = open_runner(backend, model, compilation=compilation)
+    model.first.other = [model.second] if inside else model.second
+    x = batch(backend, 2)
+    torch.testing.assert_close(runner(x=x), model(x))
+    kept, model.second.weight = model.second.weight, nn.Parameter(torch.ones(2, 2, device=backend.device))
+    with pytest.raises(AddressError, match=r"changed  model\.second\.weight"):
+        runner(x=batch(backend, 4))
+    assert kept.numel()
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+@pytest.mark.parametrize("change", ["t_", "data"])
+def test_a_weight_that_is_transposed_in_place_is_found_on_a_first_replay(
+    backend: GraphBackend, policy: str, change: str
+) -> None:
+    """Though it is the same object at the same address, which no check on every replay looks into."""
+    model = Squares().to(backend.device).requires_grad_(False)
+    runner = open_runner(backend, model, compilation={"address_check": policy})
+    for _ in range(2):
+        runner(x=batch(backend, 2))
+    if change == "t_":
+        model.first.weight.t_()
+    else:
+        model.first.weight.data = model.first.weight.data.t()
+    with pytest.raises(AddressError, match=r"reshaped  model\.first\.weight"):
+        runner(x=batch(backend, 4))

@@ -1,0 +1,442 @@
+"""What a runner says about its calls: counts, tables, JSON, metrics, and traffic to plan from."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cgplan
+from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, build_plan
+from cgplan.backends import GraphBackend
+from cgplan.errors import CgplanError, InputError, TrafficError
+from cgplan.planning import MissReason
+from cgplan.runner import stats as stats_module
+from cgplan.runner.stats import BatchCount, RunnerStats, StatsCollector, StatsRecord
+from cgplan.traffic.files import read_traffic
+from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.vllm_log import log_traffic
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
+ROWS = Input(shape=("num_tokens",), dtype="float32", pad=0)
+LENGTHS = Input(shape=("num_reqs",), dtype="int64", pad=0)
+
+
+def open_runner(backend: GraphBackend, *, reqs: bool = True, **compilation: Any) -> GraphRunner:
+    metadata = {"lengths": LENGTHS} if reqs else None
+    compilation = {"cudagraph_capture_sizes": [2, 4, 8], "cudagraph_mode": "FULL_DECODE_ONLY", **compilation}
+    return cgplan.capture(
+        lambda x: x * 2, {"x": ROWS}, metadata=metadata, compilation=compilation, device=backend.device.type
+    )
+
+
+def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
+    device = runner.backend.device
+    runner(x=torch.zeros(tokens, device=device), lengths=torch.ones(reqs, dtype=torch.int64, device=device))
+
+
+def stage(runner: GraphRunner, tokens: int, reqs: int) -> None:
+    with runner.stage(tokens, reqs) as buffers:
+        buffers["x"].fill_(1)
+
+
+STEPS = [(3, 3), (3, 3), (1, 1), (8, 8), (8, 2), (9, 9), (7, 3), (3, 3)]
+
+
+@pytest.fixture
+def called(backend: GraphBackend) -> GraphRunner:
+    runner = open_runner(backend)
+    for index, step in enumerate(STEPS):
+        (stage if index in (1, 6) else call)(runner, *step)
+    return runner
+
+
+def test_every_call_is_counted_by_what_answered_it(called: GraphRunner) -> None:
+    stats = called.stats
+    assert stats.replays == {
+        (FULL, BatchDescriptor(4, 4, uniform=True)): 3,
+        (FULL, BatchDescriptor(2, 2, uniform=True)): 1,
+        (FULL, BatchDescriptor(8, 8, uniform=True)): 1,
+    }
+    assert stats.eager == {MissReason.NO_GRAPH_FOR_MIXED: 2, MissReason.TOO_LARGE: 1}
+    assert stats.calls == len(STEPS)
+    assert stats.real_tokens == sum(tokens for tokens, _ in STEPS)
+    assert stats.padded_rows == 3 * 1 + 1
+    assert (stats.captures, stats.evictions) == (3, 0)
+    called.recapture()
+    assert stats is called.stats
+    assert stats.captures == 6
+    call(called, 3, 3)
+    assert stats.calls == len(STEPS) + 1
+    stats.reset()
+    assert (stats.calls, stats.replays, stats.eager, stats.padded_rows, stats.captures) == (0, {}, {}, 0, 6)
+    call(called, 3, 3)
+    assert stats.calls == 1
+
+
+def test_a_call_that_failed_before_its_launch_is_not_counted(called: GraphRunner) -> None:
+    before = called.stats.record()
+    with pytest.raises(CgplanError):
+        call(called, 3, 4)
+    with pytest.raises(ZeroDivisionError), called.stage(3):
+        _ = 1 / 0
+    assert called.stats.record() == before
+
+
+def test_the_table_is_vllms_and_the_planner_reads_it(called: GraphRunner, tmp_path: Path) -> None:
+    table = called.stats.table()
+    assert table == (
+        "**CUDAGraph Config Settings:**\n"
+        "\n"
+        "- Mode: FULL_DECODE_ONLY\n"
+        "- Capture sizes: [2, 4, 8]\n"
+        "\n"
+        "**CUDAGraph Stats:**\n"
+        "\n"
+        "| Unpadded Tokens | Padded Tokens | Num Paddings | Runtime Mode | Count |\n"
+        "|-----------------|---------------|--------------|--------------|-------|\n"
+        "| 3               | 4             | 1            | FULL         | 3     |\n"
+        "| 1               | 2             | 1            | FULL         | 1     |\n"
+        "| 7               | 7             | 0            | NONE         | 1     |\n"
+        "| 8               | 8             | 0            | FULL         | 1     |\n"
+        "| 8               | 8             | 0            | NONE         | 1     |\n"
+        "| 9               | 9             | 0            | NONE         | 1     |\n"
+    )
+    read = log_traffic(table, tmp_path / "server.log", called.config)
+    assert read.by_tokens() == {1: 1, 3: 3, 7: 1, 8: 2, 9: 1}
+    assert read.by_tokens(uniform=True)[3] == 3
+
+
+PLAN = build_plan(Config.model_validate({"inputs": {"x": ROWS}}))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 600), st.sampled_from(["FULL", "PIECEWISE", "NONE"]), st.integers(1, 10**6)),
+        max_size=20,
+    )
+)
+def test_any_table_is_read_back(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, str, int]]) -> None:
+    stats, wanted = RunnerStats(PLAN), Counter[int]()
+    for tokens, mode, calls in steps:
+        reason = MissReason.TOO_LARGE if mode == "NONE" else None
+        descriptor = BatchDescriptor(tokens + (0 if reason else tokens % 5))
+        count = stats.count_of(tokens, None, False, 0, CUDAGraphMode[mode], descriptor, reason)
+        count.calls += calls
+        wanted[tokens] += calls
+    if not steps:
+        with pytest.raises(TrafficError):
+            log_traffic(stats.table(), Path("x.log"), Config())
+        return
+    assert log_traffic(stats.table(), Path("x.log"), Config()).by_tokens() == dict(sorted(wanted.items()))
+    assert stats.traffic().by_tokens() == dict(sorted(wanted.items()))
+
+
+def test_traffic_is_exact_and_can_be_planned_for(called: GraphRunner) -> None:
+    traffic = called.stats.traffic()
+    assert dict(traffic.histogram) == {
+        Batch(1, 1, True): 1, Batch(3, 3, True): 3, Batch(7, 3): 1, Batch(8, 2): 1, Batch(8, 8, True): 1,
+        Batch(9, 9, True): 1,
+    }  # fmt: skip
+    assert traffic.source == "runner.stats"
+    assert traffic.notes == ()
+    assert Traffic.from_json(traffic.model_dump_json()) == traffic
+
+
+def test_the_planner_reads_saved_statistics(called: GraphRunner, tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    path.write_text(called.stats.json())
+    traffic = read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    assert traffic.histogram == called.stats.traffic().histogram
+    path.write_text(called.stats.json().replace('"batches": [', '"batches": [[7, 1],', 1))
+    with pytest.raises(TrafficError, match=r"stats.json: not saved traffic: histogram.0"):
+        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    called.stats.reset()
+    path.write_text(called.stats.json())
+    with pytest.raises(TrafficError, match=r"stats\.json: statistics of a runner: no batch") as caught:
+        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    assert str(caught.value).count("stats.json") == 1
+
+
+def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(backend: GraphBackend) -> None:
+    runner = cgplan.capture(
+        lambda x: x * 2, {"x": ROWS}, lora={"max_loras": 4}, scheduler={"max_num_seqs": 5},
+        speculative={"num_speculative_tokens": 2}, device=backend.device.type,
+        compilation={"cudagraph_capture_sizes": [3, 6, 12]},
+    )  # fmt: skip
+    x = torch.zeros(9, device=backend.device)
+    runner(x=x, uniform_decode=True, num_active_loras=3)
+    runner(x=x)
+    runner(x=x[:3], num_active_loras=1)
+    traffic = runner.stats.traffic()
+    assert dict(traffic.histogram) == {Batch(9, 3, True, 3): 1, Batch(9, 5): 1, Batch(3, 3, False, 1): 1}
+    assert traffic.notes == ("no input counts requests: num_reqs of these batches are as many as their tokens allow",)
+
+
+def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+    """A runner takes max_loras + 1 for any number of them; of more it knows nothing, and nor does the planner."""
+    runner = cgplan.capture(
+        lambda x: x * 2, {"x": ROWS}, lora={"max_loras": 2}, device=backend.device.type,
+        compilation={"cudagraph_capture_sizes": [2, 4]},
+    )  # fmt: skip
+    runner(x=torch.zeros(3, device=backend.device), num_active_loras=3)
+    path = tmp_path / "stats.json"
+    for saved in (runner.stats.json(), runner.stats.traffic().model_dump_json()):
+        path.write_text(saved)
+        found = read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        assert dict(found.histogram) == {Batch(3, 3, True, 3): 1}
+    path.write_text(Traffic.of({Batch(3, 3, True, 4): 1}, "made up").model_dump_json())
+    with pytest.raises(TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"):
+        read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+    runner.close()
+
+
+def test_traffic_since_a_mark_and_since_a_reset(backend: GraphBackend) -> None:
+    runner = open_runner(backend)
+    for _ in range(5):
+        call(runner, 3, 3)
+    mark = runner.stats.mark()
+    call(runner, 3, 3)
+    assert [calls for _, calls in runner.stats.traffic(mark).histogram] == [1]
+    runner.stats.reset()
+    for _ in range(7):
+        call(runner, 3, 3)
+    assert [calls for _, calls in runner.stats.traffic(mark).histogram] == [7]
+    runner.close()
+
+
+def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+    """No input tells its requests, and there can be no uniform batch of that size."""
+    specs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    runner = cgplan.capture(
+        lambda x: x + 1, specs, compilation={"cudagraph_capture_sizes": [4]}, scheduler={"max_num_seqs": 8},
+        device=str(backend.device),
+    )  # fmt: skip
+    for size in (3, 20):
+        runner(x=torch.zeros(size, 2, device=backend.device))
+    (tmp_path / "stats.json").write_text(runner.stats.json())
+    found = read_traffic(tmp_path / "stats.json", config=Config(), step_time=lambda _: 1.0).histogram
+    assert [(batch.num_tokens, batch.num_reqs, batch.uniform, calls) for batch, calls in found] == [
+        (3, 3, True, 1),
+        (20, 8, False, 1),
+    ]
+    runner.close()
+
+
+def test_no_traffic_before_the_first_call(backend: GraphBackend) -> None:
+    runner = open_runner(backend)
+    runner.stage(3)  # prepared, and not run
+    with pytest.raises(TrafficError, match="no batch with a count above 0"):
+        runner.stats.traffic()
+    assert runner.stats.table().endswith(
+        "Count |\n|-----------------|---------------|--------------|--------------|-------|\n"
+    )
+
+
+def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_module, "MOST_BATCHES", 5)
+    stats = RunnerStats(PLAN)
+    for reqs in (1, 2, 3, 4, 5, 6, 7, 2):
+        stats.count_of(8, reqs, False, 0, FULL, BatchDescriptor(8, 8), None).calls += 1
+    counts = {count.num_reqs: count.calls for count in stats.counts}
+    assert counts == {1: 1, 2: 2, 3: 1, 4: 1, 5: 1, None: 2}
+    assert stats.replays == {(FULL, BatchDescriptor(8, 8)): 8}
+    assert stats.traffic().total == 8
+    assert len(stats.traffic().notes) == 1
+
+
+def test_numbers_are_read_while_other_threads_add_to_them() -> None:
+    """As a server of metrics does. Here a new batch comes whenever a count is looked at."""
+    stats = RunnerStats(PLAN)
+
+    class Meanwhile(BatchCount):
+        @property  # type: ignore[override]
+        def calls(self) -> int:
+            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
+            return 7
+
+        @calls.setter
+        def calls(self, value: int) -> None:
+            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
+
+    asked = (1, None, False, 0, FULL, BatchDescriptor(2), None)
+    stats._counts[asked] = Meanwhile(*asked)
+    assert stats.calls == stats.real_tokens == stats.padded_rows == 7
+    assert stats.traffic().total == stats.traffic((0, {})).total == 7
+    assert stats.mark()[1][asked] == 7
+    assert "| 1               | 2             | 1            | FULL         | 7     |" in stats.table()
+    assert stats.record().replays[0].calls == 7
+    assert 'num_tokens="2",runner="runner",uniform="false"} 7.0' in stats.prometheus()
+    stats.reset()
+    assert len(stats._counts) > 10
+
+
+def test_json_holds_everything(called: GraphRunner) -> None:
+    called.stats.timed_nanoseconds, called.stats.timed_calls = 12_500, 2
+    record = StatsRecord.model_validate_json(called.stats.json())
+    assert record == called.stats.record()
+    assert {(hits.mode, hits.descriptor.num_tokens): hits.calls for hits in record.replays} == {
+        (FULL, 4): 3, (FULL, 2): 1, (FULL, 8): 1,
+    }  # fmt: skip
+    assert record.eager == {MissReason.NO_GRAPH_FOR_MIXED: 2, MissReason.TOO_LARGE: 1}
+    assert (record.real_tokens, record.padding_tokens) == (42, 4)
+    assert (record.timed_calls, record.host_microseconds) == (2, 12.5)
+    assert (record.captures, record.evictions) == (3, 0)
+    assert sum(calls for _, calls in record.batches) == len(STEPS)
+
+
+# --- host time ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A clock that is 1000 ns further each time it is read; counts the readings."""
+    readings: list[int] = []
+
+    def read() -> int:
+        readings.append(0)
+        return 1000 * len(readings)
+
+    monkeypatch.setattr("cgplan.runner.runner.perf_counter_ns", read)
+    return readings
+
+
+def test_one_call_of_some_is_timed(backend: GraphBackend, clock: list[int]) -> None:
+    runner = open_runner(backend)
+    stats = runner.stats
+    assert stats.time_every == 16
+    for _ in range(15):
+        call(runner, 3, 3)
+    assert (stats.timed_calls, clock) == (0, [])
+    call(runner, 3, 3)
+    assert (stats.timed_calls, stats.host_microseconds, len(clock)) == (1, 1.0, 2)
+    stats.time_every = 3
+    for _ in range(7):
+        call(runner, 9, 9)
+    assert (stats.timed_calls, stats.host_microseconds, len(clock)) == (3, 3.0, 6)
+    stats.time_every = 1
+    for _ in range(4):
+        call(runner, 3, 3)
+    assert stats.timed_calls == 7
+    stats.time_every = 0
+    for _ in range(40):
+        call(runner, 3, 3)
+    assert (stats.timed_calls, len(clock)) == (7, 14)
+
+
+def test_a_call_that_raised_is_timed_by_a_later_one(backend: GraphBackend, clock: list[int]) -> None:
+    runner = open_runner(backend)
+    runner.stats.time_every = 1
+    with pytest.raises(CgplanError):
+        call(runner, 3, 4)
+    assert runner.stats.timed_calls == 0
+    call(runner, 3, 3)
+    assert (runner.stats.timed_calls, runner.stats.host_microseconds) == (1, 1.0)
+
+
+# --- Prometheus -----------------------------------------------------------------------------------------------
+
+
+def test_metrics_in_prometheus_text_format(called: GraphRunner) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    called.stats.timed_nanoseconds, called.stats.timed_calls = 25_000, 2
+    families = {f.name: f for f in parser.text_string_to_metric_families(called.stats.prometheus("target"))}
+
+    def samples(family: str) -> dict[tuple[str, ...], float]:
+        found = families[family].samples
+        assert all(sample.labels["runner"] == "target" for sample in found)
+        return {
+            (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "runner")): sample.value
+            for sample in found
+        }
+
+    assert samples("cgplan_replays") == {
+        ("cgplan_replays_total", "FULL", "0", str(n), str(n), "true"): float(calls)
+        for n, calls in ((4, 3), (2, 1), (8, 1))
+    }
+    assert samples("cgplan_eager_calls") == {
+        ("cgplan_eager_calls_total", str(reason)): float(calls) for reason, calls in called.stats.eager.items()
+    }
+    assert samples("cgplan_tokens") == {("cgplan_tokens_total", "real"): 42.0, ("cgplan_tokens_total", "padding"): 4.0}
+    assert samples("cgplan_captures") == {("cgplan_captures_total",): 3.0}
+    assert samples("cgplan_evictions") == {("cgplan_evictions_total",): 0.0}
+    assert samples("cgplan_host_seconds") == {
+        ("cgplan_host_seconds_count",): 2.0, ("cgplan_host_seconds_sum",): 25e-6,
+    }  # fmt: skip
+
+
+def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunner) -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    registry.register(StatsCollector({"draft": RunnerStats(PLAN), "target": called.stats}))
+    labels = {"runner": "target", "kind": "real"}
+    assert registry.get_sample_value("cgplan_tokens_total", labels) == 42
+    call(called, 8, 8)
+    assert registry.get_sample_value("cgplan_tokens_total", labels) == 50
+    assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
+
+
+def test_metrics_of_what_has_no_numbers(called: GraphRunner) -> None:
+    stats = called.stats
+    for wrong, kind in (({"a": called}, "GraphRunner"), (stats, "RunnerStats"), ({None: stats}, "NoneType")):
+        with pytest.raises(InputError, match=f"and a {kind} was given") as caught:
+            StatsCollector(wrong)  # type: ignore[arg-type]
+        assert "runner.stats" in caught.value.remedy
+    with pytest.raises(InputError):
+        called.stats.prometheus(None)  # type: ignore[arg-type]
+
+
+def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(CgplanError, match="needs prometheus_client, which is not installed") as caught:
+        called.stats.prometheus()
+    assert "pip install prometheus_client" in caught.value.remedy
+
+
+# --- NVTX -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_ranges_are_named_by_key(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    named: list[str] = []
+    inside: list[bool] = []
+
+    @contextmanager
+    def annotate(self: GraphBackend, name: str) -> Iterator[None]:
+        named.append(name)
+        inside.append(True)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(type(backend), "annotate", annotate)
+    runner = open_runner(backend)
+    config = runner.config.model_copy(update={"report": runner.config.report.model_copy(update={"nvtx": on})})
+    runner._graphed.config = config
+    runner.graphs_changed()
+    for step in ((3, 3), (3, 3), (8, 2)):
+        call(runner, *step)
+        stage(runner, *step)
+    assert inside == []
+    decode = "cgplan FULL num_tokens=4 num_reqs=4 uniform"
+    assert named == ([decode] * 4 + ["cgplan NONE num_tokens=8"] * 2 if on else [])
+    x = torch.arange(3.0, device=backend.device)
+    lengths = torch.ones(3, dtype=torch.int64, device=backend.device)
+    assert torch.equal(runner(x=x, lengths=lengths), x * 2)
+    assert runner.stats.calls == 7
+
+
+def test_ranges_mean_nothing_on_the_tape(backend: GraphBackend) -> None:
+    with backend.annotate("a name"):
+        x = torch.ones(2, device=backend.device) * 2
+    assert x.sum().item() == 4

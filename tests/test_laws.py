@@ -1,0 +1,280 @@
+"""The laws of the house: folder order, sizes, what stays free of torch, and the public surface."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import cgplan
+from cgplan import errors
+
+PACKAGE = Path(cgplan.__file__).parent
+FOLDERS = (
+    "version", "errors", "modes", "units", "config", "planning", "pricing", "traffic", "optimizer", "reports",
+    "buffers", "backends", "models", "graphs", "piecewise", "captures", "runner", "speculative", "measure",
+    "distributed", "api", "cli",
+)  # fmt: skip
+WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
+MODULES = sorted(PACKAGE.rglob("*.py"))
+OWED = {  # arrows against the order, each with the mechanism that will end it
+    "cgplan.backends.backend -> cgplan.graphs.caught_errors",
+    "cgplan.backends.backend -> cgplan.graphs.operator_log",
+    "cgplan.backends.cuda -> cgplan.graphs.caught_errors",
+    "cgplan.backends.cuda -> cgplan.graphs.plain_code",
+    "cgplan.backends.host_sync -> cgplan.graphs.plain_code",
+    "cgplan.backends.tape -> cgplan.graphs.operator_log",
+    "cgplan.backends.tape -> cgplan.graphs.plain_code",
+    "cgplan.backends.tape_recorder -> cgplan.graphs.operator_log",
+    "cgplan.buffers.compare -> cgplan.graphs.ambient",
+    "cgplan.buffers.compare -> cgplan.graphs.written",
+    "cgplan.buffers.compare -> cgplan.measure.baselines",
+    "cgplan.buffers.compare -> cgplan.runner.runner",
+    "cgplan.captures.failures -> cgplan.measure.host_memory",
+    "cgplan.models.adapters -> cgplan.runner.routing",
+    "cgplan.models.decoder -> cgplan.distributed",
+    "cgplan.piecewise.traces -> cgplan.captures.model_graphs",
+    "cgplan.planning.difference -> cgplan.optimizer.evidence",
+}
+TINY = {"units.py", "optimizer/products.py", "backends/blame.py"}
+BUDGET = {"lines": 32_600, "tokens": 207_100, "files": 174, "files in a folder": 17}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and the names taken from it."""
+
+    target: str
+    names: tuple[str, ...]
+    line: int
+    at_import: bool  # runs when the module is imported: not inside a function, not for type checkers alone
+
+
+def module_name(path: Path) -> str:
+    parts = ("cgplan", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str:
+    """``cgplan.config.load`` -> ``config``; the package itself and ``python -m cgplan`` stand outside the law."""
+    return ([*module.split("."), ""])[1]
+
+
+def imports_of(tree: ast.AST) -> list[Import]:
+    return list(_walk(tree, at_import=True))
+
+
+def _walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, (), child.lineno, at_import) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative imports hide the layer"
+            yield Import(child.module or "", tuple(alias.name for alias in child.names), child.lineno, at_import)
+        else:
+            deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _walk(child, at_import and not deferred and not typing_only)
+
+
+IMPORTS = {module_name(path): imports_of(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES}
+
+
+def of_cgplan(module: str) -> list[Import]:
+    return [i for i in IMPORTS[module] if i.target.split(".")[0] == "cgplan"]
+
+
+def as_modules(found: Import) -> set[str]:
+    """The modules that an import names: ``from cgplan.backends import tape`` names ``cgplan.backends.tape``."""
+    inside = {f"{found.target}.{name}" for name in found.names}
+    return {found.target} | {name for name in inside if name in IMPORTS}
+
+
+def test_every_package_has_its_place_in_the_order() -> None:
+    found = {layer_of(module) for module in IMPORTS} - {"", "__main__"}
+    assert found == set(FOLDERS)
+
+
+def test_folders_import_only_from_folders_above() -> None:
+    """Deferred imports and those for type checkers count, too."""
+    against = set()
+    for module in IMPORTS:
+        folder = layer_of(module)
+        if folder in ("", "__main__"):
+            continue
+        above = {"", *FOLDERS[: FOLDERS.index(folder) + 1]}
+        against |= {
+            f"{module} -> {i.target}" for i in of_cgplan(module) if {layer_of(n) for n in as_modules(i)} - above
+        }
+    assert against == OWED
+
+
+@pytest.mark.parametrize("module", sorted(IMPORTS))
+def test_private_names_stay_in_their_package(module: str) -> None:
+    for found in of_cgplan(module):
+        if layer_of(found.target) == layer_of(module):
+            continue
+        names = (*found.target.split("."), *found.names)
+        private = [n for n in names if n.startswith("_") and not n.startswith("__")]
+        assert not private, f"{module}:{found.line} imports {private}"
+
+
+def test_only_the_choice_of_a_backend_names_one() -> None:
+    named = {"cgplan.backends.cuda", "cgplan.backends.tape"}
+    users = {m for m in IMPORTS for i in of_cgplan(m) if as_modules(i) & named}
+    assert users == {"cgplan.backends"}
+
+
+def test_nothing_imports_the_command_line() -> None:
+    users = {m for m in IMPORTS for i in of_cgplan(m) if any(layer_of(n) == "cli" for n in as_modules(i))}
+    assert {m for m in users if layer_of(m) not in ("cli", "__main__")} == set()
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {name for i in of_cgplan(module) if i.at_import for name in as_modules(i)} - {module}
+        for module in IMPORTS
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(IMPORTS) if layer_of(m) in WITHOUT_TORCH])
+def test_the_first_layers_do_not_mention_torch(module: str) -> None:
+    assert [i for i in IMPORTS[module] if i.target.split(".")[0] == "torch"] == []
+
+
+def test_planning_runs_without_torch() -> None:
+    code = """
+import sys
+import cgplan, cgplan.planning, cgplan.config, cgplan.reports, cgplan.reports.records
+plan = cgplan.build_plan(cgplan.Config())
+cgplan.CudagraphDispatcher(plan).dispatch(3)
+cgplan.Plan.from_json(plan.model_dump_json())
+cgplan.load_config
+cgplan.CaptureError, cgplan.CUDAGraphMode
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_the_public_surface_is_sorted_and_there() -> None:
+    assert cgplan.__all__ == sorted(set(cgplan.__all__))
+    for name in cgplan.__all__:
+        assert getattr(cgplan, name) is not None, name
+    assert dir(cgplan) == cgplan.__all__
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = cgplan.nonsense
+
+
+def test_type_checkers_see_what_is_there() -> None:
+    """The imports under TYPE_CHECKING name the public surface, from where it is loaded."""
+    homes = {
+        name: found.target
+        for found in IMPORTS["cgplan"]
+        if found.target.startswith("cgplan.") and not found.at_import
+        for name in found.names
+    }
+    assert set(homes) | {"__version__"} == set(cgplan.__all__)
+    for name, home in homes.items():
+        if name in cgplan._HOME_OF:
+            assert cgplan._HOME_OF[name] == home, name
+
+
+def subclasses(base: type[errors.CgplanError]) -> Iterator[type[errors.CgplanError]]:
+    yield base
+    for child in base.__subclasses__():
+        yield from subclasses(child)
+
+
+def test_each_error_has_its_own_exit_code_and_stands_in_the_tree() -> None:
+    tree = {m[1]: int(m[2]) for m in re.finditer(r"(\w+) +(\d+)   ", errors.__doc__ or "")}
+    found = {cls.__name__: cls for cls in subclasses(errors.CgplanError) if cls.__module__ == "cgplan.errors"}
+    assert tree == {name: cls.exit_code for name, cls in found.items()}
+    assert len(set(tree.values())) == len(tree)
+    assert 0 not in tree.values()
+    assert 2 not in tree.values(), "2 is the command line's own"
+    for name, cls in found.items():
+        assert "exit_code" in vars(cls), f"{name} inherits its exit code"
+    assert set(found) <= set(cgplan.__all__)
+
+
+def test_the_tree_shows_who_inherits_from_whom() -> None:
+    depth_of: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        entry = re.search(r"(\w+) +\d+   ", line)
+        if entry is None:
+            continue
+        depth = (entry.start(1) - 4) // 4
+        while depth_of and depth_of[-1][0] >= depth:
+            depth_of.pop()
+        parent = getattr(errors, depth_of[-1][1]) if depth_of else Exception
+        assert getattr(errors, entry[1]).__bases__ == (parent,), entry[1]
+        depth_of.append((depth, entry[1]))
+
+
+def test_all_exceptions_of_cgplan_are_in_errors() -> None:
+    for path in MODULES:
+        if path.name == "errors.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base) for base in node.bases]
+                assert not [b for b in bases if b.endswith(("Error", "Exception"))], f"{path}:{node.lineno}"
+
+
+def test_the_package_keeps_its_budget() -> None:
+    """A change that needs more raises the number, and says in its message what users get for it."""
+    sources = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cu", ".js", ".html", ".j2")]
+    layout = (
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    )  # fmt: skip
+    spent = {
+        "lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources),
+        "tokens": sum(t.type not in layout for path in MODULES for t in tokens_of(path)),
+        "files": len(MODULES),
+        "files in a folder": max(Counter(path.parent for path in MODULES).values()),
+    }
+    over = {name: amount for name, amount in spent.items() if amount > BUDGET[name]}
+    assert not over, f"budget {BUDGET}"
+
+
+def tokens_of(path: Path) -> Iterator[tokenize.TokenInfo]:
+    with path.open(encoding="utf-8") as file:
+        yield from tokenize.generate_tokens(file.readline)
+
+
+def test_no_file_is_tiny() -> None:
+    files = [p for p in MODULES if not p.name.startswith("__") and p.name != "version.py"]
+    tiny = {str(p.relative_to(PACKAGE)) for p in files if len(p.read_text(encoding="utf-8").splitlines()) < 40}
+    assert tiny == TINY
+
+
+def test_no_folder_has_the_name_of_a_public_name() -> None:
+    """Importing ``cgplan.capture.key`` would put the module in place of ``cgplan.capture``."""
+    assert not {m.split(".")[1] for m in IMPORTS if m != "cgplan"} & set(cgplan.__all__)
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in cgplan.__all__:
+        value = getattr(cgplan, name)
+        if not callable(value):
+            continue
+        assert value.__doc__, name
+        methods = {n: m for n, m in vars(value).items() if inspect.isfunction(m)} if inspect.isclass(value) else {}
+        inherited = {n for base in inspect.getmro(value)[1:] for n in vars(base)} if methods else set()
+        assert not [n for n, m in methods.items() if not m.__doc__ and not n.startswith("_") and n not in inherited], (
+            name
+        )

@@ -1,0 +1,325 @@
+"""Step times: where they come from, what lies between and beyond what was measured, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgplan.errors import StepTimeError
+from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, Curve, StepTimes
+
+NONE, PIECEWISE, FULL = RUNTIME_MODES
+MODES = st.sampled_from(RUNTIME_MODES)
+POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
+
+
+def times_of(**modes: dict[int, float]) -> StepTimes:
+    return StepTimes.measured({(CUDAGraphMode[name], 0): points for name, points in modes.items()}, "by hand")
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "times.csv"
+    path.write_text(text)
+    return path
+
+
+def record(
+    size: int, eager: float, mode: str = "NONE", graph: float | None = None, padded: int = 0, loras: int = 0
+) -> Any:
+    timing = None if graph is None else {"median": graph, "p99": 2 * graph}
+    return {
+        "num_tokens": size,
+        "mode": mode,
+        "descriptor": {"num_tokens": size + padded, "num_reqs": None, "uniform": False, "num_active_loras": loras},
+        "eager": {"median": eager, "p99": 9e9},
+        "graph": timing,
+        "replay": None,
+    }
+
+
+def bench(*records: Any) -> dict[str, Any]:
+    return {"kind": "bench", "schema_version": 1, "environment": {"device": "NVIDIA H200"}, "records": list(records)}
+
+
+# --- between and beyond points --------------------------------------------------------------------------------
+
+
+def test_between_points_times_are_linear_and_steps_stay_steps() -> None:
+    times = times_of(FULL={1: 10, 128: 10, 129: 20, 256: 20}, NONE={1: 100})
+    assert [times.of(FULL, n) for n in (1, 64, 128, 129, 200, 256)] == [10, 10, 10, 20, 20, 20]
+    assert times_of(FULL={10: 10, 20: 30}).of(FULL, 15) == 20
+
+
+def test_below_the_first_point_its_time_holds() -> None:
+    assert times_of(FULL={8: 5, 16: 7}).of(FULL, 1) == 5
+
+
+def test_beyond_the_last_point_the_last_slope_goes_on_and_is_told() -> None:
+    times = times_of(FULL={1: 10, 100: 10, 200: 30})
+    assert times.of(FULL, 300) == 50
+    assert any("FULL beyond 200 tokens: 0.2 us for each more" in note for note in times.notes)
+    lone = times_of(FULL={4: 10})
+    assert lone.of(FULL, 400) == 10
+    assert any("measured at 4 tokens alone" in note for note in lone.notes)
+
+
+def test_a_point_below_an_earlier_one_is_raised_and_a_large_rise_is_told() -> None:
+    times = times_of(FULL={1: 10.0, 8: 9.9, 64: 5.0, 65: 12.0})
+    assert [times.of(FULL, n) for n in (1, 8, 64, 65)] == [10, 10, 10, 12]
+    assert any("FULL at 64 tokens took 5 us, a smaller batch 10 us" in note for note in times.notes)
+    assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
+
+
+def test_eager_steps_beyond_their_points_are_no_faster_than_the_work_of_a_full_graph() -> None:
+    times = times_of(NONE={1: 100, 10: 100}, FULL={1: 10, 10: 100, 20: 200})
+    assert [times.of(NONE, n) for n in (1, 10, 15, 40)] == [100, 100, 150, 400]
+    assert times_of(NONE={1: 100}, PIECEWISE={1: 10, 10: 100}).of(NONE, 40) == 100, "there is no FULL to go by"
+
+
+def test_piecewise_that_was_not_measured_lies_between_full_and_eager() -> None:
+    times = times_of(NONE={1: 100}, FULL={1: 20})
+    assert times.of(PIECEWISE, 1) == 20 + PIECEWISE_SHARE * 80
+    assert any(note.startswith("PIECEWISE was not measured") for note in times.notes)
+    assert times.notes_for(FULL) == tuple(note for note in times.notes if "PIECEWISE" not in note) != times.notes
+    beyond = times_of(NONE={1: 100}, FULL={1: 20}, PIECEWISE={300: 30, 400: 60})
+    assert [beyond.of(PIECEWISE, n) for n in (1, 300, 350, 500)] == [30, 30, 45, 90], "at most its first point"
+
+
+@given(points=st.fixed_dictionaries({NONE: POINTS, FULL: POINTS}, optional={PIECEWISE: POINTS}))
+def test_times_never_fall_as_batches_grow_and_are_not_below_what_was_measured(
+    points: dict[CUDAGraphMode, dict[int, float]],
+) -> None:
+    times = StepTimes.measured({(mode, 0): values for mode, values in points.items()}, "drawn")
+    for mode in RUNTIME_MODES:
+        curve = times.curve(mode, 400)
+        assert curve.shape == (401,)
+        assert curve[0] == 0
+        assert (np.diff(curve) >= -1e-9 * curve[1:]).all()
+        assert curve[77] == times.of(mode, 77)
+        if mode in points:
+            assert all(times.of(mode, n) >= value * (1 - 1e-12) for n, value in points[mode].items())
+
+
+# --- adapters -------------------------------------------------------------------------------------------------
+
+
+def test_steps_with_adapters_take_longer_by_an_assumed_share() -> None:
+    times = times_of(NONE={1: 100}, FULL={1: 10})
+    assert times.of(FULL, 4, 0) == 10
+    assert times.of(FULL, 4, 1) == times.of(FULL, 4, 9) == pytest.approx(10 * (1 + LORA_OVERHEAD))
+    assert times.of(NONE, 4, 2) == pytest.approx(100 * (1 + LORA_OVERHEAD))
+
+
+def test_a_case_takes_the_time_of_the_next_measured_one() -> None:
+    times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 2): {1: 12}, (FULL, 5): {1: 15}, (NONE, 0): {1: 90}}, "x")
+    assert [times.of(FULL, 1, case) for case in (0, 1, 2, 3, 5, 9)] == [10, 12, 12, 15, 15, 15]
+    assert times.told_apart([0, 1, 2, 4, 5, 9]) == (0, 2, 9)
+
+
+def test_a_step_without_adapters_is_derived_where_only_those_with_were_measured() -> None:
+    times = StepTimes.measured({(FULL, 9): {1: 11}, (NONE, 9): {1: 110}}, "x")
+    assert times.of(FULL, 1, 0) == pytest.approx(10)
+    assert times.of(FULL, 1, 4) == 11
+
+
+def test_cases_are_told_apart_by_their_times_alone() -> None:
+    assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([0, 1, 2, 4, 9]) == (0, 9)
+    assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([9]) == (9,)
+
+
+# --- the default ----------------------------------------------------------------------------------------------
+
+
+def test_the_default_says_that_it_is_of_another_model() -> None:
+    times = StepTimes.default()
+    assert "H200" in times.source
+    assert any("another model than yours" in note for note in times.notes)
+    assert [times.of(FULL, n) for n in (1, 8, 64, 256)] == [3400, 3400, 4740, 8930]
+    for n in range(1, 9000, 7):
+        full, piecewise, eager = (times.of(mode, n) for mode in (FULL, PIECEWISE, NONE))
+        assert full <= piecewise <= eager or n > 500, n
+        assert full <= eager, "beyond 511 tokens eager steps are bound by the device"
+    assert times.of(FULL, 512) == times.of(NONE, 512)
+
+
+# --- a bench --------------------------------------------------------------------------------------------------
+
+
+def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
+    report = bench(
+        record(3, 100, "FULL", 10, padded=1),
+        record(4, 101, "FULL", 11),
+        record(16, 120, "PIECEWISE", 50),
+        record(99, 300),
+    )
+    times = StepTimes.from_bench(report, "bench.json")
+    assert times.source == "bench.json, NVIDIA H200"
+    assert [(c.mode, c.points) for c in times.curves] == [
+        (NONE, ((3, 100), (4, 101), (16, 120), (99, 300))),
+        (PIECEWISE, ((16, 50),)),
+        (FULL, ((4, 11),)),
+    ]
+
+
+def test_a_bench_with_adapters_is_of_their_case() -> None:
+    times = StepTimes.from_bench(bench(record(4, 110, "FULL", 11, loras=5)))
+    assert times.of(FULL, 4, 5) == 11
+    assert times.of(FULL, 4, 0) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("report", "complaint"),
+    [
+        ({}, "kind"),
+        ({"kind": "capture", "records": []}, "kind"),
+        ({"kind": "bench"}, "records"),
+        (bench(), "records"),
+        (bench(record(4, 0.0)), "records.0.eager.median"),
+        (bench(record(4, float("nan"))), "records.0.eager.median"),
+        (bench(record(4, 5, "FULL", -1)), "records.0.graph.median"),
+        (bench(record(0, 5)), "records.0.num_tokens"),
+        (bench(record(4, 5), record(4, 5, "SIDEWAYS", 1)), "records.1.mode"),
+    ],
+)
+def test_what_is_no_bench_is_refused(report: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(StepTimeError) as caught:
+        StepTimes.from_bench(report, "that.json")
+    assert f"that.json: no bench report: {complaint}" in caught.value.message
+    assert "cgplan bench --output" in caught.value.remedy
+
+
+# --- a table --------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_read(tmp_path: Path) -> None:
+    path = table(
+        tmp_path, "\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n"
+    )
+    times = StepTimes.from_table(path)
+    assert times.source == str(path)
+    assert [(c.mode, c.points) for c in times.curves] == [
+        (NONE, ((1, 100), (8, 100))),
+        (PIECEWISE, ((8, 50),)),
+        (FULL, ((1, 10),)),
+    ]
+
+
+def test_a_table_with_lora_cases(tmp_path: Path) -> None:
+    path = table(tmp_path, "mode,num_tokens,microseconds,num_active_loras\nFULL,1,10,0\nFULL,1,12,3\neager,1,50,0\n")
+    times = StepTimes.load(path)
+    assert [times.of(FULL, 1, case) for case in (0, 2, 3)] == [10, 12, 12]
+
+
+HEADER = "mode,num_tokens,microseconds\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint", "remedy"),
+    [
+        ("", "column 'mode' is missing, found nothing", "mode,num_tokens,microseconds"),
+        ("mode,num_tokens\nFULL,1\n", "column 'microseconds' is missing, found mode, num_tokens", "CSV file with mode"),
+        ("mode,num_tokens,microseconds,color\n", "column 'color' is unknown", "CSV file with mode"),
+        ("mode,mode,num_tokens,microseconds\n", "a column stands twice", "CSV file with mode"),
+        (HEADER, "no row below the header", "CSV file with mode"),
+        (HEADER + "FULL,1\n", ":2: 2 values for 3 columns", "CSV file with mode"),
+        (HEADER + "FULL,1,5\nHALF,1,5\n", ":3: unknown mode 'HALF'", "eager (or NONE), PIECEWISE, FULL"),
+        (HEADER + "FULL_AND_PIECEWISE,1,5\n", ":2: unknown mode 'FULL_AND_PIECEWISE'", "eager (or NONE)"),
+        (HEADER + "FULL,,5\n", ":2: num_tokens is ''", "whole number from 1"),
+        (HEADER + "FULL,0,5\n", ":2: num_tokens is '0'", "whole number from 1"),
+        (HEADER + "FULL,1.5,5\n", ":2: num_tokens is '1.5'", "whole number from 1"),
+        (HEADER + "FULL,99999999,5\n", ":2: num_tokens is '99999999'", "to 1048576"),
+        (HEADER + "FULL,1,0\n", ":2: microseconds is '0'", "above 0"),
+        (HEADER + "FULL,1,-3\n", ":2: microseconds is '-3'", "above 0"),
+        (HEADER + "FULL,1,nan\n", ":2: microseconds is 'nan'", "above 0"),
+        (HEADER + "FULL,1,inf\n", ":2: microseconds is 'inf'", "above 0"),
+        (HEADER + "FULL,1,fast\n", ":2: microseconds is 'fast'", "above 0"),
+        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", ":4: full at 1 tokens stands in row 2 already", "one row for each"),
+    ],
+)
+def test_a_bad_table_is_refused_by_row(tmp_path: Path, text: str, complaint: str, remedy: str) -> None:
+    path = table(tmp_path, text)
+    for read in (StepTimes.from_table, StepTimes.load):
+        with pytest.raises(StepTimeError) as caught:
+            read(path)
+        assert complaint in caught.value.message
+        assert str(path) in caught.value.message
+        assert remedy in caught.value.remedy
+
+
+def test_missing_modes_are_named() -> None:
+    with pytest.raises(StepTimeError) as caught:
+        times_of(FULL={1: 5}).of(NONE, 1)
+    assert "no eager step times, found FULL" in caught.value.message
+    assert "Measure eager steps" in caught.value.remedy
+    with pytest.raises(StepTimeError, match="no FULL step times, found eager, PIECEWISE"):
+        times_of(NONE={1: 5}, PIECEWISE={1: 2}).of(FULL, 1)
+    with pytest.raises(StepTimeError, match="no PIECEWISE step times, found eager"):
+        times_of(NONE={1: 5}).curve(PIECEWISE, 4)
+    with pytest.raises(StepTimeError, match="no eager step times, found FULL"):
+        times_of(FULL={1: 5}).of(PIECEWISE, 1)
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_told_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    path.write_text(json.dumps(bench(record(4, 100, "FULL", 10))))
+    assert StepTimes.load(path).of(FULL, 4) == 10
+    times = StepTimes.default()
+    path.write_text(times.model_dump_json())
+    assert StepTimes.load(path) == times
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[" * 200_000, "not JSON"),
+        ("[1]", "no bench report: it is not an object"),
+        ('{"kind": "step_times"}', "damaged step times"),
+        (
+            '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": [[2, 5], [1, 6]]}]}',
+            "points do not ascend",
+        ),
+        ('{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": [[1, -5]]}]}', "times above 0"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    path = table(tmp_path, text)
+    with pytest.raises(StepTimeError, match=complaint) as caught:
+        StepTimes.load(path)
+    assert "cgplan bench --output" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (" ", "spaces")])
+def test_other_separators_than_commas_are_named(tmp_path: Path, separator: str, name: str) -> None:
+    path = table(tmp_path, "mode,num_tokens,microseconds\nFULL,1,5\n".replace(",", separator))
+    with pytest.raises(StepTimeError, match=f"the columns are separated by {name}") as caught:
+        StepTimes.load(path)
+    assert "a CSV file with mode,num_tokens,microseconds" in caught.value.remedy
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for read in (StepTimes.from_table, StepTimes.load):
+        with pytest.raises(StepTimeError, match="no such file"):
+            read(tmp_path / "nowhere")
+    path = tmp_path / "bytes"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
+        StepTimes.load(path)
+
+
+def test_curves_ascend() -> None:
+    curve = StepTimes.default().curves[1]
+    assert all(a < b and low <= high for (a, low), (b, high) in pairwise(curve.points))
+    with pytest.raises(ValueError, match="do not ascend"):
+        Curve(mode=FULL, points=((1, 5.0), (2, 4.0)))
