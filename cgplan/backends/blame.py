@@ -12,7 +12,8 @@ from types import TracebackType
 
 import torch
 
-_OWN = [Path(__file__).parents[1] / name for name in ("graphs", "runtime")]
+_FOLDERS = ("backends", "buffers", "graphs", "piecewise", "captures", "runner", "speculative", "measure")
+_OWN = [Path(__file__).parents[1] / name for name in _FOLDERS]
 _MACHINERY = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN)), "<")
 
 

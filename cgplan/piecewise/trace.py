@@ -208,14 +208,14 @@ class PiecewiseModel:
                 "compilation.splitting_modules, or piecewise: modules for functions under eager_break_during_capture.",
             ) from error
         except torch._dynamo.exc.Unsupported as error:
-            if "runtime/wrapper.py" in str(error):
+            if "graphs/wrapper.py" in str(error):
                 raise CaptureError(
                     "the model holds graph wrappers of its own, and is to be traced as a whole as well",
                     remedy="Set compilation.piecewise: wrappers, or take the wrappers out.",
                 ) from error
             if "failed to bind arguments" in str(error):  # Python says it better
                 return self.model(**inputs)
-            if "runtime/context.py" in str(error):
+            if "backends/context.py" in str(error):
                 raise CaptureError(
                     f"the model reads the forward context in code that is traced, at {_user_line(error)}",
                     remedy="A trace would keep what it read. Read the context inside a custom operator, as "
