@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,6 +30,7 @@ def capture(
     budget: Section | None = None,
     device: str = "auto",
     output_rows: str = "num_tokens",
+    state: Sequence[object] | None = None,
     progress: Callable[[CaptureProgress], None] | None = None,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
@@ -41,6 +42,8 @@ def capture(
         compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
+        state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one, such
+            as ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
         progress: Called before each key.
 
     Raises:
@@ -65,4 +68,4 @@ def capture(
     model_section = {"output_rows": output_rows}
     config: Config = validate_config({"model": model_section, "inputs": dict(inputs), "device": device, **given})
     plan = build_plan(config)
-    return CaptureSession(plan, model, select_backend(device), config, progress=progress).run()
+    return CaptureSession(plan, model, select_backend(device), config, progress=progress, state=state).run()

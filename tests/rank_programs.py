@@ -35,7 +35,7 @@ from cgplan.distributed import (
 )
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, ModelError, RegistrationError
-from cgplan.graphs.rebound import StateSnapshot
+from cgplan.graphs.model_state import ModelState
 from cgplan.models.decoder import Decoder, build, example_batch
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
@@ -283,12 +283,12 @@ def state_of_a_model(rank: int) -> Any:
     """What of a model's state has changed, once ranks have summed and have shown a sign of life."""
     with opened() as (ranks, reducer):
         model = Doubling(reducer)
-        state = StateSnapshot(model)
+        state = ModelState.of({"model": model}, torch.device("cpu"))
         model(torch.ones(2, 8))
         sent = ranks.watch._beats
         while ranks.watch._beats == sent:
             time.sleep(0.02)
-    return state.changed()
+    return {place.path: None for place in state.rebound()}
 
 
 def raises_in(rank: int, phase: str) -> Any:

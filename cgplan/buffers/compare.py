@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from cgplan.graphs.ambient import generators_of, random_state_kept
-from cgplan.graphs.written import WrittenState
+from cgplan.graphs.ambient import random_state_kept
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 from cgplan.measure.baselines import BenchBatch, Call
 from cgplan.runner.runner import GraphRunner
 
@@ -46,12 +45,11 @@ class OwnResults:
     def __init__(self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int) -> None:
         model, self._device, self._seed = runner.model, runner.backend.device, seed
         self._inputs = [(tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()]
-        self._generators = generators_of(model, self._device)
-        self._written: WrittenState | None = None
-        holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
+        self._written = ModelState.of({"model": model}, self._device)
+        self._generators = self._written.generators
         with random_state_kept(self._device, self._generators):
-            with suppress(Exception):  # a model that cannot be looked into is compared as it is
-                self._written = WrittenState(holder, lambda: [batch.run(model) for batch in batches])
+            free = runner.backend.memory().free or 4 << 30
+            look(lambda: [batch.run(model) for batch in batches], self._written, free // 4)
             self._outputs: dict[int, Any] = {}
             self._is_unsteady: set[int] = set()
             self._draws: set[int] = set()
@@ -69,8 +67,7 @@ class OwnResults:
         """Make inputs and state what they were at the beginning."""
         for tensor, before in self._inputs:
             tensor.copy_(before)
-        if self._written is not None:
-            self._written.put_back()
+        self._written.restore()
 
     def compare(self, size: int, call: Call, draws_otherwise: str | None = None) -> Result:
         """The result of a call for a batch of that size, against the model's own.

@@ -20,8 +20,9 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import forward_context
-from cgplan.backends.host_sync import find_host_sync
 from cgplan.errors import CgplanError
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.reports.records import OURS
 from cgplan.runner.runner import GraphRunner
@@ -200,7 +201,8 @@ class Bare(Way):
         except CgplanError:
             raise
         except Exception as error:  # of torch's own, which may name no operator
-            raise find_host_sync(lambda: batch.run(model, static), backend.device) or error from None
+            found = look(lambda: batch.run(model, static), ModelState.of({}, backend.device))
+            raise found.host_sync or error from None
         return graph, static, output
 
     def call(self, batch: BenchBatch) -> Call:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cgplan.errors import BackendError
-from cgplan.graphs.address_walk import Walk
+from cgplan.graphs.model_state import ModelState
 from cgplan.measure.baselines import INDUCTORS, Bare, BenchBatch, Call, Way
 
 _STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
@@ -85,9 +85,9 @@ class ReduceOverhead(_NeedsCuda):
         self._skips = self._skipped()
 
     def _mark_static(self, holder: Any) -> None:
-        walk = Walk(self.backend.device)
-        walk.run({"model": holder})
-        found = [tensor for tensor, _ in walk.tensors.values() if not hasattr(tensor, _STATIC)]
+        device = self.backend.device
+        tensors = ModelState.of({"model": holder}, device).tensors
+        found = [tensor for tensor in tensors if tensor.device == device and not hasattr(tensor, _STATIC)]
         self._marked = [tensor for tensor in found if not isinstance(tensor, torch.nn.Parameter)]
         for tensor in self._marked:
             torch._dynamo.mark_static_address(tensor, guard=False)

@@ -38,7 +38,6 @@ from cgplan.buffers.outputs import hides_tensors
 from cgplan.buffers.views import HandedViews, facts_of
 from cgplan.errors import CaptureError
 from cgplan.graphs.frozen import Containers, contents, modules_of, state_of
-from cgplan.graphs.operator_log import marked
 
 
 class Slot(NamedTuple):
@@ -293,8 +292,7 @@ class EagerPiece:
         tensors = list(tensors_in((args, kwargs)))
         addresses = list(map(_address, tensors))
         self._arguments = PieceArguments(args, kwargs, self._backend, self._pool)
-        with marked("eager piece"):
-            result = self._function(*args, **kwargs)
+        result = self._function(*args, **kwargs)
         self._flat, spec = tree_flatten(result)
         self._arguments.settle()
         if containers.have_new_values():

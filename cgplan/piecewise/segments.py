@@ -31,14 +31,14 @@ from torch import fx
 
 from cgplan.backends.context import CaptureScope, ForwardContext, current_forward_context
 from cgplan.errors import SealedError
-from cgplan.graphs.addresses import AddressManifest
+from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
-from cgplan.graphs.written import LARGEST
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.prologue import Prologue
 from cgplan.piecewise.recorded import Program
 from cgplan.piecewise.split import Piece, operator_name
 
+LARGEST = 64 << 20
 RETRACED = (
     "Capture the model itself, without torch.compile: then there is one trace, and it has no guards. Else see to it "
     "that one trace serves all sizes: torch._dynamo.maybe_mark_dynamic(x, 0) on each input ahead of the compiled call, "
@@ -122,7 +122,7 @@ class _Recorded:
     call: Callable[..., Any]
     direct: Callable[..., Any] | None  # the same with what Dynamo's code does around it
     scope: CaptureScope | None
-    manifest: AddressManifest | None  # where addresses are looked at on each call
+    manifest: ModelState | None  # where addresses are looked at on each call
     read: tuple[int, ...]  # the arguments that graphs read
     metadata: frozenset[str]  # what they read of the context's metadata outside of runners
 
@@ -177,7 +177,9 @@ class SplitForward:
         recorded = self.recorded.get(context.descriptor)
         if recorded is not None and recorded.scope is context.scope:
             manifest = recorded.manifest
-            if manifest is None or manifest.still_holds(_roots(recorded.read, recorded.metadata, args, context)):
+            if manifest is None or not manifest.moved(
+                ModelState.of(_roots(recorded.read, recorded.metadata, args, context), manifest.device)
+            ):
                 return recorded.call(*args)
             return self._by_wrappers(*args)  # they say what has moved
         output = self._by_wrappers(*args)
@@ -212,8 +214,7 @@ class SplitForward:
         metadata = frozenset[str]().union(*(entry.metadata for entry in entries.values()))
         if some.options.policy(context.scope) == "always":
             roots = _roots(program.read, metadata, args, context)
-            manifest = AddressManifest.of(roots, some.backend.device, repeats=True)
-            manifest.check(roots, what=f"{CUDAGraphMode.PIECEWISE} {context.descriptor}")  # compiles itself
+            manifest = ModelState.of(roots, some.backend.device).let_go()
         call, direct = program.bind(program.code, self.split, entries), None
         if self._direct is not None and manifest is None:
             direct = program.bind(self._direct, self.split, entries)

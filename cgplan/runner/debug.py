@@ -14,7 +14,8 @@ from cgplan.buffers.static import StaticBuffer
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.errors import NumbersError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.written import WrittenState
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 
 
@@ -24,9 +25,9 @@ class DebugChecks:
     On the first call that a graph serves, its results are compared with the model's own code on the same padded batch,
     and with a replay whose padding rows are NaN: real rows must be the same to the last bit. So the forward runs up to
     four times. What it writes of the model's tensors and attributes is put back after each run but the last, which is
-    the graph's own replay; see WrittenState for what is not put back: tensors over 64 MiB, such as a KV cache, into
-    which the same values are written again, and state outside of the model. All of them draw
-    the same random numbers. On every call, what the call before returned is filled with NaN.
+    the graph's own replay; see ModelState for what is not put back: memory beyond ``compilation.state_copy``, such as a
+    KV cache, into which the same values are written again, and state outside of the model. All of them draw the same
+    random numbers. On every call, what the call before returned is filled with NaN.
     """
 
     def __init__(self, graphed: GraphedModel) -> None:
@@ -61,14 +62,15 @@ class DebugChecks:
         if checked not in self._seen:
             staged = {name: buffer.tensor.clone() for name, buffer in buffers.items()}
             views = self._graphed.views(descriptor)
-            with self._random_state_kept():
-                written = WrittenState(self._graphed.holder, lambda: self._graphed.run_eager(descriptor, views))
+            written = ModelState.of(self._graphed.roots, self._graphed.backend.device)
+            look(lambda: self._graphed.run_eager(descriptor, views), written, self._graphed.copy_limit())
+            written.restore()
             _put_back(buffers, staged)  # the model may write into its inputs
             with self._random_state_kept():
                 eager = self._graphed.run_eager(descriptor, views)
             references.append(("the model's own code", _copied(cut(eager))))
             _put_back(buffers, staged)
-            written.put_back()
+            written.restore()
             if any(padding.values()):
                 for name, count in padding.items():
                     buffer = buffers[name]
@@ -77,7 +79,7 @@ class DebugChecks:
                     poisoned = _copied(cut(replay()))
                 references.append(("the same batch with NaN in its padding rows", poisoned))
                 _put_back(buffers, staged)
-                written.put_back()
+                written.restore()
         found = _copied(cut(replay()))
         wrong = self._seen.get(checked) or _difference_of(found, references)
         # What differs is compared again by the next call; not with other ranks, which run the forward once only.
