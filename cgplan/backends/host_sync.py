@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
@@ -132,6 +132,17 @@ def probing() -> Iterator[None]:
 def is_probing() -> bool:
     """Whether this thread is in a block of ``probing``."""
     return _probing.depth > 0
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """A block in which functions under torch.compile run their own code. Under a dispatch mode Dynamo would skip what
+    it compiled, then and ever after.
+    """
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to load it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:

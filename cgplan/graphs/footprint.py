@@ -21,7 +21,6 @@ Note [Random state]
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
+    as_written,
     blamed_line,
     implemented_in_python,
     is_composite,
@@ -82,15 +82,6 @@ class Footprint:
     numbers: list[object] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
     error: str | None = None
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
-    """A block in which compiled functions run their own code, see Note [The look]."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to load it takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 class Look(TorchDispatchMode):
@@ -308,6 +299,7 @@ def look(
         finally:
             stack.close()
             mode.finish()
+            state.adopt_fresh()
     return mode.found
 
 
@@ -373,4 +365,4 @@ def _numbers_that_differ(before: ModelState, now: ModelState) -> bool:
     return any(p.path in now.places and now.places[p.path].value != p.value for p in numbers)
 
 
-__all__ = ["Footprint", "Look", "Part", "as_written", "current_look", "examine", "look"]
+__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look"]

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgplan.backends.host_sync import written_tensors
@@ -49,6 +50,7 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 100_000  # of one container: a vocabulary, say, is not looked into
 _HOST_COPIES = 1 << 30  # bytes that are copied to the host at most
+_SMALL = 1 << 20  # bytes of a storage made by the forward that is copied before it is written
 _SHOWN = 10
 _ABSENT: Any = object()
 _CELL: Any = types.CellType.cell_contents
@@ -211,6 +213,7 @@ class ModelState:
     _fast: list[tuple[Any, Any, Any, int | None]] = field(default_factory=list)
     _storages: dict[int, Place] | None = None
     _saved: dict[int, _Saved] = field(default_factory=dict)
+    _fresh: dict[int, tuple[StorageWeakRef, torch.UntypedStorage, int | None]] = field(default_factory=dict)
     _once: set[Token] = field(default_factory=set)
     _each: set[Token] = field(default_factory=set)
     _count: int = 0
@@ -332,6 +335,7 @@ class ModelState:
                 yield {"": given}, "", f".{name}"
         yield from ((own, name, _step(name)) for name in own)
         named = function.__globals__
+        self.is_compiled |= any(_COMPILED in getattr(named.get(name), "__dict__", ()) for name in code.co_names)
         yield from (
             (named, name, f".<{name}>")
             for name in code.co_names
@@ -494,8 +498,25 @@ class ModelState:
                 address = storage.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue
-            if address and address not in self._saved and (place := self._storage_places().get(address)) is not None:
+            if not address or address in self._saved:
+                continue
+            if (place := self._storage_places().get(address)) is not None:
                 self._saved[address] = self._save(place, tensor, storage, limit)
+            elif storage.nbytes() <= _SMALL and (address not in self._fresh or self._fresh[address][0].expired()):
+                self._fresh[address] = StorageWeakRef(storage), storage.clone(), _version_of(tensor)
+
+    def adopt_fresh(self) -> None:
+        """After a run: small tensors that it made and the model holds now (a counter) get back the values that they
+        were made with, if captures write them, too.
+        """
+        fresh, self._fresh = {key: f for key, f in self._fresh.items() if not f[0].expired()}, {}
+        for place in ModelState.of(self.roots, self.device).places.values() if fresh else ():
+            if isinstance(place.value, torch.Tensor) and place.value.layout is torch.strided:
+                storage = place.value.untyped_storage()
+                if (found := fresh.get(storage.data_ptr())) is not None and storage.data_ptr() not in self._saved:
+                    copy, version = found[1:]
+                    saved = _Saved(place.path, place.value, storage, copy, copy.nbytes(), version)
+                    self._saved[storage.data_ptr()] = saved
 
     def _storage_places(self) -> dict[int, Place]:
         if self._storages is None:

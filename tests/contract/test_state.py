@@ -203,3 +203,53 @@ def test_a_forward_that_sets_the_random_state_is_refused(backend: GraphBackend, 
     with pytest.raises(CaptureError, match=rf"the forward sets the state of .*{match}.*test_state\.py:\d+"):
         open_runner(backend, Seeds(), cudagraph_mode="FULL")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("when", ["after the prompt", "before the prompt"])
+def test_a_decode_loop_with_a_static_cache_gives_the_tokens_of_the_loop_without_graphs(
+    backend: GraphBackend, when: str
+) -> None:
+    """The cache counts its tokens in the forward; padding tokens of captures must not."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(backend.device).eval()
+    prompt = torch.randint(0, 64, (1, 7), device=backend.device)
+
+    class Decode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.cache = transformers.StaticCache(config=config, max_cache_len=32)
+
+        def forward(self, token: Tensor, position: Tensor) -> Tensor:
+            kwargs = {"past_key_values": self.cache, "use_cache": True, "position_ids": position[None]}
+            return self.model(input_ids=token[None], **kwargs).logits[0]  # type: ignore[no-any-return]
+
+    def captured(decode: Decode) -> GraphRunner:
+        return cgplan.capture(
+            decode,
+            {name: Input(shape=("num_tokens",), dtype="int64", pad=0) for name in ("token", "position")},
+            compilation={"cudagraph_capture_sizes": [1], "cudagraph_mode": "FULL"},
+            device=backend.device.type,
+        )
+
+    def tokens(captures: bool) -> list[int]:
+        decode = Decode()
+        step: Any = captured(decode) if captures and when == "before the prompt" else decode
+        with torch.no_grad():
+            found = [int(decode(prompt[0], torch.arange(7, device=backend.device))[-1].argmax())]
+        step = captured(decode) if captures and step is decode else step
+        for position in range(7, 20):
+            given = (torch.tensor([value], device=backend.device) for value in (found[-1], position))
+            with torch.no_grad():
+                found.append(int(step(**dict(zip(("token", "position"), given, strict=True)))[-1].argmax()))
+        if captures:
+            assert sum(step.stats.replays.values()) == 13
+            step.close()
+        return found
+
+    assert tokens(captures=True) == tokens(captures=False)

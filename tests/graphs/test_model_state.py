@@ -509,3 +509,26 @@ def test_what_each_run_binds_is_left_alone_later() -> None:
     assert sealed.moved() == []
     model.steps = t()
     assert [line.split(":")[0] for line in sealed.moved()] == ["changed  x.steps"]
+
+
+@torch.no_grad()
+def test_a_counter_that_is_made_on_first_use_begins_where_it_was_made() -> None:
+    model = Model()
+
+    def counts(model: Any) -> None:
+        if model.table is None:
+            model.table, model.filled = torch.zeros(1), torch.empty(2)
+            model.filled.fill_(3)
+        model.table.add_(1)
+
+    state = holds(model)
+    with state.saving(1 << 20):
+        counts(model)
+    state.adopt_fresh()
+    for _ in range(2):
+        counts(model)
+        with state.noting_capture():
+            counts(model)
+    state.restore()
+    assert model.table.item() == 0
+    assert model.filled.tolist() == [3, 3]
