@@ -160,7 +160,7 @@ def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
         record(16, 120, "PIECEWISE", 50),
         record(99, 300),
     )
-    times = StepTimes.from_bench(report, "bench.json")
+    times = StepTimes.parse(json.dumps(report), "bench.json")
     assert times.source == "bench.json, NVIDIA H200"
     assert [(c.mode, c.points) for c in times.curves] == [
         (NONE, ((3, 100), (4, 101), (16, 120), (99, 300))),
@@ -170,7 +170,7 @@ def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
 
 
 def test_a_bench_with_adapters_is_of_their_case() -> None:
-    times = StepTimes.from_bench(bench(record(4, 110, "FULL", 11, loras=5)))
+    times = StepTimes.parse(json.dumps(bench(record(4, 110, "FULL", 11, loras=5))), "b")
     assert times.of(FULL, 4, 5) == 11
     assert times.of(FULL, 4, 0) == pytest.approx(10)
 
@@ -191,7 +191,7 @@ def test_a_bench_with_adapters_is_of_their_case() -> None:
 )
 def test_what_is_no_bench_is_refused(report: dict[str, Any], complaint: str) -> None:
     with pytest.raises(StepTimeError) as caught:
-        StepTimes.from_bench(report, "that.json")
+        StepTimes.parse(json.dumps(report), "that.json")
     assert f"that.json: no bench report: {complaint}" in caught.value.message
     assert "cgplan bench --output" in caught.value.remedy
 
@@ -203,7 +203,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     path = table(
         tmp_path, "\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n"
     )
-    times = StepTimes.from_table(path)
+    times = StepTimes.load(path)
     assert times.source == str(path)
     assert [(c.mode, c.points) for c in times.curves] == [
         (NONE, ((1, 100), (8, 100))),
@@ -219,39 +219,39 @@ def test_a_table_with_lora_cases(tmp_path: Path) -> None:
 
 
 HEADER = "mode,num_tokens,microseconds\n"
+CSV = "CSV file with mode,num_tokens,microseconds"
 
 
 @pytest.mark.parametrize(
     ("text", "complaint", "remedy"),
     [
-        ("", "column 'mode' is missing, found nothing", "mode,num_tokens,microseconds"),
-        ("mode,num_tokens\nFULL,1\n", "column 'microseconds' is missing, found mode, num_tokens", "CSV file with mode"),
-        ("mode,num_tokens,microseconds,color\n", "column 'color' is unknown", "CSV file with mode"),
-        ("mode,mode,num_tokens,microseconds\n", "a column stands twice", "CSV file with mode"),
-        (HEADER, "no row below the header", "CSV file with mode"),
-        (HEADER + "FULL,1\n", ":2: 2 values for 3 columns", "CSV file with mode"),
-        (HEADER + "FULL,1,5\nHALF,1,5\n", ":3: unknown mode 'HALF'", "eager (or NONE), PIECEWISE, FULL"),
-        (HEADER + "FULL_AND_PIECEWISE,1,5\n", ":2: unknown mode 'FULL_AND_PIECEWISE'", "eager (or NONE)"),
-        (HEADER + "FULL,,5\n", ":2: num_tokens is ''", "whole number from 1"),
-        (HEADER + "FULL,0,5\n", ":2: num_tokens is '0'", "whole number from 1"),
-        (HEADER + "FULL,1.5,5\n", ":2: num_tokens is '1.5'", "whole number from 1"),
-        (HEADER + "FULL,99999999,5\n", ":2: num_tokens is '99999999'", "to 1048576"),
-        (HEADER + "FULL,1,0\n", ":2: microseconds is '0'", "above 0"),
-        (HEADER + "FULL,1,-3\n", ":2: microseconds is '-3'", "above 0"),
-        (HEADER + "FULL,1,nan\n", ":2: microseconds is 'nan'", "above 0"),
-        (HEADER + "FULL,1,inf\n", ":2: microseconds is 'inf'", "above 0"),
-        (HEADER + "FULL,1,fast\n", ":2: microseconds is 'fast'", "above 0"),
-        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", ":4: full at 1 tokens stands in row 2 already", "one row for each"),
+        ("", "no row of step times", CSV),
+        ("mode,num_tokens\nFULL,1\n", ":1: column 'microseconds' is missing", CSV),
+        ("mode,num_tokens,microseconds,color\n", ":1: unknown column 'color'", CSV),
+        ("mode,mode,num_tokens,microseconds\n", ":1: column 'mode' stands twice", "Keep one"),
+        (HEADER, "no row of step times", CSV),
+        (HEADER + "FULL,1\n", ":2: 2 fields, but the header has 3", "one value for each column"),
+        (HEADER + "FULL,1,5\nHALF,1,5\n", ":3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
+        (HEADER + "FULL_AND_PIECEWISE,1,5\n", ":2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
+        (HEADER + "FULL,,5\n", ":2: num_tokens is '', not a whole number from 1 to 1048576", "Correct"),
+        (HEADER + "FULL,0,5\n", ":2: num_tokens is '0', not a whole number from 1", "Correct"),
+        (HEADER + "FULL,1.5,5\n", ":2: num_tokens is '1.5', not a whole number from 1", "Correct"),
+        (HEADER + "FULL,99999999,5\n", ":2: num_tokens is '99999999', not a whole number from 1", "Correct"),
+        (HEADER + "FULL,1,0\n", ":2: microseconds is '0', not a number above 0, 1e+15 at most", "Correct"),
+        (HEADER + "FULL,1,-3\n", ":2: microseconds is '-3', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,nan\n", ":2: microseconds is 'nan', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,inf\n", ":2: microseconds is 'inf', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,fast\n", ":2: microseconds is 'fast', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", ":4: full at 1 tokens stands in {path}:2 already", "one row"),
     ],
 )
 def test_a_bad_table_is_refused_by_row(tmp_path: Path, text: str, complaint: str, remedy: str) -> None:
     path = table(tmp_path, text)
-    for read in (StepTimes.from_table, StepTimes.load):
-        with pytest.raises(StepTimeError) as caught:
-            read(path)
-        assert complaint in caught.value.message
-        assert str(path) in caught.value.message
-        assert remedy in caught.value.remedy
+    with pytest.raises(StepTimeError) as caught:
+        StepTimes.load(path)
+    assert complaint.format(path=path) in caught.value.message
+    assert str(path) in caught.value.message
+    assert remedy in caught.value.remedy
 
 
 def test_missing_modes_are_named() -> None:
@@ -309,9 +309,8 @@ def test_other_separators_than_commas_are_named(tmp_path: Path, separator: str, 
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for read in (StepTimes.from_table, StepTimes.load):
-        with pytest.raises(StepTimeError, match="no such file"):
-            read(tmp_path / "nowhere")
+    with pytest.raises(StepTimeError, match="no such file"):
+        StepTimes.load(tmp_path / "nowhere")
     path = tmp_path / "bytes"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
