@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
     return requests, bounds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(case=cases(), fixed=st.just(10.0) | st.floats(0.0005, 300), slope=st.just(0.0) | st.floats(0, 20))
 def test_equal_steps_added_at_once_are_one_step_after_the_other(
     case: tuple[list[Request], SchedulerBounds], fixed: float, slope: float
@@ -128,6 +128,7 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
     assert steps_of(requests, bounds, step_time) == one_by_one(requests, bounds, step_time)
 
 
+@settings(max_examples=60)
 @given(case=cases())
 def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None:
     requests, bounds = case
@@ -145,14 +146,54 @@ def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_one_request_is_prefilled_in_chunks_and_then_decodes() -> None:
-    found = steps_of([Request(5.0, 20, 4)], SchedulerBounds(8, 8))
-    assert found == {StepShape(8, 1): 2, StepShape(4, 1): 1, decode(1): 3}, "the prefill yields the first of 4 tokens"
+FEW_DRAFTS = SchedulerBounds(4, 64, query_len=3, accepted_tokens=1.5)
+PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
 
 
-@pytest.mark.parametrize("generated", [0, 1])
-def test_a_request_that_generates_at_most_one_token_ends_with_its_prefill(generated: int) -> None:
-    assert steps_of([Request(0, 3, generated)], SchedulerBounds(8, 8)) == {StepShape(3, 1): 1}
+@pytest.mark.parametrize(
+    ("requests", "bounds", "steps"),
+    [
+        # a prefill in chunks; it yields the first of 4 tokens
+        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {StepShape(8, 1): 2, StepShape(4, 1): 1, decode(1): 3}),
+        # at most one token: the request ends with its prefill
+        ([Request(0, 3, 0)], SchedulerBounds(8, 8), {StepShape(3, 1): 1}),
+        ([Request(0, 3, 1)], SchedulerBounds(8, 8), {StepShape(3, 1): 1}),
+        # requests beyond max_num_seqs wait
+        (
+            [Request(0, 1, 3)] * 5,
+            SchedulerBounds(2, 64),
+            {StepShape(2, 2): 2, decode(2): 4, StepShape(1, 1): 1, decode(1): 2},
+        ),
+        # a step with prefill is mixed, and decodes come first
+        (
+            [Request(0, 1, 9), Request(0, 30, 1)],
+            SchedulerBounds(4, 8),
+            {StepShape(8, 2): 4, StepShape(3, 2): 1, decode(1): 4},
+        ),
+        # query_len tokens of each decoding request
+        (
+            [Request(0, 5, 7)] * 2,
+            SchedulerBounds(4, 64, query_len=3),
+            {StepShape(10, 2): 1, StepShape(6, 2, True): 2},
+        ),
+        ([Request(0, 5, 7)] * 2, FEW_DRAFTS, {StepShape(10, 2): 1, StepShape(6, 2, True): 4}),
+        # decodes that do not fit wait their turn and are not uniform
+        (
+            [Request(0, 2, 3)] * 3,
+            SchedulerBounds(4, 8, query_len=3, accepted_tokens=1.0),
+            {StepShape(6, 3): 1, StepShape(8, 3): 2},
+        ),
+        # an adapter too many lets others pass; without a bound all run
+        (
+            PASSING,
+            SchedulerBounds(8, 64, max_loras=1),
+            {StepShape(3, 3, False, 1): 1, decode(3, 1): 2, StepShape(1, 1, False, 1): 1, decode(1, 1): 2},
+        ),
+        (PASSING, SchedulerBounds(8, 64), {StepShape(4, 4, False, 2): 1, decode(4, 2): 2}),
+    ],
+)
+def test_steps_by_hand(requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]) -> None:
+    assert steps_of(requests, bounds) == steps
 
 
 def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
@@ -167,39 +208,8 @@ def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
 
 def test_slower_steps_make_larger_batches() -> None:
     requests = [Request(100.0 * i, 1, 50) for i in range(40)]
-    fast = simulate(requests, SchedulerBounds(64, 512), lambda batch: 10.0)
-    slow = simulate(requests, SchedulerBounds(64, 512), lambda batch: 100.0)
+    fast, slow = (simulate(requests, SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0))
     assert fast.max_tokens < slow.max_tokens
-
-
-def test_requests_beyond_max_num_seqs_wait() -> None:
-    found = steps_of([Request(0, 1, 3)] * 5, SchedulerBounds(2, 64))
-    assert found == {StepShape(2, 2): 2, decode(2): 4, StepShape(1, 1): 1, decode(1): 2}
-
-
-def test_a_step_with_prefill_is_mixed_and_decodes_come_first() -> None:
-    found = steps_of([Request(0, 1, 9), Request(0, 30, 1)], SchedulerBounds(4, 8))
-    assert found == {StepShape(8, 2): 4, StepShape(3, 2): 1, decode(1): 4}
-
-
-def test_decode_steps_hold_query_len_tokens_of_each_request() -> None:
-    bounds = SchedulerBounds(4, 64, query_len=3)
-    assert steps_of([Request(0, 5, 7)] * 2, bounds) == {StepShape(10, 2): 1, StepShape(6, 2, True): 2}
-    few = SchedulerBounds(4, 64, query_len=3, accepted_tokens=1.5)
-    assert steps_of([Request(0, 5, 7)] * 2, few) == {StepShape(10, 2): 1, StepShape(6, 2, True): 4}
-
-
-def test_decodes_that_do_not_fit_wait_their_turn_and_are_not_uniform() -> None:
-    found = steps_of([Request(0, 2, 3)] * 3, SchedulerBounds(4, 8, query_len=3, accepted_tokens=1.0))
-    assert found == {StepShape(6, 3): 1, StepShape(8, 3): 2}
-
-
-def test_an_adapter_too_many_lets_others_pass() -> None:
-    requests = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
-    found = steps_of(requests, SchedulerBounds(8, 64, max_loras=1))
-    assert found == {StepShape(3, 3, False, 1): 1, decode(3, 1): 2, StepShape(1, 1, False, 1): 1, decode(1, 1): 2}
-    both = steps_of(requests, SchedulerBounds(8, 64))
-    assert both == {StepShape(4, 4, False, 2): 1, decode(4, 2): 2}, "without a bound all run, with 2 distinct adapters"
 
 
 def test_long_requests_cost_no_more_than_short_ones() -> None:
