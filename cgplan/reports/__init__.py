@@ -9,6 +9,7 @@ from cgplan.reports.records import (
     Environment,
     GraphRecord,
     Report,
+    StateRecord,
     Timing,
     load_report,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Environment",
     "GraphRecord",
     "Report",
+    "StateRecord",
     "Timing",
     "load_report",
     "render",

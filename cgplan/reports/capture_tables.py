@@ -12,7 +12,7 @@ from rich.text import Text
 from cgplan.modes import CUDAGraphMode
 from cgplan.reports.bench_tables import peers_tables
 from cgplan.reports.cost_tables import budget_rows, prediction_table
-from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
+from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text, sentences
 from cgplan.reports.plan_tables import mode_rows, model_rows, render_plan, sizes_row
 from cgplan.reports.records import (
     BenchRecord,
@@ -22,6 +22,7 @@ from cgplan.reports.records import (
     GraphRecord,
     Report,
     SplitRecord,
+    StateRecord,
     Timing,
     rank_table,
 )
@@ -68,6 +69,8 @@ def _warnings(texts: Iterable[str]) -> list[tuple[str, str]]:
 def _capture(report: CaptureReport) -> RenderableType:
     rows = [*_environment(report.environment), *model_rows(report.plan), *mode_rows(report.plan)]
     rows += [sizes_row(report.plan), *_demand_rows(report)]
+    if report.looked_at:
+        rows.append(("checked", report.looked_at))
     if report.environment.backend == TAPE:
         rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
     rows += [("note", text) for text in report.plan.notes]
@@ -77,6 +80,8 @@ def _capture(report: CaptureReport) -> RenderableType:
     parts: list[RenderableType] = [head, Text(), _graphs(report.records, report.environment), Text()]
     if report.split is not None:
         parts += [facts("Split", [*split_rows(report.split), *_segment_rows(report)]), Text()]
+    if any(place.kept in ("new", "not kept") for place in report.state):
+        parts += [_state(report.state), Text()]
     if (predicted := prediction_table(report)) is not None:
         parts += [predicted, Text()]
     if report.ranks:
@@ -150,6 +155,19 @@ def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:
         for r in records
     ]
     return filled([{name: v for name, v in row.items() if shown.get(name, True)} for row in rows], left=("mode",))
+
+
+def _state(state: Sequence[StateRecord]) -> RenderableType:
+    """State that the capture left otherwise than it found it; the rest was put back, and is counted."""
+    left = [place for place in state if place.kept in ("new", "not kept")]
+    words = {"new": "new: stays", "not kept": "written, not put back"}
+    rows: list[dict[str, object]] = [
+        {"state": place.path, "size": format_bytes(place.nbytes), "after the capture": words[place.kept]}
+        for place in left
+    ]
+    put_back = [place for place in state if place not in left]
+    copied = f"put back besides: {len(put_back)} places, {format_bytes(sum(place.nbytes for place in put_back))}"
+    return Group(filled(rows, left=("state", "after the capture")), *([sentences(copied)] if put_back else ()))
 
 
 def _totals(report: CaptureReport) -> list[tuple[str, str]]:

@@ -338,6 +338,21 @@ class SplitRecord(Record):
     eager_operators: dict[str, int] = Field(default_factory=dict)
 
 
+class StateRecord(Record):
+    """A place of the model's state that warm-ups or captures wrote, or that appeared in them.
+
+    Attributes:
+        path: The place, such as ``layers.0.cache``.
+        nbytes: Bytes of it.
+        kept: ``device`` or ``host``: put back from a copy in that memory. ``new``: it appeared during the capture and
+            stays. ``not kept``: it was written and not put back.
+    """
+
+    path: str
+    nbytes: int
+    kept: Literal["device", "host", "new", "not kept"]
+
+
 class CaptureReport(Record):
     """What capturing a plan cost.
 
@@ -361,6 +376,8 @@ class CaptureReport(Record):
         failed: Keys that were asked for and have no graph.
         warnings: What the user should know about.
         ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
+        looked_at: The part of the model whose state and addresses are checked, in one line.
+        state: State that warm-ups and captures wrote, and where it was kept.
     """
 
     kind: Literal["capture"] = "capture"
@@ -386,6 +403,8 @@ class CaptureReport(Record):
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankRecord, ...] = ()
+    looked_at: str = ""
+    state: tuple[StateRecord, ...] = ()
 
     @property
     def warmup_seconds(self) -> float:
