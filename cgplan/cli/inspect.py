@@ -26,9 +26,8 @@ from cgplan.planning.build import resolve_sizes
 from cgplan.planning.plan import Predicted
 from cgplan.pricing.measured import case_costs
 from cgplan.reports import load_report, render
-from cgplan.reports.capture_tables import split_rows
-from cgplan.reports.cost_tables import case_table, lane_table
-from cgplan.reports.layout import cells, columns, describe_sizes, facts, sentences
+from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences
+from cgplan.reports.plan_tables import case_table, lane_table
 
 
 class Row(NamedTuple):
@@ -76,12 +75,19 @@ def inspect_config(
 def _origins(path: Path, rows: Sequence[Row], *, brief: bool) -> RenderableType:
     """Each value with its origin; ``brief``: without defaults and what a batch is made of."""
     shown = [row for row in rows if not brief or _was_set(row)]
-    table = columns("key", "value", "origin", left=("key", "value", "origin"))
-    for row in shown:
-        table.add_row(*cells(*row))
+    table = _key_table(shown)
     left_out = len(rows) - len(shown)
     rest = [sentences(f"and {left_out} values of inputs, metadata and defaults, listed without --costs")]
     return Group(Text(f"Configuration {path}", style="bold"), table, *(rest if left_out else ()))
+
+
+def _key_table(rows: Sequence[Row]) -> RenderableType:
+    return Grid(
+        rows,
+        Column("key", "key", left=True),
+        Column("value", "value", left=True),
+        Column("origin", "origin", left=True),
+    )
 
 
 def _was_set(row: Row) -> bool:
@@ -103,7 +109,7 @@ def split_of(loaded: LoadedConfig) -> RenderableType:
         found = describe_split(built.forward, config, backend)
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
-    return facts("Split", split_rows(found))
+    return render(found)
 
 
 def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
@@ -117,10 +123,8 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
-    table = columns("key", "value", "origin", left=("key", "value", "origin"))
-    for row in origin_rows(read.loaded, plan):
-        if row.origin != "default" and not row.key.startswith("report."):
-            table.add_row(*cells(*row))
+    rows = origin_rows(read.loaded, plan)
+    table = _key_table([row for row in rows if row.origin != "default" and not row.key.startswith("report.")])
     show(Group(Text("vLLM's configuration", style="bold"), table), render(plan))
 
 

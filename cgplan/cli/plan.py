@@ -159,7 +159,7 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
             remedy="Raise traffic.request_rate, or give --traffic FILE.",
         )
     from cgplan.optimizer.propose import propose
-    from cgplan.reports.evidence_tables import padding_plot, pareto_plot
+    from cgplan.reports.plan_tables import padding_plot, pareto_plot
     from cgplan.traffic.rows import read_text
     from cgplan.traffic.step_times import StepTimes  # numpy from here on
 

@@ -1,7 +1,7 @@
 """What a run measured: records, how they are saved and reloaded, and how they are shown."""
 
-from typing import TYPE_CHECKING, Any
-
+from cgplan.reports import bench_tables, capture_tables, plan_tables  # each registers what it renders
+from cgplan.reports.layout import render, render_text
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
@@ -14,9 +14,6 @@ from cgplan.reports.records import (
     load_report,
 )
 
-if TYPE_CHECKING:
-    from cgplan.reports.capture_tables import render, render_text
-
 __all__ = [
     "BenchRecord",
     "BenchReport",
@@ -26,15 +23,10 @@ __all__ = [
     "Report",
     "StateRecord",
     "Timing",
+    "bench_tables",
+    "capture_tables",
     "load_report",
+    "plan_tables",
     "render",
     "render_text",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("render", "render_text"):
-        raise AttributeError(f"module 'cgplan.reports' has no attribute {name!r}")
-    from cgplan.reports import capture_tables
-
-    return getattr(capture_tables, name)
