@@ -529,16 +529,22 @@ def load_report(path: str | Path) -> Report:
     return parse_report(read_text(path, ReportError, _REMEDY), path)
 
 
+def _whole_number(digits: str) -> int:
+    if len(digits) > 18:  # sums of them have to be numbers that a float holds
+        raise ValueError(f"the number {digits[:18]}... is too large")
+    return int(digits)
+
+
 def parse_report(text: str, path: str | Path) -> Report:
     """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_whole_number)
     except json.JSONDecodeError as error:
         yaml = Path(path).suffix in (".yaml", ".yml")
         hint = "That is a configuration, it seems, which --config takes. " if yaml else ""
         where = f"{path}:{error.lineno}:{error.colno}"
         raise ReportError(f"{where}: not JSON: {error.msg}", remedy=f"{hint}{_REMEDY}") from None
-    except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+    except (RecursionError, ValueError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
         raise ReportError(f"{path}: {problem}", remedy=_REMEDY) from None
     kind = data.get("kind") if isinstance(data, dict) else None

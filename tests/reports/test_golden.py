@@ -5,6 +5,7 @@ The files are in ``tests/data/golden``; after a wanted change ``cgplan inspect N
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def test_a_saved_report_is_shown_as_ever(name: str) -> None:
     assert type(report).model_validate_json(report.model_dump_json()) == report
     if not isinstance(report, Plan):
         assert str(report) == golden(name)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_no_word_is_broken_in_80_columns(name: str) -> None:
+    """Headings may go on after a hyphen."""
+    report = load_report(GOLDEN / f"{name}.json")
+    wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=-)", word)]
+                    for width in (100, 80))  # fmt: skip
+    assert max(map(len, render_text(report, 80).splitlines())) <= 80
+    drawn = re.compile(r"[-#|+*.\d]*")  # lines and bars are as long as there is room, axes have as many ticks
+    assert {word for word in narrow if not drawn.fullmatch(word)} <= set(wide)
 
 
 @pytest.mark.parametrize(
