@@ -42,7 +42,6 @@ OWED = {  # arrows against the order, each with the mechanism that will end it
     "cgplan.buffers.compare -> cgplan.runner.runner",
     "cgplan.captures.failures -> cgplan.measure.host_memory",
     "cgplan.models.adapters -> cgplan.runner.routing",
-    "cgplan.models.decoder -> cgplan.distributed",
     "cgplan.piecewise.traces -> cgplan.captures.model_graphs",
     "cgplan.planning.difference -> cgplan.optimizer.evidence",
 }
