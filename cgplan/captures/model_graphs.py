@@ -20,7 +20,7 @@ from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.ambient import AmbientState, generators_of, random_state_kept, refuse_other_generators
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.rebound import StateSnapshot
-from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import calls_breaks
 from cgplan.piecewise.routes import choose_route
@@ -165,6 +165,15 @@ class GraphedModel:
         self.sweep()
         for key in keys:
             self.pools.drop(key)
+
+    def entry(self, key: Key) -> CUDAGraphEntry | None:
+        """The graphs of a key, whose replay is the whole forward; None where the model has to run around them."""
+        mode, descriptor = key
+        wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
+        if not isinstance(wrapper, CUDAGraphWrapper) or (wrapper is not self.wrapper and self.route.name == "wrappers"):
+            return None
+        entry = wrapper.entries.get(descriptor)
+        return entry if entry is not None and entry.scope is self.scope else None
 
     def holds(self, key: Key) -> bool:
         """Whether a graph of that key is there."""

@@ -33,9 +33,8 @@ from torch.utils._pytree import TreeSpec, is_namedtuple_instance, tree_flatten, 
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import tensors_in
-from cgplan.buffers.batch import exact_check
 from cgplan.buffers.outputs import hides_tensors
-from cgplan.buffers.views import HandedViews, facts_of
+from cgplan.buffers.views import HandedViews, exact_check, facts_of
 from cgplan.errors import CaptureError
 from cgplan.graphs.frozen import Containers, contents, modules_of, state_of
 from cgplan.graphs.operator_log import marked

@@ -84,14 +84,12 @@ class SegmentWrapper(CUDAGraphWrapper):
         return super().take_out(scope, descriptors)
 
     def ready(self, context: ForwardContext) -> CUDAGraphEntry | None:
-        """The entry that serves a context without anything left to be captured or checked; None if there is none, or
-        if an eager piece that was handed its output has changed the tensor objects.
-        """
+        """The entry that serves a context without anything left to be captured or checked; None if there is none."""
         entry = self.entries.get(context.descriptor)
         if entry is None or entry.scope is not context.scope:
             return None
         unchecked = entry.manifest is not None and context.descriptor not in self._checked
-        return entry if not unchecked and entry.handed.is_kept else None  # else only the wrappers make it anew
+        return None if unchecked else entry
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         if not self.guarded:

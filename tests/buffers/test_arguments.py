@@ -115,7 +115,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "an input by position": (lambda: compiled()(X), InputError, "no positional arguments"),
     "no input": (lambda: compiled()(), InputError, "'x' is missing"),
     "two inputs": (lambda: compiled()(x=X, y=X), InputError, "unknown input 'y'"),
-    "a list": (lambda: compiled()(x=[1.0]), InputError, "is a list, not a tensor"),
     "a number": (lambda: compiled()(x=torch.tensor(1.0)), InputError, r"has shape \[\]"),
     "another type": (lambda: compiled()(x=X.double()), InputError, "dtype torch.float64"),
     "a sparse input": (lambda: compiled()(x=X.to_sparse()), InputError, "torch.sparse_coo"),
@@ -211,31 +210,6 @@ def test_a_tensor_in_place_of_its_declaration_is_not_printed_whole() -> None:
 def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     sizes = {"cudagraph_capture_sizes": [2, 4], **compilation}
     return cgplan.capture(model, CONFIG["inputs"], compilation=sizes, device="cpu")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"uniform_decode": "yes"}, "uniform_decode is 'yes'"),
-        ({"uniform_decode": []}, r"uniform_decode is \[\]"),
-        ({"uniform_decode": 2}, "uniform_decode is 2"),
-        ({"num_active_loras": "two"}, "num_active_loras is 'two'"),
-        ({"num_active_loras": None}, "num_active_loras is None"),
-        ({"num_active_loras": 0.5}, "num_active_loras is 0.5"),
-        ({"num_active_loras": False}, "num_active_loras is False, a bool"),
-    ],
-)
-def test_words_of_a_call(given: dict[str, Any], said: str) -> None:
-    runner = open_runner(Model())
-    runner(x=X)  # False is equal to the adapters of this batch
-    for call in (runner, runner.run_eagerly):
-        with pytest.raises(InputError, match=said):
-            call(x=X, **given)
-    with pytest.raises(InputError, match=f"{next(iter(given))} is '"):
-        runner.stage(2, **{name: str(value) for name, value in given.items()})
-    assert torch.equal(runner(x=X), Model()(X))
-    numpy = pytest.importorskip("numpy")
-    runner(x=X, uniform_decode=numpy.bool_(True), num_active_loras=numpy.int64(0))
 
 
 @pytest.mark.parametrize("name", [None, 3, "", b"kv"])
