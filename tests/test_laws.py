@@ -43,7 +43,6 @@ OWED = {  # arrows against the order, each with the mechanism that will end it
     "cgplan.captures.failures -> cgplan.measure.host_memory",
     "cgplan.models.adapters -> cgplan.runner.routing",
     "cgplan.models.decoder -> cgplan.distributed",
-    "cgplan.piecewise.traces -> cgplan.captures.model_graphs",
     "cgplan.planning.difference -> cgplan.optimizer.evidence",
 }
 TINY = {"units.py", "optimizer/products.py", "backends/blame.py"}

@@ -36,7 +36,7 @@ from cgplan.errors import (
 )
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.difference import fitted
 from cgplan.runner.runner import GraphRunner
