@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
     from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
     from cgplan.piecewise.breaks import eager_break_during_capture
-    from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
     from cgplan.piecewise.trace import compile_piecewise
+    from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
     from cgplan.runner.runner import GraphRunner
     from cgplan.runner.session import CaptureSession
@@ -115,7 +115,7 @@ _HOMES = {
     "cgplan.api": ("capture",),
     "cgplan.measure.bench": ("bench",),
     "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture",),
-    "cgplan.piecewise.modules": ("BreakableCUDAGraphWrapper",),
+    "cgplan.piecewise.wrapper": ("BreakableCUDAGraphWrapper",),
     "cgplan.piecewise.breaks": ("eager_break_during_capture",),
     "cgplan.backends.context": ("forward_context", "get_forward_context"),
     "cgplan.runner.runner": ("GraphRunner",),

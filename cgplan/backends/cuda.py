@@ -31,8 +31,7 @@ from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreig
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
 from cgplan.backends.quiet import collector_quiet
 from cgplan.buffers.copier import Copier, TorchCopier
-from cgplan.buffers.copy_kernel import load_copy_kernel
-from cgplan.buffers.kernel_copying import KernelCopier
+from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
@@ -275,7 +274,7 @@ class CudaBackend(GraphBackend):
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
-        kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
+        kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
             return TorchCopier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)

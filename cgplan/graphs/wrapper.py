@@ -22,7 +22,7 @@ from cgplan.backends.context import (
     current_forward_context,
 )
 from cgplan.backends.host_sync import tensors_in
-from cgplan.buffers.handed_outputs import HandedOutput
+from cgplan.buffers.outputs import renewed
 from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.ambient import AmbientState
@@ -105,7 +105,7 @@ class CUDAGraphEntry:
         descriptor: The batch that it serves.
         graph: What the wrapper replays: the backend's graph, or a breakable capture.
         output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        handed: Gives the output to code of the user, which may change the tensor objects, see HandedOutput.
+        handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
@@ -121,7 +121,7 @@ class CUDAGraphEntry:
     descriptor: BatchDescriptor
     graph: Any
     output: Any
-    handed: HandedOutput
+    handed: Callable[[], Any]
     slots: Mapping[int, torch.Tensor]
     manifest: AddressManifest | None
     capture_seconds: float
@@ -400,7 +400,7 @@ class CUDAGraphWrapper:
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
-        handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
+        handed, pooled = renewed(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
         made = (slots, None, seconds, self.backend, scope, read, *parts)
         entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
         if (policy := self.options.policy(scope)) != "off":
@@ -448,6 +448,6 @@ class CUDAGraphWrapper:
         return self._own_pool
 
 
-_NO_OUTPUT = HandedOutput(None, ())
+_NO_OUTPUT = renewed(None)
 
 __all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

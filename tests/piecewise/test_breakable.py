@@ -43,7 +43,8 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, Segment
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper, break_at_modules
+from cgplan.piecewise.modules import break_at_modules
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession, describe_split
@@ -850,15 +851,11 @@ def set_key(x: Tensor, given: Any) -> None:
     given["key"] = x
 
 
-def add_to_set(_: Tensor, given: Any) -> None:
-    given["tuple"][0].add("new")
-
-
 def swap(_: Tensor, given: Any) -> None:
     given["list"].reverse()
 
 
-@pytest.mark.parametrize("function", [append, replace_item, append_captured, set_key, add_to_set, swap])
+@pytest.mark.parametrize("function", [append, replace_item, append_captured, set_key, swap])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_piece_that_puts_values_into_what_it_was_given(
     backend: GraphBackend, function: Callable[[Tensor, Any], None], captured: bool
@@ -1655,9 +1652,6 @@ def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:
         describe_split(model, splitting(backend, splitting_ops=["aten::topk"]), backend)
     with pytest.raises(ConfigError, match="no submodule matches"):
         describe_split(model, splitting(backend, splitting_modules=["layer.*"]), backend)
-    torch._dynamo.reset()
-    with pytest.raises(CaptureError, match="depends on the number of rows"):
-        describe_split(lambda x: x.softmax(1) if len(x) > 4 else x, softmax, backend)
     torch._dynamo.reset()
     with pytest.raises(ModelError, match="unexpected keyword argument 'x'"):
         describe_split(lambda y: y.softmax(1), softmax, backend)
