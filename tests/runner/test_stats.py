@@ -112,7 +112,7 @@ def test_the_table_is_vllms_and_the_planner_reads_it(called: GraphRunner, tmp_pa
         "| 8               | 8             | 0            | NONE         | 1     |\n"
         "| 9               | 9             | 0            | NONE         | 1     |\n"
     )
-    read = log_traffic(table, tmp_path / "server.log", called.config)
+    read = log_traffic(table, tmp_path / "server.log", called.plan)
     assert read.by_tokens() == {1: 1, 3: 3, 7: 1, 8: 2, 9: 1}
     assert read.by_tokens(uniform=True)[3] == 3
 
@@ -137,9 +137,9 @@ def test_any_table_is_read_back(tmp_path_factory: pytest.TempPathFactory, steps:
         wanted[tokens] += calls
     if not steps:
         with pytest.raises(TrafficError):
-            log_traffic(stats.table(), Path("x.log"), Config())
+            log_traffic(stats.table(), Path("x.log"), PLAN)
         return
-    assert log_traffic(stats.table(), Path("x.log"), Config()).by_tokens() == dict(sorted(wanted.items()))
+    assert log_traffic(stats.table(), Path("x.log"), PLAN).by_tokens() == dict(sorted(wanted.items()))
     assert stats.traffic().by_tokens() == dict(sorted(wanted.items()))
 
 
@@ -157,15 +157,15 @@ def test_traffic_is_exact_and_can_be_planned_for(called: GraphRunner) -> None:
 def test_the_planner_reads_saved_statistics(called: GraphRunner, tmp_path: Path) -> None:
     path = tmp_path / "stats.json"
     path.write_text(called.stats.json())
-    traffic = read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    traffic = read_traffic(path, PLAN)
     assert traffic.histogram == called.stats.traffic().histogram
     path.write_text(called.stats.json().replace('"batches": [', '"batches": [[7, 1],', 1))
     with pytest.raises(TrafficError, match=r"stats.json: not saved traffic: histogram.0"):
-        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+        read_traffic(path, PLAN)
     called.stats.reset()
     path.write_text(called.stats.json())
     with pytest.raises(TrafficError, match=r"stats\.json: statistics of a runner: no batch") as caught:
-        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+        read_traffic(path, PLAN)
     assert str(caught.value).count("stats.json") == 1
 
 
@@ -194,11 +194,11 @@ def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphB
     path = tmp_path / "stats.json"
     for saved in (runner.stats.json(), runner.stats.traffic().model_dump_json()):
         path.write_text(saved)
-        found = read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        found = read_traffic(path, runner.plan)
         assert dict(found.histogram) == {Batch(3, 3, True, 3): 1}
     path.write_text(Traffic.of({Batch(3, 3, True, 4): 1}, "made up").model_dump_json())
     with pytest.raises(TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"):
-        read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        read_traffic(path, runner.plan)
     runner.close()
 
 
@@ -226,7 +226,7 @@ def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(backend: G
     for size in (3, 20):
         runner(x=torch.zeros(size, 2, device=backend.device))
     (tmp_path / "stats.json").write_text(runner.stats.json())
-    found = read_traffic(tmp_path / "stats.json", config=Config(), step_time=lambda _: 1.0).histogram
+    found = read_traffic(tmp_path / "stats.json", PLAN).histogram
     assert [(batch.num_tokens, batch.num_reqs, batch.uniform, calls) for batch, calls in found] == [
         (3, 3, True, 1),
         (20, 8, False, 1),
