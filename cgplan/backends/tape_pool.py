@@ -48,12 +48,14 @@ class TapePool:
             as a GPU would.
 
     Attributes:
+        backend: The backend that made it.
         log: What is taken and dropped from now on, in order; None where nobody asked for it.
         inside: The operator with Python code of its own that runs now, for the log.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
+        self.backend: object = None
         self.log: list[Allocation] | None = None
         self.inside = ""
         self._segments: list[_Segment] = []

@@ -1470,7 +1470,11 @@ def test_a_forward_that_was_put_over_a_break_stays(backend: GraphBackend) -> Non
 def by_modules(model: nn.Module, backend: GraphBackend, *patterns: str, sizes: Any = (2,)) -> GraphRunner:
     return cgplan.capture(
         model,
-        {next(iter(inspect.signature(model.forward).parameters)): Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
+        {
+            next(iter(inspect.signature(model.forward).parameters)): Input(
+                shape=("num_tokens", 6), dtype="float32", pad=0
+            )
+        },
         compilation={
             "cudagraph_mode": "PIECEWISE",
             "cudagraph_capture_sizes": list(sizes),
