@@ -28,15 +28,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OWED = {  # arrows against the order, each with the mechanism that will end it
-    "cgplan.buffers.compare -> cgplan.graphs.ambient",
-    "cgplan.buffers.compare -> cgplan.graphs.footprint",
-    "cgplan.buffers.compare -> cgplan.graphs.model_state",
-    "cgplan.buffers.compare -> cgplan.measure.baselines",
-    "cgplan.buffers.compare -> cgplan.runner.runner",
-    "cgplan.captures.failures -> cgplan.measure.host_memory",
     "cgplan.models.adapters -> cgplan.runner.routing",
-    "cgplan.models.decoder -> cgplan.distributed",
-    "cgplan.piecewise.traces -> cgplan.captures.model_graphs",
     "cgplan.planning.difference -> cgplan.optimizer.evidence",
 }
 TINY = {"units.py", "optimizer/products.py", "backends/blame.py"}

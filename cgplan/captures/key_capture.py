@@ -36,7 +36,7 @@ class CapturedKey:
 
     Attributes:
         eager_pieces: Functions that run eagerly between the graphs.
-        warmup_seconds: Time of the eager warm-ups.
+        warmup_seconds: Time of the eager warm-ups, and of the look at the first key of a mode.
         capture_seconds: From begin to instantiated graph, of all its graphs.
         reading_seconds: Time that the two readings took.
     """
@@ -122,14 +122,13 @@ class KeyCapture:
         backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
         scope.pool = graphed.pools.of((mode, descriptor))
         try:
+            start = time.perf_counter()
             graphed.look(mode, descriptor)
             # A capture between two batches does not change later random numbers.
             stack.enter_context(random_state_kept(backend.device, graphed.generators))
-            start = time.perf_counter()
-            graphed.trace(descriptor)
             # Compiled parts are compiled by a run ahead of the capture, never in it.
             for _ in range(graphed.config.compilation.cudagraph_num_of_warmups or int(graphed.is_compiled)):
-                graphed.run_eager(descriptor, graphed.views(descriptor))
+                graphed.warm_up(mode, descriptor)
             backend.synchronize()
             warm = time.perf_counter()
             before = (backend.memory(), graphed.pools.nbytes)
@@ -161,8 +160,7 @@ class KeyCapture:
         after = (backend.memory(), graphed.pools.nbytes)
         reading = (read - warm) + (time.perf_counter() - done)
         captured = sum(entry.capture_seconds for entry in entries)
-        pieces = graphed.route.pieces if mode is CUDAGraphMode.PIECEWISE else ()  # of a trace; else entries hold them
-        eager = sum(piece.eager for piece in pieces) or sum(entry.eager_pieces for entry in entries)
+        eager = sum(entry.eager_pieces for entry in entries)
         return CapturedKey(mode, descriptor, tuple(entries), eager, before, after, warm - start, captured, reading)
 
     def drop_all(self) -> None:

@@ -19,11 +19,10 @@ from cgplan.graphs.ambient import AmbientState, number_of
 from cgplan.graphs.footprint import Footprint, examine, look
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool, RunnerPools
-from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
-from cgplan.piecewise.trace import FirstTrace
 from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
@@ -51,13 +50,12 @@ class GraphedModel:
     Attributes:
         plan, config: What is captured.
         backend: The device.
-        most_tokens: Tokens of the largest key that the static buffers hold, and that a trace is made for.
+        most_tokens: Tokens of the largest key that the static buffers hold.
         pools: Where it is captured.
         wrapper: Holds the FULL graphs; in other modes it passes through.
         buffers: Static buffers for the largest key.
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
-        first_trace: Makes the trace where the route does.
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
         roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
@@ -107,11 +105,7 @@ class GraphedModel:
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
-        self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
-        self.first_trace = FirstTrace(plan, config, backend, self._ambient, is_made=self.route.splitter is None)
-        self._is_traced = self.route.splitter is None
-        # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
-        self._own = model if config.compilation.compiler == "eager" else self.route.forward
+        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
 
     @contextmanager
     def keeping_state(self) -> Iterator[None]:
@@ -246,15 +240,20 @@ class GraphedModel:
         finally:
             self.seal()
 
-    def trace(self, descriptor: BatchDescriptor) -> None:
-        """Trace the model where its route does, unless that is done; ahead of a capture. Raises as FirstTrace.make."""
-        if self._is_traced:
-            return
-        with self.keeping_state():
-            self.look(CUDAGraphMode.PIECEWISE, descriptor)
-            run = partial(self._run, self.route.forward, CUDAGraphMode.NONE)
-            self.first_trace.make(run, descriptor, self.generators)
-            self._is_traced = True
+    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Run what a key captures, without capturing; where a trace is captured, it is found or made here."""
+        call = self.route.whole if mode is CUDAGraphMode.FULL else self.route.warm
+        self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+
+    def entry(self, key: Key) -> CUDAGraphEntry | None:
+        """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose
+        ``graph.replay`` runs eager pieces, the forward context has to be set. None where there is none, or where the
+        model's own code runs between graphs (``piecewise: wrappers``).
+        """
+        mode, descriptor = key
+        wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
+        entry = None if wrapper is None else wrapper.entries.get(descriptor)
+        return entry if entry is not None and entry.scope is self.scope else None
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
@@ -354,19 +353,14 @@ class GraphedModel:
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors, compiled if inductor compiles it for capture, and can."""
-        own = self._own
-        if own is not self.model:
-            try:
-                self.trace(descriptor)
-            except CgplanError:  # then no graph rounds otherwise
-                own = self.model
-        return self._run(own, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors."""
+        return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         self._has_captured |= self.scope.is_open
-        return self._run(self.wrapper, mode, descriptor, tensors)
+        call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
+        return self._run(call, mode, descriptor, tensors)
 
     def free(self) -> None:
         """Free graphs, pool and static buffers."""

@@ -20,7 +20,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import load_config
 from cgplan.models.loading import load_model
 from cgplan.piecewise.breaks import eager_break_during_capture
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.session import CaptureSession
 
