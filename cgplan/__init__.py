@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from cgplan.measure.bench import bench
     from cgplan.models.loading import load_model
     from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
-    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, in_breakable_capture
     from cgplan.piecewise.breaks import eager_break_during_capture
     from cgplan.piecewise.trace import compile_piecewise
     from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
@@ -114,6 +114,7 @@ __all__ = [
     "eager_break_during_capture",
     "forward_context",
     "get_forward_context",
+    "in_breakable_capture",
     "load_config",
     "load_model",
     "select_backend",
@@ -130,7 +131,7 @@ _HOMES = {
     "cgplan.runner.manager": ("CudaGraphManager", "capture_together"),
     "cgplan.speculative.manager": ("SpecDecodeGraphManager",),
     "cgplan.measure.bench": ("bench",),
-    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture",),
+    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture", "in_breakable_capture"),
     "cgplan.piecewise.wrapper": ("BreakableCUDAGraphWrapper",),
     "cgplan.piecewise.breaks": ("eager_break_during_capture",),
     "cgplan.backends.context": ("forward_context", "get_forward_context"),

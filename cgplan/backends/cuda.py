@@ -70,6 +70,7 @@ class CudaPool:
 
     Attributes:
         handles: Of all memory that it consists of; the last one is captured into.
+        backend: The backend that made it.
         ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
@@ -78,6 +79,7 @@ class CudaPool:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     listed: tuple[Any, int] | None = None
     is_spoiled: bool = False
+    backend: Any = None
 
     @property
     def handle(self) -> Any:
@@ -177,7 +179,7 @@ class CudaBackend(GraphBackend):
 
     def new_pool(self) -> CudaPool:
         """An empty pool."""
-        return CudaPool((torch.cuda.graph_pool_handle(),))
+        return CudaPool((torch.cuda.graph_pool_handle(),), backend=self)
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pools."""

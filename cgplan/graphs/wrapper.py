@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from cgplan.graphs.frozen import Given
 from cgplan.graphs.operator_log import marked
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
+logger = logging.getLogger(__name__)
+
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -50,12 +53,14 @@ class CUDAGraphOptions:
             Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
             buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
             see ``policy``.
+        debug_log_enable: Whether each capture is logged, at level DEBUG.
     """
 
     borrow_outputs: bool = True
     num_of_warmups: int = 1
     copied_arguments: tuple[int, ...] = ()
     address_check: AddressPolicy = "first"
+    debug_log_enable: bool = True
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are not as described."""
@@ -272,6 +277,10 @@ class CUDAGraphWrapper:
             vars(made)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
         return made
 
+    def unwrap(self) -> Callable[..., Any]:
+        """The wrapped callable itself, which never captures."""
+        return self.runnable
+
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
@@ -376,6 +385,8 @@ class CUDAGraphWrapper:
             self._backend = scope.backend  # another object of the same device has other pools and another stream
         refuse_nested(self.backend)
         self.options.check_copied(args)
+        if self.options.debug_log_enable:
+            logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()

@@ -316,6 +316,16 @@ def in_breakable_capture() -> bool:
 
 
 @contextmanager
+def standing_in(capture: Any) -> Iterator[None]:
+    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a breakable capture."""
+    before, _active.capture = _active.capture, capture
+    try:
+        yield
+    finally:
+        _active.capture = before
+
+
+@contextmanager
 def _quiet_about_empty_graphs() -> Iterator[None]:
     """torch warns of a graph without work; here such graphs are dropped."""
     with warnings.catch_warnings():

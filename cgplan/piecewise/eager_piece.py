@@ -11,10 +11,11 @@ Note [Output slots]
 
 Note [State that a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries values from pieces to segments. An attribute
-    of a module that the piece binds to a new tensor is a result as well: until the capture ends the attribute holds
-    the slot. A piece is refused that puts values into a list or dict that it was given, or that gives a tensor other
-    memory: the segments would go on with the values of the capture. A piece does not see an attribute that a segment
-    binds: on replay the attribute holds the tensor of the last capture. Pass such tensors as arguments.
+    of a module that the piece binds to a new tensor has a slot, too, which the attribute holds until the capture ends;
+    the slot follows the attribute as long as shape and dtype stay. A piece is refused that puts values into a list or
+    dict that it was given, or that gives a tensor other memory: the segments would go on with the values of the
+    capture. A piece does not see an attribute that a segment binds: on replay the attribute holds the tensor of the
+    last capture. Pass such tensors as arguments.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.operator_log import marked
 
 _LEAF = tree_flatten(None)[1]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
 _WHOLE = (type, Enum, torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -58,8 +60,8 @@ class EagerPiece:
         self._function = function
         self._backend = backend
         self._pool = pool
-        self._bound: list[tuple[torch.nn.Module, str]] = []
-        self._lent: list[tuple[torch.nn.Module, str, Any, Any]] = []
+        self._lent: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []  # slot, and the piece's value
+        self._bound: list[tuple[torch.nn.Module, str, Any]] = []  # the value at capture, then its slot
 
     def __repr__(self) -> str:
         return f"EagerPiece({self.name!r}, called at {self.line})"
@@ -82,18 +84,27 @@ class EagerPiece:
                 remedy="Return the new tensor, or write the values in place (copy_).",
             )
         after = _attributes(modules)
-        self._bound = [key[1:] for key, value in after.items() if before.get(key) is not value and tensors_in(value)]
         parameters = [p for module in modules for p in module._parameters.values()]
-        state = {_address(t) for t in (*before.values(), *parameters) if type(t) in (torch.Tensor, torch.nn.Parameter)}
-        state &= {_address(t) for t in (*after.values(), *parameters) if isinstance(t, torch.Tensor)}
-        self._flat, self._spec = tree_flatten(self._with_bound(result))
-        self._is_kept = [
-            isinstance(leaf, torch.Tensor)
-            and (
-                _address(leaf) in set(addresses) - {0}
-                or (_address(leaf) in state - {0} and not self._backend.in_pool(leaf, self._pool))
-            )
-            for leaf in self._flat
+        state = {_address(t) for t in (*before.values(), *parameters) if type(t) in _PLAIN}
+        state &= {_address(t) for t in (*after.values(), *parameters) if type(t) in _PLAIN}
+        own = set(addresses) - {0}
+
+        def is_kept(leaf: Any) -> bool:
+            if not isinstance(leaf, torch.Tensor) or (address := _address(leaf)) == 0:
+                return False
+            return address in own or (address in state and not self._backend.in_pool(leaf, self._pool))
+
+        self._flat, self._spec = tree_flatten(result)
+        self._is_kept = list(map(is_kept, self._flat))
+        self._bound = [
+            (module, name, value)
+            for (module, name), value in after.items()
+            if before.get((module, name)) is not value
+            and type(value) is torch.Tensor
+            and not is_kept(value)
+            and value.layout is torch.strided
+            and value.device == self._backend.device
+            and not _repeats(value)
         ]
         for leaf in self._flat:
             self._check(leaf)
@@ -132,13 +143,13 @@ class EagerPiece:
         is_single = self._spec == _LEAF and isinstance(results[0], CopiedResult)
         self._only = results[0] if is_single else None
         del self._flat, self._is_kept, self._shared
-        result = tree_unflatten(handed, self._spec)
-        if self._bound:
-            result, values = result
-            for (module, name), slot in zip(self._bound, values, strict=True):
-                self._lent.append((module, name, slot, getattr(module, name)))
-                setattr(module, name, slot)
-        return result, copies
+        for module, name, value in self._bound:
+            slot = self._new_slot(value)
+            copies.append((self._backend.borrow(slot), value.detach()))
+            self._lent.append((module, name, slot, value))
+            setattr(module, name, slot)
+        self._bound = [(module, name, CopiedResult(self._backend.borrow(slot))) for module, name, slot, _ in self._lent]
+        return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
         """Give attributes that hold slots the values back that the piece has bound."""
@@ -162,7 +173,9 @@ class EagerPiece:
         else:
             result = self._function(*leaves)
         if self._only is None or not self._only.accept(result):  # the common case, without a walk over a tree
-            self._deliver(self._with_bound(result))
+            self._deliver(result)
+        for module, name, slot in self._bound:
+            slot.accept(getattr(module, name, None))
 
     def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
@@ -185,23 +198,15 @@ class EagerPiece:
             given, self._nested = tree_flatten((args, kwargs), is_leaf=is_leaf)
         self._leaves = list(map(kept, given))
 
-    def _with_bound(self, result: Any) -> Any:
-        return (result, [getattr(module, name) for module, name in self._bound]) if self._bound else result
-
     def _deliver(self, result: Any) -> None:
         flat, spec = tree_flatten(result)
         if spec != self._spec:
-            raise self._changed(f"returned the structure {spec}", f"{self._spec}")
-        is_result = len(flat) - len(tree_leaves(result[1])) if self._bound else len(flat)
-        for index, (kept, value) in enumerate(zip(self._results, flat, strict=True)):
+            raise self._changed(f"the structure {spec}", f"{self._spec}")
+        for kept, value in zip(self._results, flat, strict=True):
             if not kept.accept(value):
-                did = "returned" if index < is_result else f"bound {self._names_bound()} to"
                 apart = isinstance(kept, AliasedResult) and kept.copied.fits(value)
                 also = ", which does not share memory with other results as it did," if apart else ""
-                raise self._changed(f"{did} {described(value)}{also}", kept.describe())
-
-    def _names_bound(self) -> str:
-        return ", ".join(f"{type(module).__name__}.{name}" for module, name in self._bound)
+                raise self._changed(f"{described(value)}{also}", kept.describe())
 
     def _check(self, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
@@ -234,7 +239,7 @@ class EagerPiece:
 
     def _changed(self, found: str, wanted: str) -> CaptureError:
         return CaptureError(
-            f"eager piece {self.name} {found} on replay; at capture it was {wanted}, at {self.line}",
+            f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
             remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key: a number that "
             "changes as a tensor, rows that vary padded, results that share memory for some batches alone as clones. "
             "A BreakableCUDAGraphWrapper can tell batches apart with key_fn; a runner has none, and takes such a batch "
@@ -397,9 +402,9 @@ def _contents(value: Any, outside: tuple[Any, ...]) -> object:
     return type(value), tuple(_contents(part, outside) for part in parts)
 
 
-def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[int, torch.nn.Module, str], Any]:
+def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Module, str], Any]:
     """Attributes and buffers by module and name."""
-    return {(id(m), m, name): value for m in modules for d in (vars(m), m._buffers) for name, value in d.items()}
+    return {(m, name): value for m in modules for d in (vars(m), m._buffers) for name, value in d.items()}
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from cgplan.buffers.compare import largest_difference
 from cgplan.buffers.outputs import OutputRows
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.errors import NumbersError
@@ -147,9 +148,7 @@ def _difference(one: Any, other: Any) -> str | None:
     unequal = (one != other) & ~((one != one) & (other != other))
     if not unequal.any():
         return None
-    dtype = torch.complex128 if one.is_complex() else torch.float64
-    deviation = (one.to(dtype) - other.to(dtype)).abs()[unequal]
-    return f"the largest deviation is {deviation.nan_to_num(math.inf).max().item():.3g}"
+    return f"the largest deviation is {largest_difference(one, other):.3g}"
 
 
 _REMEDY = (

@@ -116,9 +116,7 @@ class CaptureSession:
         lazy = policy == "lazy"
         with nullcontext() if lazy else use.held(self._name):
             live = self._captured(self._plan, () if lazy else None)
-            runner = GraphRunner(live, self._captured, use, self._name)
-        self._together.tell_of_losses(runner.refuse)
-        return runner
+            return GraphRunner(live, self._captured, use, self._name)
 
     def _check_plan(self) -> None:
         """Raise PlanError unless the plan is of this configuration."""
