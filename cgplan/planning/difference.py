@@ -1,4 +1,4 @@
-"""How two plans differ, and how a saved plan differs from what it is to be captured for."""
+"""Differences of two plans, and of a saved plan and the configuration that it is to be captured with."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Lane(NamedTuple):
 
 
 class Predicted(BaseModel):
-    """What capturing the keys is predicted to cost.
+    """The predicted cost of capturing the keys.
 
     Attributes:
         keys: Cost of each key, in the plan's order.
@@ -108,7 +108,7 @@ class Machine(BaseModel):
 
 
 class Plan(BaseModel):
-    """What will be captured, in order.
+    """The graphs to capture, in order.
 
     Attributes:
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
@@ -120,10 +120,10 @@ class Plan(BaseModel):
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
         max_num_seqs, max_num_batched_tokens, max_loras: Bounds of a batch (max_loras None: no LoRA).
-        warnings: What was dropped or changed on the way.
+        warnings: Settings that were dropped or changed.
         config_hash: Digest of the configuration that the plan was made from.
         config: The settings of that configuration that decide a capture, in JSON, so that a mismatch can be named.
-        predicted: What capturing the keys is predicted to cost, where that is known.
+        predicted: The cost of capturing the keys, where it is known.
         machine: The machine that the figures were measured on, if they were.
         evidence: Why the planner chose these keys; absent where a list or ladder did.
         budget: The limits that this configuration sets, in JSON; None in plans without that entry.

@@ -47,14 +47,14 @@ _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
 class RequestTrace(NamedTuple):
-    """Requests in order of arrival, and words on where they come from and what was left out."""
+    """Requests in order of arrival; their source in words; notes on requests that were left out."""
 
     requests: list[Request]
     source: str
     notes: tuple[str, ...] = ()
 
 
-class _Steps(Row):
+class _HistogramRow(Row):
     num_tokens: Annotated[int, whole(1, MOST_BATCHED_TOKENS)]
     count: Annotated[int, whole(high=MOST_STEPS)]
     num_reqs: Annotated[int, whole(1)] | None = None
@@ -88,14 +88,14 @@ Adapter = Annotated[
 ]
 
 
-class _Request(Row):
+class _TraceRow(Row):
     arrival: Annotated[Any, BeforeValidator(_date_or_seconds)] = Field(alias="TIMESTAMP")
     context_tokens: Annotated[int, whole()] = Field(alias="ContextTokens")
     generated_tokens: Annotated[int, whole()] = Field(alias="GeneratedTokens")
     adapter: Adapter | None = Field(None, alias="Adapter")
 
 
-class _MooncakeRequest(Row):
+class _MooncakeRow(Row):
     arrival: Annotated[Any, BeforeValidator(_milliseconds)] = Field(alias="timestamp")
     context_tokens: Annotated[int, whole()] = Field(alias="input_length")
     generated_tokens: Annotated[int, whole()] = Field(alias="output_length")
@@ -103,9 +103,9 @@ class _MooncakeRequest(Row):
     adapter: Adapter | None = None
 
 
-HISTOGRAM = Form("a histogram", _Steps)
-TRACE = Form("a request trace", _Request)
-MOONCAKE = Form("a Mooncake trace", _MooncakeRequest)
+HISTOGRAM = Form("a histogram", _HistogramRow)
+TRACE = Form("a request trace", _TraceRow)
+MOONCAKE = Form("a Mooncake trace", _MooncakeRow)
 
 
 def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traffic | RequestTrace:
@@ -189,21 +189,22 @@ def synthetic_requests(config: Config) -> RequestTrace:
 
 def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
     forms: tuple[Form[Any], ...] = (HISTOGRAM, TRACE)
-    if text.lstrip().startswith("{"):
-        whole_file = _single_object(text)
-        if whole_file and ("kind" in whole_file or "batches" in whole_file):
-            return _saved(text, whole_file, path)
-        if whole_file is not None and "\n" in text.strip():
-            raise _unknown_form(text, list(whole_file), path)
-        number, first = first_line(text)
+    number, first = first_line(text)
+    if first.lstrip().startswith("{"):
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):  # but perhaps one object a line
+            document = None
+        if document is not None and ("kind" in document or "batches" in document):
+            return _saved(text, document, path)
+        if document is not None and "\n" in text.strip():
+            raise _unknown_form(text, list(document), path)
         names, read, forms = list(json_object(first, f"{path}:{number}")), jsonl_rows, (HISTOGRAM, MOONCAKE)
     elif has_table(text):
         return log_traffic(text, path, plan)
     else:
         check_separator(text, path, forms)
-        # names beyond the 50th would tell no more
-        names = [name.strip().strip('"') for name in first_line(text)[1].split(",")[:50]]
-        read = csv_rows
+        names, read = [name.strip().strip('"') for name in first.split(",")[:50]], csv_rows  # 50 tell the form
     form = nearest_form(names, forms)
     if form is None:
         raise _unknown_form(text, names, path)
@@ -211,25 +212,15 @@ def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
     return _histogram(rows, path, plan) if form is HISTOGRAM else _trace(rows, form, path, plan)
 
 
-def _single_object(text: str) -> dict[str, Any] | None:
-    """The file as one JSON object, None where it is not one (but one in each line, say)."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
 def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
     """Saved traffic, or the batches that a runner's statistics count (``runner.stats.json()``)."""
-    of_runner = "kind" not in data
-    if not of_runner and data["kind"] != "traffic":
+    if data.get("kind", "traffic") != "traffic":
         raise TrafficError(
             f"{path} holds a {data['kind']!s:.40}, not traffic",
             remedy="Give a file of traffic; a plan or report is none.",
         )
     try:
-        if not of_runner:
+        if "kind" in data:
             return Traffic.from_json(text)
         traffic = Traffic.from_json(json.dumps({"histogram": data["batches"], "source": "statistics of a runner"}))
     except TrafficError as error:
@@ -257,7 +248,7 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
     )
 
 
-def _histogram(rows: Iterable[tuple[str, Any, _Steps]], path: Path, plan: Plan) -> Traffic:
+def _histogram(rows: Iterable[tuple[str, Any, _HistogramRow]], path: Path, plan: Plan) -> Traffic:
     steps = StepCounts(plan)
     for where, _, row in rows:
         shape = steps.add(**dict(row))
@@ -281,8 +272,6 @@ def _check_shape(shape: StepShape, where: str, plan: Plan, *, any_number: bool =
     elif shape.num_active_loras > (most and most + any_number):
         problem = f"a batch has {shape.num_active_loras} active LoRA adapters, the configuration allows {most}"
         remedy = "Raise lora.max_loras." if most else _ADD_LORA
-    elif shape.num_tokens > MOST_BATCHED_TOKENS:
-        problem, remedy = f"a batch has {shape.num_tokens} tokens", f"A batch has {MOST_BATCHED_TOKENS} tokens at most."
     else:
         return
     raise TrafficError(f"{where}: {problem}", remedy=remedy)

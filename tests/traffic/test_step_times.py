@@ -281,6 +281,9 @@ def test_a_file_is_told_by_its_content(tmp_path: Path) -> None:
     assert StepTimes.load(path) == times
 
 
+SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": %s}]}'
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -288,11 +291,8 @@ def test_a_file_is_told_by_its_content(tmp_path: Path) -> None:
         ("[" * 200_000, "not JSON"),
         ("[1]", "no bench report: it is not an object"),
         ('{"kind": "step_times"}', "damaged step times"),
-        (
-            '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": [[2, 5], [1, 6]]}]}',
-            "points do not ascend",
-        ),
-        ('{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": [[1, -5]]}]}', "times above 0"),
+        (SAVED % "[[2, 5], [1, 6]]", "damaged step times: curves.0: Value error, FULL: points do not ascend"),
+        (SAVED % "[[1, -5]]", "damaged step times: curves.0.points.0.1: Input should be greater than 0"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
