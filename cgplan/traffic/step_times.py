@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cgplan.config import load
 from cgplan.errors import StepTimeError
@@ -60,37 +60,21 @@ class _TableRow(Row):
 TABLE = Form("a table of step times", _TableRow, StepTimeError, REMEDY)
 
 
-class _Part(BaseModel):
-    """The parts of a bench report that step times need. Reports stand below this folder and cannot be imported."""
+class _BenchRecord(BaseModel):
+    """The parts of a bench's record that step times need. Reports stand below this folder and cannot be imported."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _Timing(_Part):
-    median: Time
-
-
-class _Descriptor(_Part):
-    num_tokens: Size
-    num_active_loras: int = Field(default=0, ge=0)
-
-
-class _Record(_Part):
     num_tokens: Size
     mode: Mode
-    descriptor: _Descriptor
-    eager: _Timing
-    graph: _Timing | None
+    size: Size = Field(validation_alias=AliasPath("descriptor", "num_tokens"))
+    case: int = Field(0, validation_alias=AliasPath("descriptor", "num_active_loras"), ge=0)
+    eager: Time = Field(validation_alias=AliasPath("eager", "median"))
+    graph: Time | None = Field(None, validation_alias=AliasPath("graph", "median"))
 
 
-class _Environment(_Part):
-    device: str = ""
-
-
-class _Bench(_Part):
+class _Bench(BaseModel):
     kind: Literal["bench"]
-    environment: _Environment = _Environment()
-    records: tuple[_Record, ...] = Field(min_length=1)
+    device: str = Field("", validation_alias=AliasPath("environment", "device"))
+    records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
 
 class Curve(BaseModel):
@@ -218,7 +202,7 @@ class StepTimes(BaseModel):
             where = ".".join(map(str, first["loc"])) or "the file"
             form = "damaged step times" if saved else "no bench report"
             raise StepTimeError(f"{path}: {form}: {where}: {first['msg']}", remedy=REMEDY) from None
-        return cls.measured(_bench_points(bench), ", ".join(filter(None, (str(path), bench.environment.device))))
+        return cls.measured(_bench_points(bench), ", ".join(filter(None, (str(path), bench.device))))
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
@@ -317,12 +301,13 @@ def _bench_points(bench: _Bench) -> Points:
     """Medians from an idle device, by the size that ran; the longest where batches were padded to the same size."""
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for record in bench.records:
-        runs = [(CUDAGraphMode.NONE, record.num_tokens, record.eager)]
-        if record.graph is not None and record.mode is not CUDAGraphMode.NONE:
-            runs.append((record.mode, record.descriptor.num_tokens, record.graph))
-        for mode, size, timing in runs:
-            curve = points.setdefault((mode, record.descriptor.num_active_loras), {})
-            curve[size] = max(timing.median, curve.get(size, 0.0))
+        runs: list[tuple[CUDAGraphMode, int, float | None]] = [(CUDAGraphMode.NONE, record.num_tokens, record.eager)]
+        if record.mode is not CUDAGraphMode.NONE:
+            runs.append((record.mode, record.size, record.graph))
+        for mode, size, median in runs:
+            if median is not None:
+                curve = points.setdefault((mode, record.case), {})
+                curve[size] = max(median, curve.get(size, 0.0))
     return points
 
 

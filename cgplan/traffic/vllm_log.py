@@ -36,7 +36,7 @@ _TABLE = Form("a table of CUDA graph statistics", _Row)
 
 
 class _Server(NamedTuple):
-    """cudagraph_mode of the server, None where the log does not tell it; its capture sizes, empty where it does not tell them."""
+    """cudagraph_mode and capture sizes of the server; None and empty where the log does not tell them."""
 
     mode: CUDAGraphMode | None = None
     sizes: tuple[int, ...] = ()
