@@ -229,55 +229,51 @@ def test_vllm_defaults_are_vllms() -> None:
     assert build_plan(found.config).capture_sizes == (1, 2, 4, 8, 16)
 
 
-def test_what_is_given_wins_over_vllms_defaults() -> None:
+def test_given_keys_win_over_vllms_defaults() -> None:
     found = read(
         '{"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": [8, 4], "cudagraph_num_of_warmups": 3, '
         '"splitting_ops": [], "max_cudagraph_capture_size": null, "cudagraph_specialize_lora": false}',
         num_speculative_tokens=1,
         max_loras=4,
     )
-    assert str(found.config.compilation.cudagraph_mode) == "FULL_DECODE_ONLY"
     assert found.config.compilation.cudagraph_num_of_warmups == 3
     assert found.config.compilation.splitting_ops == ()
     assert found.loaded.origin("compilation.cudagraph_capture_sizes") == "--vllm"
     plan = build_plan(found.config)
-    assert (plan.capture_sizes, plan.query_len, plan.lora_cases) == ((4, 8), 2, (5,))
-
-
-@pytest.mark.parametrize(("number", "mode"), [(0, "NONE"), (1, "PIECEWISE"), (2, "FULL")])
-def test_vllms_numbers_of_modes_are_its_names(number: int, mode: str) -> None:
-    found = read(f'{{"cudagraph_mode": {number}}}')
-    assert str(found.config.compilation.cudagraph_mode) == mode
-    assert found.loaded.origin("compilation.cudagraph_mode") == "--vllm"
-    without = read(f'{{"cudagraph_mode": {number}, "mode": 0}}')
-    assert str(without.config.compilation.cudagraph_mode) == ("NONE" if mode == "PIECEWISE" else mode)
-
-
-def test_known_keys_without_effect_are_noted() -> None:
-    notes = read('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
-    assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
-
-
-def test_bounds_that_were_not_given_are_noted() -> None:
-    found = read_vllm("{}")
-    assert "--max-num-seqs was not given: 256 was taken" in found.notes[0]
-    assert "--max-num-batched-tokens was not given: 8192 was taken" in found.notes[1]
+    assert (str(plan.mode), plan.capture_sizes, plan.query_len, plan.lora_cases) == (
+        "FULL_DECODE_ONLY",
+        (4, 8),
+        2,
+        (5,),
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "noted"),
+    ("text", "mode"),
     [
-        ('{"mode": 0}', "NONE", True),
-        ('{"mode": "none", "cudagraph_mode": "PIECEWISE"}', "NONE", True),
-        ('{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}', "FULL_DECODE_ONLY", False),
-        ('{"mode": "VLLM_COMPILE"}', "FULL_AND_PIECEWISE", False),
-        ('{"mode": null}', "FULL_AND_PIECEWISE", False),
+        ('{"cudagraph_mode": 0}', "NONE"),
+        ('{"cudagraph_mode": 1}', "PIECEWISE"),
+        ('{"cudagraph_mode": 2, "mode": 0}', "FULL"),
+        ('{"cudagraph_mode": 1, "mode": 0}', "NONE"),
+        ('{"mode": 0}', "NONE"),
+        ('{"mode": "none", "cudagraph_mode": "PIECEWISE"}', "NONE"),
+        ('{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}', "FULL_DECODE_ONLY"),
+        ('{"mode": "VLLM_COMPILE"}', "FULL_AND_PIECEWISE"),
+        ('{"mode": null}', "FULL_AND_PIECEWISE"),
     ],
 )
-def test_piecewise_graphs_need_vllms_compilation(text: str, mode: str, noted: bool) -> None:
+def test_modes_are_vllms_and_piecewise_graphs_need_its_compilation(text: str, mode: str) -> None:
     found = read(text)
     assert str(found.config.compilation.cudagraph_mode) == mode
-    assert any("vLLM has PIECEWISE graphs with mode 3 only" in note for note in found.notes) == noted
+    lowered = mode == "NONE" and text != '{"cudagraph_mode": 0}'
+    assert any("vLLM has PIECEWISE graphs with mode 3 only" in note for note in found.notes) == lowered
+
+
+def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
+    notes = read_vllm('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
+    assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
+    assert "--max-num-seqs was not given: 256 was taken" in notes[2]
+    assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[3]
 
 
 @pytest.mark.parametrize(
