@@ -9,9 +9,9 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
-import yaml
 from torch import fx, nn
 
+from cgplan.config.load import read_yaml
 from cgplan.config.template import InputGuess, starting_yaml
 from cgplan.errors import ConfigError
 from cgplan.models.loading import ForwardArgument, forward_signature, load_model
@@ -34,12 +34,7 @@ def starting_config(target: str, kwargs_text: str) -> str:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    try:
-        kwargs = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with month 13, say
-        raise ConfigError(
-            f"--kwargs {text!r} is not YAML: {error}", remedy="Write a mapping, such as '{hidden_size: 64}'."
-        ) from None
+    kwargs = read_yaml(text, f"--kwargs {text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
     if kwargs is None:
         return {}
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):

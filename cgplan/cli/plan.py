@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from cgplan.cli.costs import costs_of
-from cgplan.cli.output import check_writable, note, publish, show, write_whole
+from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.load import read_text
 from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
@@ -25,7 +25,7 @@ from cgplan.planning.difference import compare, machine_changes, mismatches, nam
 from cgplan.planning.engines import Engine, emit
 from cgplan.planning.plan import Machine, Predicted
 from cgplan.reports import load_report
-from cgplan.reports.plan_tables import render_difference
+from cgplan.reports.plan_tables import padding_plot, pareto_plot, render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.traffic.histogram import Traffic
@@ -51,6 +51,12 @@ class Sources:
     step_times: Path | None = None
     costs: str | None = None
 
+    @property
+    def files(self) -> list[Path]:
+        """Those that are given, which nothing may be written over."""
+        costs = None if self.costs is None else Path(self.costs)
+        return [file for file in (self.traffic, self.step_times, costs) if file is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -75,13 +81,9 @@ def run_plan(
     loaded = read_config(path, overrides)
     if plot is not None:
         check_plot_path(plot)
-    inputs = {
-        path,
-        *filter(None, (sources.traffic, sources.step_times)),
-        *([Path(sources.costs)] if sources.costs else []),
-    }
+    inputs = {given.resolve() for given in (path, *sources.files)}
     for file in filter(None, (output, plot)):
-        if file.resolve() in {given.resolve() for given in inputs}:
+        if file.resolve() in inputs:
             raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
         check_writable(file)
     if plot is not None and output is not None and plot.resolve() == output.resolve():
@@ -90,8 +92,7 @@ def run_plan(
     if plot is not None and made.pareto is None and made.padding is None:
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
-        write_whole(plot, picture(plot, made.pareto, made.padding))
-        note(f"saved {plot}")
+        save(plot, picture(plot, made.pareto, made.padding))
     if engine is not None or as_json:
         for line in _said(made.plan):
             note(line)
@@ -99,8 +100,7 @@ def run_plan(
         publish(made.plan, output, as_json=as_json)
         return
     if output is not None:
-        write_whole(output, made.plan.model_dump_json(indent=2) + "\n")
-        note(f"saved {output}")
+        save(output, made.plan.model_dump_json(indent=2) + "\n")
     emission = emit(made.plan, engine)
     for line in emission.notes:
         note(f"note: {line}")
@@ -126,21 +126,15 @@ def read_plan(path: Path) -> Plan:
     return report
 
 
-def announce(plan: Plan) -> None:
-    """What differs from the request, for people who do not see the plan itself."""
-    for line in announcements(plan):
-        note(line)
-
-
 def announcements(plan: Plan) -> Iterator[str]:
-    """The same as lines."""
+    """What differs from the request, for people who do not see the plan itself."""
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     yield from (f"warning: {warning}" for warning in plan.warnings)
 
 
 def _said(plan: Plan) -> Iterator[str]:
-    """What a plan's report would say, for those who are not shown it."""
+    """Warnings and notes of a plan's report, where the report is not shown."""
     yield from announcements(plan)
     evidence = plan.evidence or {}
     yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
@@ -160,7 +154,6 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
             remedy="Raise traffic.request_rate, or give --traffic FILE.",
         )
     from cgplan.optimizer.propose import propose
-    from cgplan.reports.evidence_tables import padding_plot, pareto_plot
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
     from cgplan.traffic.step_times import StepTimes  # numpy from here on

@@ -318,6 +318,12 @@ class CompilationConfig(Section):
         "PIECEWISE segments read, are checked to lie where they lay at capture: on each graph's first replay, on "
         "every one, or never.",
     )
+    state_copy: Bytes | None = Field(
+        default=None,
+        description="Device memory that copies of the model's state may take while graphs are captured, in the units "
+        "of `budget.memory`: a capture puts back the state that its warm-ups wrote. Copies beyond it go to host "
+        "memory. Absent: a quarter of the free device memory.",
+    )
     debug: Flag = Field(
         default=False,
         description="Check everything, slowly: addresses on every replay; each graph's first replay against the "

@@ -4,188 +4,27 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cgplan.config import load
-from cgplan.config.values import mode_by_name
+from cgplan.config.load import read_text
 from cgplan.errors import BudgetError, ConfigError, ReportError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import Key
 from cgplan.planning import Plan
 from cgplan.planning.difference import PlanDifference
-from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Key, Lane, Machine
-from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
-from cgplan.reports.plan_tables import render_difference
-from cgplan.units import format_bytes, format_seconds
+from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Descriptor, Machine, Mode
+from cgplan.reports.layout import render_text
 
-
-class RankRecord(BaseModel):
-    """One rank of a capture.
-
-    Attributes:
-        rank, host, device: Which, and where: the GPU by its unique number, or ``cpu``.
-        all_reduce: Who sums over the ranks: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
-        rows: Rows of the pointer table: captured all-reduces that read their peers' graph buffers.
-        buffers: Distinct graph buffers that were registered.
-        bases: Allocations that they lie in; one handle was handed out for each.
-        mapped_bytes: Bytes of peers' allocations that were mapped into this process for them.
-        registration_seconds: From the end of the last capture until replays were allowed.
-        pool_bytes, static_bytes, total_bytes: As in CaptureReport.
-        session_seconds: The whole session.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rank: int
-    host: str
-    device: str
-    all_reduce: str
-    rows: int = 0
-    buffers: int = 0
-    bases: int = 0
-    mapped_bytes: int = 0
-    registration_seconds: float = 0.0
-    pool_bytes: int
-    static_bytes: int
-    total_bytes: int
-    session_seconds: float
-
-
-def rank_table(ranks: Sequence[RankRecord]) -> Table:
-    """One row a rank, and one for all: sums of bytes and counts, the longest of the times."""
-    rows = [_row(str(record.rank), [record]) for record in ranks]
-    return filled([*rows, _row("all", ranks)], left=("rank", "all-reduce"))
-
-
-def _row(name: str, records: Sequence[RankRecord]) -> dict[str, object]:
-    return {
-        "rank": name,
-        "all-reduce": ", ".join(dict.fromkeys(r.all_reduce for r in records)),
-        "rows": sum(r.rows for r in records),
-        "buffers": sum(r.buffers for r in records),
-        "bases": sum(r.bases for r in records),
-        "mapped": format_bytes(sum(r.mapped_bytes for r in records)),
-        "registration": format_seconds(max(r.registration_seconds for r in records)),
-        "pool": format_bytes(sum(r.pool_bytes for r in records)),
-        "memory": format_bytes(sum(r.total_bytes for r in records)),
-        "session": format_seconds(max(r.session_seconds for r in records)),
-    }
+REPORT_SCHEMA_VERSION = 1
 
 
 class Record(BaseModel):
     """A frozen value that refuses fields it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Timing(Record):
-    """Microseconds over repeated calls."""
-
-    median: float
-    p99: float
-
-
-OURS = "cgplan"
-PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
-
-
-class WayRecord(Record):
-    """What it takes to have one way of running ready, for all sizes that were measured.
-
-    Attributes:
-        name: ``cgplan``, or a peer.
-        ready_seconds: From nothing (but kernels and libraries that the process has loaded) to the end of the last
-            size's first call: warm-ups, compilation and capture included. None if it failed.
-        memory_bytes: Device memory that was gone then, beyond what it had been before; on the tape, what the pools
-            had reserved. Nothing else was ready at that time. None if it failed.
-        failure: Why there are no figures; None where there are.
-        note: What one has to know to read them.
-    """
-
-    name: str
-    ready_seconds: float | None = None
-    memory_bytes: int | None = None
-    failure: str | None = None
-    note: str | None = None
-
-
-class PeerRecord(Record):
-    """One way of running a batch of one size.
-
-    Attributes:
-        name: The way.
-        num_tokens: The batch, unpadded; the same tensors for all ways.
-        device: Time of a call when calls follow one another without waiting: of the device alone, where it takes
-            longer than the host.
-        latency: From an idle device until it has finished the call.
-        host: Until the call returned, on an idle device.
-        first_call_seconds: The first call of this size: with compilation and recording, where they happen in it; what
-            was captured ahead is in the way's ``ready_seconds`` alone.
-        deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
-            and seed, after all calls; None where they cannot be compared.
-        not_comparable: Why; None where they can.
-    """
-
-    name: str
-    num_tokens: int
-    device: Timing
-    latency: Timing
-    host: Timing
-    first_call_seconds: float
-    deviation: float | None
-    not_comparable: str | None = None
-
-
-class PeersRecord(Record):
-    """All ways, measured in one process on the same model and tensors.
-
-    Attributes:
-        seed: Of the random order.
-        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls in all.
-        capture_seconds: cgplan's own capture session, a part of its ``ready_seconds``; None if it failed.
-        keys: Graphs that cgplan captured in it; its peers made one for each size.
-        ways: One for each way, cgplan first.
-        records: By size, in the order of ``ways``.
-    """
-
-    seed: int
-    rounds: int
-    repeats: int
-    capture_seconds: float | None
-    keys: int
-    ways: tuple[WayRecord, ...]
-    records: tuple[PeerRecord, ...]
-
-    def of(self, name: str, num_tokens: int) -> PeerRecord | None:
-        """One row; None where that way failed."""
-        return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
-
-
-def check_peers(names: Iterable[str]) -> tuple[str, ...]:
-    """Peers by name, each once, in the order given. Raises ConfigError for a name that there is not."""
-    found = tuple(dict.fromkeys(name.strip() for name in names))
-    for name in found:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name.replace("_", "-"), PEERS, n=1) or difflib.get_close_matches(
-                name, PEERS, n=1
-            )
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"unknown peer {name!r} to bench against", remedy=f"{hint}Choose among {', '.join(PEERS)}."
-            )
-    return found
-
-
-REPORT_SCHEMA_VERSION = 1
-
-Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
-Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
 
 
 class Environment(Record):
@@ -215,6 +54,11 @@ class Environment(Record):
     def as_machine(self) -> Machine:
         """The part that a plan remembers of where its figures were measured."""
         return Machine(gpu=self.device, driver=self.driver, torch=self.torch)
+
+    @property
+    def is_tape(self) -> bool:
+        """Whether the figures are those of the CPU stand-in."""
+        return self.backend == "cpu (tape)"
 
 
 class GraphRecord(Record):
@@ -255,7 +99,7 @@ class StopRecord(Record):
         limit: The limit that it would have passed, or did; ``device memory``: there was no more.
         mode, descriptor: The key.
         detail: The figures, in words.
-        rank: Whose budget it was, where several ranks capture together; None where there is one process.
+        rank: The rank whose budget it was, where several capture together; None where there is one process.
     """
 
     limit: Limit
@@ -294,7 +138,7 @@ class FailedKey(Record):
     Attributes:
         mode, descriptor: The key.
         error: Name of the error's class; ``BudgetError`` where the budget did not allow it.
-        detail: What it said.
+        detail: Its message.
     """
 
     mode: Mode
@@ -304,12 +148,12 @@ class FailedKey(Record):
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether it was the budget that did not allow it: beside other keys it may fit."""
+        """Whether the budget did not allow it: beside other keys it may fit."""
         return self.error == BudgetError.__name__
 
     @property
     def text(self) -> str:
-        """The error with what it said."""
+        """The error with its message."""
         return f"{self.error}: {self.detail}"
 
 
@@ -338,6 +182,56 @@ class SplitRecord(Record):
     eager_operators: dict[str, int] = Field(default_factory=dict)
 
 
+class StateRecord(Record):
+    """A place of the model's state that warm-ups or captures wrote, or that appeared in them.
+
+    Attributes:
+        path: The place, such as ``layers.0.cache``.
+        nbytes: Bytes of it.
+        kept: ``device`` or ``host``: put back from a copy in that memory. ``new``: it appeared during the capture and
+            stays. ``not kept``: it was written and not put back.
+    """
+
+    path: str
+    nbytes: int
+    kept: Literal["device", "host", "new", "not kept"]
+
+    @property
+    def is_put_back(self) -> bool:
+        """Whether it is as the capture found it."""
+        return self.kept in ("device", "host")
+
+
+class RankRecord(Record):
+    """One rank of a capture.
+
+    Attributes:
+        rank, host, device: Which, and where: the GPU by its unique number, or ``cpu``.
+        all_reduce: How it sums over the ranks: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
+        rows: Rows of the pointer table: captured all-reduces that read the other ranks' graph buffers.
+        buffers: Distinct graph buffers that were registered.
+        bases: Allocations that they lie in; one handle was handed out for each.
+        mapped_bytes: Bytes of other ranks' allocations that were mapped into this process for them.
+        registration_seconds: From the end of the last capture until replays were allowed.
+        pool_bytes, static_bytes, total_bytes: As in CaptureReport.
+        session_seconds: The whole session.
+    """
+
+    rank: int
+    host: str
+    device: str
+    all_reduce: str
+    rows: int = 0
+    buffers: int = 0
+    bases: int = 0
+    mapped_bytes: int = 0
+    registration_seconds: float = 0.0
+    pool_bytes: int
+    static_bytes: int
+    total_bytes: int
+    session_seconds: float
+
+
 class CaptureReport(Record):
     """What capturing a plan cost.
 
@@ -356,11 +250,13 @@ class CaptureReport(Record):
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
         budget: What the budget allowed, None without one.
         capture_policy, pool: As ``compilation`` has them.
-        generation: How often the pools began anew, from 1.
+        generation: How often the pools were made, from 1.
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
         warnings: What the user should know about.
         ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
+        looked_at: The part of the model whose state and addresses are checked, in one line.
+        state: State that warm-ups and captures wrote, and where it was kept.
     """
 
     kind: Literal["capture"] = "capture"
@@ -386,6 +282,15 @@ class CaptureReport(Record):
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankRecord, ...] = ()
+    looked_at: str = ""
+    state: tuple[StateRecord, ...] = ()
+
+    @model_validator(mode="after")
+    def _each_key_has_its_prediction(self) -> CaptureReport:
+        predicted = self.plan.predicted
+        if predicted is not None and self.records and len(predicted.keys) != len(self.records):
+            raise ValueError(f"{len(predicted.keys)} keys were predicted, and {len(self.records)} captured")
+        return self
 
     @property
     def warmup_seconds(self) -> float:
@@ -404,7 +309,7 @@ class CaptureReport(Record):
 
     @property
     def graph_driver_bytes(self) -> int:
-        """What the driver took while graphs were captured."""
+        """Memory that the driver took while graphs were captured."""
         return sum(r.driver_bytes or 0 for r in self.records)
 
     @property
@@ -414,14 +319,19 @@ class CaptureReport(Record):
 
     @property
     def origin(self) -> str:
-        """Which capture this is, in words: what was captured, where and when."""
+        """Which capture this is, in words: number of keys, device, date, configuration."""
         made = f"{self.environment.device}, {self.environment.date}"
         return f"a capture of {len(self.records)} keys on {made}, config {self.environment.config_hash}"
 
     def __str__(self) -> str:
-        from cgplan.reports.capture_tables import render_text
-
         return render_text(self)
+
+
+class Timing(Record):
+    """Microseconds over repeated calls."""
+
+    median: float
+    p99: float
 
 
 class BenchRecord(Record):
@@ -458,10 +368,97 @@ class BenchRecord(Record):
 
     @property
     def is_slower(self) -> bool:
-        """Whether the bare replay, which the host hardly matters to, takes a twentieth longer than eager, launches
-        included. Padding may be why, so a batch that is padded does not count.
-        """
+        """Whether the bare replay of an unpadded batch takes a twentieth longer than eager, launches included."""
         return self.replay is not None and not self.padded_rows and self.replay.median > 1.05 * self.eager.median
+
+
+OURS = "cgplan"
+PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
+
+
+class WayRecord(Record):
+    """What it takes to have one way of running ready, for all sizes that were measured.
+
+    Attributes:
+        name: ``cgplan``, or a baseline.
+        ready_seconds: From nothing (but kernels and libraries that the process has loaded) to the end of the last
+            size's first call: warm-ups, compilation and capture included. None if it failed.
+        memory_bytes: Device memory that was gone then, beyond what it had been before; on the tape, what the pools
+            had reserved. Nothing else was ready at that time. None if it failed.
+        failure: Why there are no figures; None where there are.
+        note: How to read the figures.
+    """
+
+    name: str
+    ready_seconds: float | None = None
+    memory_bytes: int | None = None
+    failure: str | None = None
+    note: str | None = None
+
+
+class PeerRecord(Record):
+    """One way of running a batch of one size.
+
+    Attributes:
+        name: The way.
+        num_tokens: The batch, unpadded; the same tensors for all ways.
+        device: Time of a call when calls follow one another without waiting: of the device alone, where it takes
+            longer than the host.
+        latency: From an idle device until it has finished the call.
+        host: Until the call returned, on an idle device.
+        first_call_seconds: The first call of this size, with the compilation and recording that happen in it; captures
+            ahead of it are in the way's ``ready_seconds`` alone.
+        deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
+            and seed, after all calls; None where they cannot be compared.
+        not_comparable: Why; None where they can.
+    """
+
+    name: str
+    num_tokens: int
+    device: Timing
+    latency: Timing
+    host: Timing
+    first_call_seconds: float
+    deviation: float | None
+    not_comparable: str | None = None
+
+
+class PeersRecord(Record):
+    """All ways, measured in one process on the same model and tensors.
+
+    Attributes:
+        seed: Of the random order.
+        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls in all.
+        capture_seconds: cgplan's own capture session, a part of its ``ready_seconds``; None if it failed.
+        keys: Graphs that cgplan captured in it; baselines made one for each size.
+        ways: One for each way, cgplan first.
+        records: By size, in the order of ``ways``.
+    """
+
+    seed: int
+    rounds: int
+    repeats: int
+    capture_seconds: float | None
+    keys: int
+    ways: tuple[WayRecord, ...]
+    records: tuple[PeerRecord, ...]
+
+    def of(self, name: str, num_tokens: int) -> PeerRecord | None:
+        """The record of a way at a size; None where that way failed."""
+        return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
+
+
+def check_peers(names: Iterable[str]) -> tuple[str, ...]:
+    """Baselines by name, each once, in the order given. Raises ConfigError for an unknown name."""
+    found = tuple(dict.fromkeys(name.strip() for name in names))
+    for name in found:
+        if name not in PEERS:
+            spellings = (name.replace("_", "-"), name)
+            near = [match for spelt in spellings for match in difflib.get_close_matches(spelt, PEERS, n=1)]
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            remedy = f"{hint}Choose among {', '.join(PEERS)}."
+            raise ConfigError(f"unknown peer {name!r} to bench against", remedy=remedy)
+    return found
 
 
 class BenchReport(Record):
@@ -483,66 +480,13 @@ class BenchReport(Record):
     peers: PeersRecord | None = None
 
     def __str__(self) -> str:
-        from cgplan.reports.capture_tables import render_text
-
         return render_text(self)
 
 
-Report = CaptureReport | BenchReport | Plan
-_KINDS: dict[str, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
-    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
-    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
-    "plan": (Plan, PLAN_SCHEMA_VERSION),
-}
-_REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
-
-
-def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError if the file is none, or of a schema version that is not read."""
-    return parse_report(load.read_text(path, ReportError, _REMEDY), path)
-
-
-def parse_report(text: str, path: str | Path) -> Report:
-    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
-    remedy = _REMEDY
-    try:
-        data = json.loads(text)
-    except RecursionError:
-        raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
-    except json.JSONDecodeError as error:
-        if Path(path).suffix in (".yaml", ".yml"):
-            remedy = f"That is a configuration, it seems, which --config takes. {remedy}"
-        raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ReportError(f"{path}: not JSON: {error}", remedy=remedy) from None
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=remedy)
-    model, version = _KINDS[kind]
-    if data.get("schema_version") != version:
-        raise ReportError(
-            f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
-            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
-        )
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}." for part in first["loc"]).removesuffix(".")
-        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
-        raise ReportError(f"{path}: damaged report: {wrong}", remedy=remedy) from None
-
-
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
-_WAYS: dict[Way, str] = {
-    "proposed": "proposed only: nothing was captured",
-    "exchanged": "exchanged inside the pools that were there",
-    "new generation": "all captured anew into new pools, because the new graphs need a larger or much smaller one",
-    "new buffers": "all captured anew into new pools and static buffers, because the largest size grew",
-}
 
 
-class ReplanReport(BaseModel):
+class ReplanReport(Record):
     """What a replan changed.
 
     Attributes:
@@ -557,33 +501,65 @@ class ReplanReport(BaseModel):
         seconds: Planning, measuring and capturing together.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["replan"] = "replan"
     difference: PlanDifference
     way: Way
-    captured: tuple[Key, ...] = ()
-    evicted: tuple[Key, ...] = ()
+    captured: tuple[tuple[Mode, Descriptor], ...] = ()
+    evicted: tuple[tuple[Mode, Descriptor], ...] = ()
     recaptured: int = 0
     failed: tuple[FailedKey, ...] = ()
     pool_bytes: tuple[int, int]
     seconds: float
 
     def __str__(self) -> str:
-        has_new = self.captured or self.recaptured or self.way in ("proposed", "exchanged")
-        rows = [("graphs", _WAYS[self.way] if has_new else "all given up with their pools, and none captured")]
-        if self.way != "proposed":
-            again = f", {self.recaptured} captured again" if self.recaptured else ""
-            rows.append(("keys", f"{len(self.captured)} captured, {len(self.evicted)} evicted{again}"))
-        told = {(part.lane, size) for part in self.difference.failed for size in part.sizes}
-        for key in self.failed:
-            descriptor = key.descriptor
-            if (Lane.of(key.mode, descriptor), descriptor.num_tokens) not in told:
-                rows.append(("failed", f"{key.mode} {descriptor}: {key.text}"))
-        before, after = map(format_bytes, self.pool_bytes)
-        rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(self.seconds))]
-        table = render_difference(self.difference, "captured", "wanted")
-        return plain_text(Group(table, Text(), facts("Replan", rows)), TEXT_WIDTH)
+        return render_text(self)
 
 
-__all__ = ["RankRecord", "rank_table"]
+Report = CaptureReport | BenchReport | Plan
+_KINDS: dict[object, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
+    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
+    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
+    "plan": (Plan, PLAN_SCHEMA_VERSION),
+}
+_REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
+
+
+def load_report(path: str | Path) -> Report:
+    """A saved report or plan. Raises ReportError for any other file, and for a schema version that is not read."""
+    return parse_report(read_text(path, ReportError, _REMEDY), path)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 18:  # sums of them have to be numbers that a float holds
+        raise ValueError(f"the number {digits[:18]}... is too large")
+    return int(digits)
+
+
+def parse_report(text: str, path: str | Path) -> Report:
+    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
+    try:
+        data = json.loads(text, parse_int=_whole_number)
+    except json.JSONDecodeError as error:
+        yaml = Path(path).suffix in (".yaml", ".yml")
+        hint = "That is a configuration, it seems, which --config takes. " if yaml else ""
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise ReportError(f"{where}: not JSON: {error.msg}", remedy=f"{hint}{_REMEDY}") from None
+    except (RecursionError, ValueError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
+        raise ReportError(f"{path}: {problem}", remedy=_REMEDY) from None
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=_REMEDY)
+    model, version = _KINDS[kind]
+    if data.get("schema_version") != version:
+        raise ReportError(
+            f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
+            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
+        raise ReportError(f"{path}: damaged report: {wrong}", remedy=_REMEDY) from None

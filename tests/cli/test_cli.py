@@ -259,21 +259,21 @@ def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
     assert rows["device"] == ("cpu", "c.yaml:1")
     assert rows["compilation.attention_support"] == ("UNIFORM_BATCH", "c.yaml:4")
     assert rows["compilation.cudagraph_mode"] == (
-        "FULL -> FULL_AND_PIECEWISE",
-        "c.yaml:3, resolved from attention_support is UNIFORM_BATCH",
+        "FULL -> FULL_AND_PIECEWISE (from attention_support is UNIFORM_BATCH)",
+        "c.yaml:3",
     )
     assert rows["compilation.cudagraph_capture_sizes"] == (
-        "[16, 9999] -> 16 (1)",
-        "c.yaml:5, resolved from max_num_batched_tokens",
+        "[16, 9999] -> 16 (1) (from max_num_batched_tokens)",
+        "c.yaml:5",
     )
-    assert rows["compilation.max_cudagraph_capture_size"] == ("16", "resolved from cudagraph_capture_sizes")
+    assert rows["compilation.max_cudagraph_capture_size"] == ("16 (from cudagraph_capture_sizes)", "resolved")
     assert rows["compilation.outputs"] == ("borrow", "default")
     assert rows["scheduler.max_num_seqs"] == ("8", "--set")
     assert rows["lora.max_loras"] == ("3", "--set")
     assert rows["lora.rank"] == ("16", "default")
-    assert rows["report.sizes"] == ("16 (1)", "resolved from cudagraph_capture_sizes")
+    assert rows["report.sizes"] == ("16 (1) (from cudagraph_capture_sizes)", "resolved")
     shown = good("inspect", "--config", "c.yaml").stdout
-    assert re.search(r"^compilation\.attention_support +UNIFORM_BATCH +c\.yaml:4$", shown, re.MULTILINE)
+    assert re.search(r"^compilation\.attention_support +UNIFORM_BATCH +line 4$", shown, re.MULTILINE)
     assert "9999 above scheduler.max_num_batched_tokens" in shown
 
 
@@ -289,7 +289,7 @@ def test_inspect_names_the_line_of_a_merged_value(home: Path) -> None:
 
 def test_inspect_shows_values_as_yaml_has_them(home: Path) -> None:
     shown = good("inspect", "--config", "good.yaml").stdout
-    assert re.search(r"^inputs\.x\.shape +\[num_tokens, 8\] +good\.yaml:", shown, re.MULTILINE)
+    assert re.search(r"^inputs\.x\.shape +\[num_tokens, 8\] +line ", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -315,9 +315,9 @@ def test_inspect_says_what_sizes_were_resolved_from(
 ) -> None:
     (home / "c.yaml").write_text(yaml.safe_dump(sections))
     loaded = read_config("c.yaml")
-    origins = {row.key: row.origin for row in origin_rows(loaded, build_plan(loaded.config))}
-    assert sizes in origins["compilation.cudagraph_capture_sizes"].partition("resolved from ")[2]
-    assert maximum in origins["compilation.max_cudagraph_capture_size"].partition("resolved from ")[2]
+    values = {row.key: row.value for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert sizes in values["compilation.cudagraph_capture_sizes"].rpartition("(from ")[2]
+    assert maximum in values["compilation.max_cudagraph_capture_size"].rpartition("(from ")[2]
 
 
 def test_mode_none_captures_nothing_and_says_so(home: Path) -> None:
@@ -835,27 +835,46 @@ def test_inspect_shows_what_each_lora_case_adds(home: Path) -> None:
     assert "What each LoRA case adds" not in good("inspect", "--config", "good.yaml", "--costs", "run.json").stdout
 
 
-def test_inspect_with_costs_sums_them_up_by_lane_and_leaves_defaults_out(home: Path) -> None:
+def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Path) -> None:
+    asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
+    brief, whole = good(*asked).stdout, good(*asked, "--all").stdout
+    plan, _, values = brief.partition("\nValues set for good.yaml\n")
+    assert plan.startswith("Plan\n")
+    assert whole.partition("\nValues of good.yaml\n")[0] == plan
+    some = re.findall(r"^([\w.]+) +\S.* (?:line \d+|--set)$", values, re.MULTILINE)
+    assert {name.partition(".")[0] for name in some} == {"model", "device", "inputs", "compilation", "lora", "report"}
+    assert "compilation.on_miss" not in values
+    assert re.search(r"^compilation\.on_miss +eager +default$", whole, re.MULTILINE)
+    every = re.findall(r"^[\w.]+  ", whole.partition("\nValues of good.yaml\n")[2], re.MULTILINE)[1:]
+    assert f"and {len(every) - len(some)} defaults, listed with --all" in values
+    assert "listed with --all" not in whole
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "configs").glob("*.yaml")))
+def test_inspect_breaks_no_word_in_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("inspect", "--config", str(REPO / "configs" / name), "--all")
+    monkeypatch.setenv("COLUMNS", "300")
+    words = set(good(*command).stdout.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = good(*command).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert {word for word in shown.split() if word.strip("-") and word not in words} == set()
+
+
+def test_inspect_with_costs_sums_them_up_by_lane(home: Path) -> None:
     asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
     good("capture", *asked[1:], "--output", "run.json")
-    whole, brief = good(*asked).stdout, good(*asked, "--costs", "run.json").stdout
-    tables = (text.partition("\n\n")[0].partition("---\n")[2] for text in (whole, brief))
-    every, some = (re.findall(r"^[\w.]+", table, re.MULTILINE) for table in tables)
-    assert {name.partition(".")[0] for name in some} == {"model", "device", "compilation", "lora", "report"}
-    assert "compilation.cudagraph_capture_sizes" in some
-    assert "compilation.on_miss" not in some
-    left_out = len(every) - len(some)
-    assert f"and {left_out} values of inputs, metadata and defaults, listed without --costs" in brief
+    shown = good(*asked, "--costs", "run.json").stdout
     plan = Plan.model_validate_json(good(*asked, "--costs", "run.json", "--json").stdout)
     assert plan.predicted is not None
     pool = {0: 0, 3: 0}
     for (_, descriptor), cost in zip(plan.keys, plan.predicted.keys, strict=True):
         pool[descriptor.num_active_loras] += cost.pool_bytes
     for case, name in ((0, "FULL"), (3, "FULL, 3 adapters")):
-        row = re.search(rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", brief, re.MULTILINE)
-        assert row, brief
+        row = re.search(rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", shown, re.MULTILINE)
+        assert row, shown
         assert row[1] == format_bytes(pool[case])
-    assert "Cost of each lane" not in whole
+    assert "Cost of each lane" not in good(*asked).stdout
 
 
 def test_inspect_shows_the_split(home: Path) -> None:
@@ -1407,6 +1426,7 @@ def test_inspect_of_a_missing_report(home: Path) -> None:
         ["inspect", "--vllm", "{}", "--set", "device=cpu"],
         ["inspect", "--config", "good.yaml", "--max-num-seqs", "4"],
         ["inspect", "run.json", "--costs", "estimate"],
+        ["inspect", "run.json", "--all"],
         ["plan"],
         ["plan", "diff", "plan.json"],
         ["plan", "--config", "good.yaml", "diff", "a.json", "b.json"],

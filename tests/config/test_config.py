@@ -131,9 +131,25 @@ def test_text_that_is_not_yaml(write: Any, text: str, where: str, complaint: str
     assert complaint in message
 
 
-@pytest.mark.parametrize("text", ["x: \x01\n", "device: !!int abc\n", "device: 2024-13-45\n"])
-def test_values_that_yaml_itself_refuses(write: Any, text: str) -> None:
-    assert "not valid YAML" in failure(write(text), kind=ConfigFileError)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x: \x01\n", "not valid YAML"),
+        ("device: !!int abc\n", "c.yaml:1:9: not valid YAML: 'abc' is not a valid int"),
+        ("\ndevice: 2024-13-45\n", "c.yaml:2:9: not valid YAML: '2024-13-45' is not a valid timestamp"),
+        ("device: !!int ''\n", "'' is not a valid int"),
+        ("device: !!float _\n", "'_' is not a valid float"),
+        ("device: !!bool abc\n", "'abc' is not a valid bool"),
+        ("device: !!timestamp abc\n", "'abc' is not a valid timestamp"),
+        (f"device: {'9' * 5000}\n", f"'{'9' * 40}' is not a valid int"),
+        (f"device: {'[' * 3000}\n", "nested too deeply"),
+    ],
+)
+def test_values_that_yaml_itself_refuses(write: Any, text: str, expected: str) -> None:
+    assert expected in failure(write(text), kind=ConfigFileError)
+    given = text.partition(": ")[2].strip()
+    with pytest.raises(ConfigError, match="--set device: the value is n"):
+        read_config(write(""), [f"device={given}"])
 
 
 @pytest.mark.parametrize(("text", "kind"), [("- 1\n", "list"), ("hello\n", "str"), ("3\n", "int")])
@@ -181,6 +197,11 @@ def test_a_key_that_stands_twice(write: Any) -> None:
         ("compilation:\n  outputs: borow\n", "found 'borow', expected 'borrow' or 'clone'"),
         ("compilation:\n  cudagraph_mode: FULL_DECODE\n", "did you mean FULL_DECODE_ONLY?"),
         ("compilation:\n  attention_support: 3\n", "unknown attention_support 3"),
+        (
+            "compilation:\n  cudagraph_mode:\n",
+            "line 2: compilation.cudagraph_mode: cudagraph_mode has no value",
+        ),
+        ("compilation: {attention_support: null}\n", "line 1: compilation.attention_support: attention_support has no"),
         ("device: gpu\n", "line 1: device: found 'gpu'"),
         ("speculative: {num_speculative_tokens: -1}\n", "found -1"),
         ("report: {sizes: [0]}\n", "line 1: report.sizes.0: a capture size must be at least 1, found 0"),

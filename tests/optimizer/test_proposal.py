@@ -26,7 +26,6 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import PlanDifference, compare
 from cgplan.planning.plan import Lane
 from cgplan.reports import render_text
-from cgplan.reports.evidence_tables import render_evidence
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.traffic.files import read_traffic
@@ -163,7 +162,7 @@ def test_what_could_not_be_captured_is_told() -> None:
     assert compare(after.plan, before.plan).failed == ()
     shown = plain_text(render_difference(difference, "old", "new"))
     assert "left out  FULL 4, 6: HostSyncError: aten::item" in shown
-    assert "FULL 4, 6  HostSyncError: aten::item" in plain_text(render_evidence(after.evidence))
+    assert "FULL 4, 6  HostSyncError: aten::item" in render_text(after.evidence)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------

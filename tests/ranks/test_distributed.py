@@ -24,9 +24,9 @@ from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, Ran
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import build_plan, config_hash
-from cgplan.reports.cost_tables import budget_rows
+from cgplan.reports.capture_tables import budget_rows, rank_table
 from cgplan.reports.layout import plain_text
-from cgplan.reports.records import BudgetRecord, RankRecord, StopRecord, rank_table
+from cgplan.reports.records import BudgetRecord, RankRecord, StopRecord
 from cgplan.runner.session import CaptureSession
 
 
