@@ -23,7 +23,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare, machine_changes, mismatches, named
 from cgplan.planning.engines import Engine, emit
-from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import padding_plot, pareto_plot, render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
@@ -213,7 +213,7 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
         )
     plan = within_count(build_plan(loaded.config), loaded.config)
     if costs is not None:
-        plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
+        plan = plan.model_copy(update={"predicted": costs.of(plan.keys), "machine": machine})
     plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
 

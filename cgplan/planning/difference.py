@@ -108,9 +108,9 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
                 kept=tuple(size for size in has if size in had),
             )
         )
-    costs = [None if plan.predicted is None else plan.predicted.cost for plan in (old, new)]
-    memory = [None if cost is None else cost.total_bytes for cost in costs]
-    seconds = [None if cost is None else cost.seconds for cost in costs]
+    predicted = (old.predicted, new.predicted)
+    memory = [None if costs is None else costs.total_bytes for costs in predicted]
+    seconds = [None if costs is None else costs.seconds for costs in predicted]
     return PlanDifference(
         lanes=tuple(changes),
         graphs=Figure(old=len(old.keys), new=len(new.keys)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
@@ -13,7 +13,7 @@ from cgplan.config import Config
 from cgplan.config.values import mode_by_name
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
+from cgplan.planning.costs import Predicted
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
@@ -58,43 +58,6 @@ class Lane(NamedTuple):
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
         adapters = {0: "", 1: ", 1 adapter"}.get(self.num_active_loras, f", {self.num_active_loras} adapters")
         return name + adapters
-
-
-class Predicted(BaseModel):
-    """The predicted cost of capturing the keys.
-
-    Attributes:
-        keys: Cost of each key, in the plan's order.
-        static_bytes, workspace_bytes: Once for all keys, see PlanCost.
-        source: Where the figures come from, in words.
-        estimated: Whether none of them was measured on the device.
-        notes: Why the figures may not be those of this configuration.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    keys: tuple[KeyCost, ...]
-    static_bytes: int
-    workspace_bytes: int
-    source: str
-    estimated: bool
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, cost: PlanCost, *, source: str, estimated: bool, notes: Sequence[str] = ()) -> Predicted:
-        """These costs, as a plan holds them."""
-        once = {"static_bytes": cost.static_bytes, "workspace_bytes": cost.workspace_bytes}
-        return cls(keys=cost.keys, **once, source=source, estimated=estimated, notes=tuple(notes))
-
-    @classmethod
-    def by(cls, costs: GraphCosts, keys: Sequence[Key]) -> Predicted:
-        """The cost of capturing these keys, in this order, according to ``costs``."""
-        return cls.of(costs.of(keys), source=costs.source, estimated=costs.estimated, notes=costs.notes)
-
-    @property
-    def cost(self) -> PlanCost:
-        """The figures, with their sums: ``cost.total_bytes``, ``cost.seconds``."""
-        return PlanCost(self.keys, self.static_bytes, self.workspace_bytes)
 
 
 class Machine(BaseModel):

@@ -26,7 +26,6 @@ from cgplan.models.decoder import build
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import static_bytes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.estimated import NODE_BYTES, EstimatedCosts, Recording
 from cgplan.pricing.measured import MeasuredCosts
@@ -371,9 +370,7 @@ def test_chunks_of_several_sizes_give_the_average() -> None:
 
 
 def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
-    return plan.model_copy(
-        update={"predicted": Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)}
-    )
+    return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
 @pytest.mark.parametrize("chunk", [1, 4096, 100_000])

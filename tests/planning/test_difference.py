@@ -12,9 +12,9 @@ from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans
 from cgplan.config import Config
 from cgplan.errors import PlanMismatchError
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.costs import KeyCost, PlanCost
+from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.difference import FieldChange, Figure, compare, fitted, mismatches, unused_settings
-from cgplan.planning.plan import Lane, Machine, Predicted
+from cgplan.planning.plan import Lane, Machine
 
 H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
 
@@ -24,11 +24,10 @@ def config_of(**sections: Any) -> Config:
 
 
 def priced(plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv") -> Plan:
-    cost = PlanCost(tuple(KeyCost(each, 0, 0.5) for _ in plan.keys), 100, 0)
+    keys = tuple(KeyCost(each, 0, 0.5) for _ in plan.keys)
+    cost = Predicted(keys=keys, static_bytes=100, workspace_bytes=0, source=source, estimated=False)
     evidence = {"expected_us": {"plan": expected_us}, "traffic_source": traffic}
-    return plan.model_copy(
-        update={"predicted": Predicted.of(cost, source=source, estimated=False), "evidence": evidence}
-    )
+    return plan.model_copy(update={"predicted": cost, "evidence": evidence})
 
 
 # --- two plans ------------------------------------------------------------------------------------------------

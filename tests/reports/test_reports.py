@@ -13,9 +13,9 @@ from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import KeyCost
+from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.difference import compare
-from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.plan import Machine
 from cgplan.reports import (
     BenchRecord,
     BenchReport,
