@@ -283,15 +283,13 @@ def _json(plan: Plan) -> Emission:
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
     """The mode with the plan's graphs and no others: a lane may have lost all of its sizes."""
-    kinds = {(mode, key.uniform) for mode, key in plan.keys}
-    modes = {mode for mode, _ in kinds}
-    if (CUDAGraphMode.FULL, False) in kinds:
+    full = {key.uniform for mode, key in plan.keys if mode is CUDAGraphMode.FULL}
+    piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    if False in full:
         return CUDAGraphMode.FULL
-    if modes == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}:
-        return CUDAGraphMode.FULL_AND_PIECEWISE
-    if modes:
-        return CUDAGraphMode.PIECEWISE if CUDAGraphMode.PIECEWISE in modes else CUDAGraphMode.FULL_DECODE_ONLY
-    return CUDAGraphMode.NONE
+    if full:
+        return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
+    return CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
 
 
 def _requests(plan: Plan) -> list[int]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -62,23 +62,26 @@ class _HistogramRow(Row):
     num_active_loras: Annotated[int, whole()] | None = None
 
 
-def _date_or_seconds(text: str) -> datetime | float:
+def _date_or_seconds(text: str) -> tuple[str, float]:
+    """The form of a timestamp, and its microseconds since any moment that all of this form share."""
     if _SECONDS.fullmatch(text):
-        return float(text) * 1e6
+        return "seconds", float(text) * 1e6
     try:
-        return datetime.fromisoformat(text)  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
+        moment = datetime.fromisoformat(text)  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
     except ValueError:
         raise wrong_cell(
             "neither a date and time nor seconds",
             "Write it as in 2023-11-16 18:17:03.979960, or as a number of seconds.",
         ) from None
+    zone = moment.tzinfo and UTC
+    return f"date {zone}", (moment - datetime(1970, 1, 1, tzinfo=zone)) / timedelta(microseconds=1)
 
 
-def _milliseconds(value: object) -> float:
+def _milliseconds(value: object) -> tuple[str, float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_cell("not a number", "Write it as a number of milliseconds.")
     try:
-        return value * 1e3
+        return "milliseconds", value * 1e3
     except OverflowError:
         raise wrong_cell("too large", "Write it in milliseconds.") from None
 
@@ -281,11 +284,19 @@ def _trace(rows: Iterable[tuple[str, Mapping[str, Any], Any]], form: Form[Any], 
     """Requests of a trace, in microseconds since its first."""
     stamp = next(iter(form.columns))
     requests: list[Request] = []
-    first: datetime | float | None = None
+    first: tuple[str, float] | None = None
     empty, last = 0, -math.inf
     for where, cells, row in rows:
-        first = row.arrival if first is None else first
-        arrival = _microseconds_between(first, row.arrival, where)
+        form_of_stamp, moment = row.arrival
+        first = first or row.arrival
+        if form_of_stamp != first[0]:
+            raise TrafficError(
+                f"{where}: the timestamp has another form than that of the first row",
+                remedy="Write all of them alike: with a time zone, without one, or in seconds.",
+            )
+        arrival = moment - first[1]
+        if not abs(arrival) < _LONGEST_TRACE:
+            raise TrafficError(f"{where}: a timestamp of {moment:g} us makes no sense", remedy="Correct that row.")
         if arrival < last:
             raise TrafficError(
                 f"{where}: {stamp} {cells[stamp]} is before that of the row above", remedy="Sort the rows by time."
@@ -304,17 +315,3 @@ def _trace(rows: Iterable[tuple[str, Mapping[str, Any], Any]], form: Form[Any], 
         raise TrafficError(f"{path}: no request with a prompt", remedy="Give a trace with at least one request.")
     notes = (f"{empty} requests without a prompt were left out",) if empty else ()
     return RequestTrace(requests, f"{path.name}: {len(requests)} requests", notes)
-
-
-def _microseconds_between(first: datetime | float, moment: datetime | float, where: str) -> float:
-    if isinstance(first, datetime) and isinstance(moment, datetime):
-        if (first.tzinfo is None) == (moment.tzinfo is None):
-            return (moment - first) / timedelta(microseconds=1)
-    elif isinstance(first, float) and isinstance(moment, float):
-        if not abs(moment - first) < _LONGEST_TRACE:
-            raise TrafficError(f"{where}: a timestamp of {moment:g} us makes no sense", remedy="Correct that row.")
-        return moment - first
-    raise TrafficError(
-        f"{where}: the timestamp has another form than that of the first row",
-        remedy="Write all of them alike: with a time zone, without one, or in seconds.",
-    )
