@@ -201,7 +201,9 @@ class StepTimes(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             form = "damaged step times" if saved else "no bench report"
-            raise StepTimeError(f"{path}: {form}: {where}: {first['msg']}", remedy=REMEDY) from None
+            raise StepTimeError(
+                f"{path}: {form}: {where}: {first['msg'].removeprefix('Value error, ')}", remedy=REMEDY
+            ) from None
         return cls.measured(_bench_points(bench), ", ".join(filter(None, (str(path), bench.device))))
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
