@@ -160,8 +160,11 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
 
     times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
     base = build_plan(config)
-    file, speedup = sources.traffic, sources.speedup
-    found = read_traffic(file, base, speedup=speedup) if file else synthetic_requests(config)
+    if sources.traffic is not None:
+        found = read_traffic(sources.traffic, base, speedup=sources.speedup)
+    else:
+        assert config.traffic is not None
+        found = synthetic_requests(config.traffic, base)
 
     def steps(plan: Plan) -> Traffic:
         """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""

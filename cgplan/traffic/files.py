@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from cgplan.config import Config
-from cgplan.errors import ConfigError, TrafficError
+from cgplan.config.schema import TrafficConfig
+from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, StepCounts, StepShape, Traffic
 from cgplan.traffic.rows import (
@@ -159,21 +159,16 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
     return found.model_copy(update={"notes": (*found.notes, note)})
 
 
-def synthetic_requests(config: Config) -> RequestTrace:
-    """Requests made up from the configuration's `traffic` section.
+def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
+    """Requests made up from the `traffic` section of a configuration.
 
     They arrive as a Poisson process. Lengths are lognormal with the given median and 95th percentile, rounded, and
     kept between 1 and 2^20 tokens; those of a prompt and its output are independent. The share of requests with an
-    adapter, and the adapters, are drawn independently. Equal seeds give equal requests.
-
-    Raises:
-        ConfigError: there is no such section.
+    adapter, and the adapters, are drawn independently; without LoRA in the plan none has one. Equal seeds give equal
+    requests.
     """
     import numpy as np  # it takes longer to import than all of planning, which most commands do without
 
-    made = config.traffic
-    if made is None:
-        raise ConfigError("there is no traffic to plan for", remedy="Add a `traffic` section, or give a file.")
     rng, number = np.random.default_rng(made.seed), made.num_requests
 
     def lengths(median: int, p95: int) -> list[int]:
@@ -183,8 +178,8 @@ def synthetic_requests(config: Config) -> RequestTrace:
     arrivals = np.cumsum(rng.exponential(1e6 / made.request_rate, number)).tolist()
     prompts, outputs = lengths(made.prompt_median, made.prompt_p95), lengths(made.output_median, made.output_p95)
     adapters = [NO_ADAPTER] * number
-    if made.lora_share > 0 and config.lora:
-        chosen = rng.integers(made.num_adapters or config.lora.max_loras, size=number)
+    if made.lora_share > 0 and plan.max_loras:
+        chosen = rng.integers(made.num_adapters or plan.max_loras, size=number)
         adapters = np.where(rng.random(number) < made.lora_share, chosen, NO_ADAPTER).tolist()
     requests = list(map(Request, arrivals, prompts, outputs, adapters))
     return RequestTrace(requests, f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}")
