@@ -156,7 +156,9 @@ class StepTimes(BaseModel):
             said += _notes(curve, raw, floor=has_full and mode is not CUDAGraphMode.FULL)
         modes = {curve.mode for curve in found}
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
-            said.append(f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of what eager takes longer")
+            said.append(
+                f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that eager takes longer"
+            )
         return cls(source=source, curves=tuple(found), notes=tuple(said))
 
     @classmethod
@@ -292,10 +294,12 @@ def _notes(curve: Curve, raw: Sequence[tuple[int, float]], floor: bool) -> list[
         )
     last = curve.points[-1][0]
     if len(curve.points) < 2:
-        notes.append(f"{name} was measured at {last} tokens alone")
+        notes.append(f"{name} was measured at {last} tokens only")
     else:
-        least = ", and no less than a FULL graph takes" if floor else ""
-        notes.append(f"{name} beyond {last} tokens: {curve.last_slope:.3g} us for each more, as before it{least}")
+        least = ", and at least the time of a FULL graph" if floor else ""
+        notes.append(
+            f"{name} beyond {last} tokens was not measured: {curve.last_slope:.3g} us for each more token{least}"
+        )
     return notes
 
 

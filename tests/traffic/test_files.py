@@ -71,13 +71,13 @@ def test_columns_that_a_histogram_lacks_are_guessed_and_noted(written: Any) -> N
         StepShape(514, 256, False),
     ]
     uniform, requests, adapters = traffic.notes
-    assert uniform.startswith("of 4 steps with 1,039 tokens, whether a batch is uniform decode was guessed: it is if")
-    assert uniform.endswith("; 2 of these steps are taken as uniform")
+    assert uniform.startswith("uniform decode was guessed for 4 steps with 1,039 tokens: a batch counts as uniform if")
+    assert uniform.endswith("; 2 of these steps do")
     assert requests.startswith("requests of a batch were guessed: tokens / query length of a uniform one")
-    assert adapters == "batches are taken to use no LoRA adapter, as nothing is said of any"
+    assert adapters == "the source names no LoRA adapters: batches count as using none"
     part = written("num_tokens,count,uniform\n6,3,\n7,2,\n8,90,true\n9,0,\n", **SPECULATIVE)
-    assert part.notes[0].startswith("of 5 steps with 32 tokens, whether")
-    assert part.notes[0].endswith("3 of these steps are taken as uniform")
+    assert part.notes[0].startswith("uniform decode was guessed for 5 steps with 32 tokens")
+    assert part.notes[0].endswith("; 3 of these steps do")
 
 
 def test_requests_and_uniform_follow_from_each_other(written: Any) -> None:

@@ -75,8 +75,8 @@ def test_times_between_and_beyond_points(points: Any, mode: CUDAGraphMode, times
 @pytest.mark.parametrize(
     ("points", "note"),
     [
-        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens: 0.2 us for each more"),
-        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens alone"),
+        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens was not measured: 0.2 us for each more token"),
+        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens only"),
         ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
         ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
     ],
