@@ -21,7 +21,7 @@ from cgplan.optimizer.lanes import lanes_of, serve
 from cgplan.optimizer.problem import Bounds, problem_of
 from cgplan.planning.build import build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import PLANNED_FOR, Plan, Predicted, capture_config, config_hash
+from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -81,7 +81,7 @@ def propose(
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
             "sizes_source": f"{PLANNED_FOR} {traffic.source}",
             "keys": keys,
-            "predicted": costs and Predicted.by(costs, keys),
+            "predicted": costs and costs.of(keys),
         }
     )
     evidence = Case(config, traffic, times, costs, plan, curve, limits, best, served, failed).evidence()
