@@ -23,7 +23,6 @@ from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError
 from cgplan.graphs.caught_errors import forget_caught, refuse_caught
 from cgplan.graphs.operator_log import marked
-from cgplan.pricing.allocator import Allocation
 
 Pool = Any
 Graph = Any
@@ -63,12 +62,6 @@ class GraphBackend(ABC):
     @abstractmethod
     def pool_bytes(self, *pools: Pool) -> int:
         """Bytes that these pools have reserved together, whether their blocks are taken or free."""
-
-    def log_allocations(self, pool: Pool) -> list[Allocation] | None:  # noqa: ARG002
-        """The list that what captures take from the pool and give back is added to from now on; None where the device
-        does not tell.
-        """
-        return None
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:

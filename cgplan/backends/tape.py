@@ -28,7 +28,6 @@ from cgplan.backends.tape_recorder import Recorder, Step, replay, tensor_on
 from cgplan.errors import CaptureError
 from cgplan.graphs.operator_log import marked
 from cgplan.graphs.plain_code import captures_here
-from cgplan.pricing.allocator import Allocation
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -48,15 +47,12 @@ class TapeBackend(GraphBackend):
 
     Args:
         pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs out of memory.
-        restores: Whether memory from before a capture that it writes to (a KV cache) gets its old bytes back, as it has
-            to where graphs are replayed. A copy of all of it is kept until then.
     """
 
     name = "cpu (tape)"
 
-    def __init__(self, pool_limit: int | None = None, *, restores: bool = True) -> None:
+    def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
-        self._restores = restores
         self._pool_limit = pool_limit
         self._recording: set[int] = set()  # threads that record
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
@@ -64,18 +60,13 @@ class TapeBackend(GraphBackend):
     def new_pool(self) -> TapePool:
         """An empty pool."""
         pool = TapePool(self._pool_limit)
+        pool.backend = self
         self._pools[pool] = weakref.WeakSet()
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
         """Bytes that the pools have reserved, exact."""
         return sum(pool.nbytes for pool in pools)
-
-    def log_allocations(self, pool: TapePool) -> list[Allocation]:
-        """The list that the pool's allocations are added to from now on, at the operators' real sizes."""
-        if pool.log is None:
-            pool.log = []
-        return pool.log
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
         """An empty tape. Raises BackendError for a pool that this backend did not make."""
@@ -88,7 +79,7 @@ class TapeBackend(GraphBackend):
         if graph.steps is not None or graph.recording is not None:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
-            recorder = Recorder(graph.pool, restores=self._restores)
+            recorder = Recorder(graph.pool)
             modes.enter_context(HostGuard(recorder.refusals))
             modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())

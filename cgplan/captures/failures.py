@@ -10,7 +10,6 @@ import torch
 
 from cgplan.backends.host_sync import blamed_line
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
-from cgplan.measure.host_memory import is_out_of_memory
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.units import format_bytes
 
@@ -19,6 +18,11 @@ _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error du
 _NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
 _TOO_OLD = re.compile(r"only supported (on|for) CUDA devices with compute capability|Device does not support")
 _FOREIGN_GENERATOR = re.compile(r"generator.*capture mode|offset.*graph capture", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation on the host failed."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def drop_locals(error: BaseException) -> None:

@@ -16,7 +16,8 @@ import typer
 from cgplan.cli.costs import costs_of
 from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import Config, LoadedConfig, Override, read_config
-from cgplan.errors import ConfigError, OutputPathError, ReportError
+from cgplan.config.load import read_text
+from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
@@ -153,14 +154,25 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
             remedy="Raise traffic.request_rate, or give --traffic FILE.",
         )
     from cgplan.optimizer.propose import propose
-    from cgplan.traffic.rows import read_text
+    from cgplan.traffic.files import read_traffic, synthetic_requests
+    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
     from cgplan.traffic.step_times import StepTimes  # numpy from here on
 
     times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
-    text = read_text(sources.traffic) if sources.traffic else None  # once: it may be a pipe
-    traffic = _traffic(config, sources, text, build_plan(config), times)
+    base = build_plan(config)
+    file, speedup = sources.traffic, sources.speedup
+    found = read_traffic(file, base, speedup=speedup) if file else synthetic_requests(config)
+
+    def steps(plan: Plan) -> Traffic:
+        """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
+        if isinstance(found, Traffic):
+            return found
+        bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
+        return simulate(found.requests, bounds, step_clock(plan, times), source=found.source, notes=found.notes)
+
+    traffic = steps(base)
     proposal = propose(config, traffic, times, costs, failed)
-    again = _traffic(config, sources, text, proposal.plan, times)
+    again = steps(proposal.plan)
     if again != traffic:  # requests make other batches where steps take another time
         proposal = propose(config, again, times, costs, failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
@@ -169,9 +181,9 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
 
 def _step_times(path: Path, config: Config, machine: Machine | None) -> StepTimes:
     """Step times of a file, with notes on where they were measured; ``machine``: where costs were."""
-    from cgplan.traffic.step_times import StepTimes, text_of
+    from cgplan.traffic.step_times import REMEDY, StepTimes
 
-    text = text_of(path)
+    text = read_text(path, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, path)
     return times.model_copy(update={"notes": (*times.notes, *_about_times(text, path, config, machine))})
 
@@ -190,19 +202,6 @@ def _about_times(text: str, path: Path, config: Config, machine: Machine | None)
     elif machine is not None and machine != report.environment.as_machine:
         found = named(machine_changes(machine, report.environment.as_machine))
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
-
-
-def _traffic(config: Config, sources: Sources, text: str | None, plan: Plan, times: StepTimes) -> Traffic:
-    """What is planned for; requests are simulated with the step times that they would have under ``plan``. ``text``:
-    what the file of traffic holds.
-    """
-    from cgplan.traffic.files import parse_traffic, synthetic_traffic
-    from cgplan.traffic.simulation import step_clock
-
-    clock = step_clock(plan, times)
-    if sources.traffic is None or text is None:
-        return synthetic_traffic(config, clock)
-    return parse_traffic(text, sources.traffic, config=config, step_time=clock, speedup=sources.speedup)
 
 
 def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None, machine: Machine | None) -> Made:

@@ -19,9 +19,9 @@ from cgplan.optimizer.propose import propose
 from cgplan.planning import build_plan
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import load_report
-from cgplan.traffic.files import read_traffic, synthetic_traffic
+from cgplan.traffic.files import read_traffic, synthetic_requests
 from cgplan.traffic.histogram import Batch, Traffic
-from cgplan.traffic.simulation import step_clock
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -88,11 +88,10 @@ def main():
             config = config_of(seqs, section)
             costs = MeasuredCosts.from_report(report, config) if report else None
             start = time.perf_counter()
-            clock = step_clock(build_plan(config), times)
-            if section:
-                traffic = synthetic_traffic(config, clock)
-            else:
-                traffic = read_traffic(TRACE, config=config, step_time=clock, speedup=speed)
+            plan = build_plan(config)
+            trace = synthetic_requests(config) if section else read_traffic(TRACE, plan, speedup=speed)
+            clock, bounds = step_clock(plan, times), SchedulerBounds.of(plan)
+            traffic = simulate(trace.requests, bounds, clock, source=trace.source, notes=trace.notes)
             simulated = time.perf_counter() - start
             evidence = propose(config, traffic, times, costs).evidence
             planned = time.perf_counter() - start - simulated

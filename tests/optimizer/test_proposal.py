@@ -30,7 +30,7 @@ from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.traffic.files import read_traffic
 from cgplan.traffic.histogram import Batch, Traffic
-from cgplan.traffic.simulation import step_clock
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -679,7 +679,8 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs(seqs: int, most: int) ->
     """Azure's code trace of 2023: the vllm ladder's step time with a third of its graphs, and nothing to gain in it."""
     config = config_of(seqs=seqs, tokens=8192)
     times = StepTimes.default()
-    seen = read_traffic(TRACE, config=config, step_time=step_clock(build_plan(config), times))
+    plan = build_plan(config)
+    seen = simulate(read_traffic(TRACE, plan).requests, SchedulerBounds.of(plan), step_clock(plan, times))
     evidence = propose(config, seen, times).evidence
     vllm = ladder(evidence, "vllm")
     assert vllm.graphs == most

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans
 
 from cgplan.config import Config
@@ -46,6 +46,7 @@ def test_sizes_are_compared_lane_by_lane() -> None:
     assert compare(old, new).graphs == Figure(old=3, new=3)
 
 
+@settings(max_examples=40)
 @given(old=plans(), new=plans())
 def test_added_and_removed_turn_one_plan_into_the_other(old: Plan, new: Plan) -> None:
     before, after = old.lanes(), new.lanes()
@@ -66,15 +67,10 @@ def test_figures_come_from_predictions_and_evidence() -> None:
     assert found.seconds == Figure(old=1.5, new=1.0)
     assert found.expected_us.change == -50.0
     assert found.notes == ()
-
-
-def test_absent_figures_stay_absent() -> None:
-    found = compare(plan_of("FULL", [1]), priced(plan_of("FULL", [1, 2]), 10, 5.0))
-    assert (found.memory.old, found.memory.new) == (None, 120)
-    assert found.memory.change is None
-    assert found.seconds.change is None
-    assert found.expected_us == Figure(old=None, new=5.0)
-    assert found.notes == ("the first plan was not made for traffic, so that it expects no step time",)
+    absent = compare(plan_of("FULL", [1]), new)
+    assert (absent.memory.old, absent.memory.new, absent.memory.change) == (None, 2100, None)
+    assert absent.expected_us == Figure(old=None, new=1650.0)
+    assert absent.notes == ("the first plan was not made for traffic, so that it expects no step time",)
 
 
 def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
@@ -86,37 +82,43 @@ def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
     )
 
 
-def test_settings_that_differ_are_named() -> None:
-    old = plan_of("FULL", [1, 2], seqs=256)
-    new = plan_of("FULL", [1, 4], seqs=64, attention_support="UNIFORM_BATCH")
-    assert compare(old, new).settings == (
-        FieldChange(name="mode", old="FULL", new="FULL_AND_PIECEWISE"),
-        FieldChange(name="compilation.attention_support", old="ALWAYS", new="UNIFORM_BATCH"),
-        FieldChange(name="scheduler.max_num_seqs", old=256, new=64),
-    )
+PLAN = plan_of("FULL", [4])
+LIMITED = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
 
 
-def test_plans_without_a_configuration_are_compared_by_their_bounds() -> None:
-    old = plan_of("FULL", [4]).model_copy(update={"config": None})
-    assert compare(old, plan_of("FULL", [4], seqs=7)).settings == (FieldChange(name="max_num_seqs", old=256, new=7),)
-
-
-def test_budgets_that_differ_are_named() -> None:
-    old = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
-    new = build_plan(config_of(budget={"memory": "2GiB", "capture_time": "5s"}))
-    assert compare(old, new).settings == (
-        FieldChange(name="budget.memory", old=1 << 30, new=2 << 30),
-        FieldChange(name="budget.capture_time", old=None, new=5.0),
-        FieldChange(name="budget.max_graphs", old=4, new=None),
-    )
-    assert compare(old, old).settings == ()
-    assert compare(old.model_copy(update={"budget": None}), new).settings == (), "nothing is known of it"
-
-
-def test_machines_that_differ_are_named() -> None:
-    old = plan_of("FULL", [4]).model_copy(update={"machine": H200})
-    new = plan_of("FULL", [4]).model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})})
-    assert compare(old, new).settings == (FieldChange(name="driver", old="580.1", new="590.2"),)
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        (
+            plan_of("FULL", [1, 2], seqs=256),
+            plan_of("FULL", [1, 4], seqs=64, attention_support="UNIFORM_BATCH"),
+            [
+                ("mode", "FULL", "FULL_AND_PIECEWISE"),
+                ("compilation.attention_support", "ALWAYS", "UNIFORM_BATCH"),
+                ("scheduler.max_num_seqs", 256, 64),
+            ],
+        ),
+        # without a configuration: by bounds
+        (PLAN.model_copy(update={"config": None}), plan_of("FULL", [4], seqs=7), [("max_num_seqs", 256, 7)]),
+        (
+            LIMITED,
+            build_plan(config_of(budget={"memory": "2GiB", "capture_time": "5s"})),
+            [
+                ("budget.memory", 1 << 30, 2 << 30),
+                ("budget.capture_time", None, 5.0),
+                ("budget.max_graphs", 4, None),
+            ],
+        ),
+        (LIMITED.model_copy(update={"budget": None}), LIMITED, []),
+        (
+            PLAN.model_copy(update={"machine": H200}),
+            PLAN.model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})}),
+            [("driver", "580.1", "590.2")],
+        ),
+    ],
+)
+def test_settings_that_differ_are_named(old: Plan, new: Plan, changes: list[tuple[str, Any, Any]]) -> None:
+    assert [(change.name, change.old, change.new) for change in compare(old, new).settings] == changes
 
 
 # --- a plan and what it is captured for -----------------------------------------------------------------------

@@ -8,37 +8,33 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_lanes
 
-from cgplan.config import validate_config
 from cgplan.errors import ConfigError
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, emit, read_vllm
 
 
-def vllm_json(plan: Plan) -> tuple[dict[str, Any], tuple[str, ...]]:
+def vllm_json(plan: Plan) -> dict[str, Any]:
     """What a shell would hand to vLLM, parsed."""
-    emission = emit(plan, "vllm")
-    option, value = shlex.split(emission.text)
+    option, value = shlex.split(emit(plan, "vllm").text)
     assert option == "--compilation-config"
-    return json.loads(value), emission.notes
+    return json.loads(value)
 
 
 def read_back(plan: Plan) -> Plan:
     """The plan of what was emitted for vLLM, with the options that the note names."""
-    by_count = any(0 < case <= (plan.max_loras or 0) for case in plan.lora_cases)
-    return build_plan(
-        read_vllm(
-            shlex.split(emit(plan, "vllm").text)[1],
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            num_speculative_tokens=plan.query_len - 1,
-            max_loras=plan.max_loras,
-            specialize_active_lora=by_count,
-        ).config
+    read = read_vllm(
+        json.dumps(vllm_json(plan)),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_speculative_tokens=plan.query_len - 1,
+        max_loras=plan.max_loras,
+        specialize_active_lora=any(0 < case <= (plan.max_loras or 0) for case in plan.lora_cases),
     )
+    return build_plan(read.config)
 
 
 # --- vLLM -----------------------------------------------------------------------------------------------------
@@ -53,12 +49,14 @@ def test_vllm_literally() -> None:
     assert emission.notes == ("made for --max-num-seqs 4 --max-num-batched-tokens 8192",)
 
 
+@settings(max_examples=40)
 @given(plan=plans())
 def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
     assert read_back(plan).keys == plan.keys
     assert len(emit(plan, "vllm").notes) == 1
 
 
+@settings(max_examples=40)
 @given(plan=plans_with_lanes())
 def test_vllm_captures_at_least_the_sizes_of_all_lanes(plan: Plan) -> None:
     captured = {(mode, d.num_tokens) for mode, d in read_back(plan).keys}
@@ -67,25 +65,32 @@ def test_vllm_captures_at_least_the_sizes_of_all_lanes(plan: Plan) -> None:
         assert {(mode, d.num_tokens), (mode, rounded)} & captured
 
 
-def test_vllm_has_one_list_and_says_what_it_costs() -> None:
-    plan = plan_with([key(FULL, 1, uniform=True), key(FULL, 4, uniform=True), key(PIECEWISE, 64)])
-    config, notes = vllm_json(plan)
-    assert config["cudagraph_capture_sizes"] == [1, 4, 64]
-    assert "it captures 6 keys, the plan has 3" in notes[0]
-
-
-def test_vllm_rounds_sizes_to_whole_requests() -> None:
-    plan = plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3)
-    config, notes = vllm_json(plan)
-    assert config["cudagraph_capture_sizes"] == [6, 12], "vLLM would drop 12, were 10 the largest"
-    assert config["max_cudagraph_capture_size"] == 12
-    assert "multiples of 3" in notes[0]
-    assert "2 speculative tokens" in notes[-1]
-
-
-def test_vllm_rounds_no_further_than_a_batch_goes() -> None:
-    plan = plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3, max_num_batched_tokens=11)
-    assert vllm_json(plan)[0]["cudagraph_capture_sizes"] == [6, 9]
+@pytest.mark.parametrize(
+    ("plan", "sizes", "notes"),
+    [
+        (
+            plan_with([key(FULL, 1, uniform=True), key(FULL, 4, uniform=True), key(PIECEWISE, 64)]),
+            [1, 4, 64],
+            ["it captures 6 keys, the plan has 3", "made for --max-num-seqs 256"],
+        ),
+        (  # whole requests: vLLM would drop 12, were 10 the largest
+            plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3),
+            [6, 12],
+            ["multiples of 3", "it captures", "2 speculative tokens"],
+        ),
+        (  # no further than a batch goes
+            plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3, max_num_batched_tokens=11),
+            [6, 9],
+            ["multiples of 3", "it captures", "2 speculative tokens"],
+        ),
+    ],
+)
+def test_vllm_has_one_list_and_notes_say_what_it_costs(plan: Plan, sizes: list[int], notes: list[str]) -> None:
+    config = vllm_json(plan)
+    assert config["cudagraph_capture_sizes"] == sizes
+    assert config["max_cudagraph_capture_size"] == sizes[-1]
+    for note, words in zip(emit(plan, "vllm").notes, notes, strict=True):
+        assert words in note
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_vllm_rounds_no_further_than_a_batch_goes() -> None:
     ],
 )
 def test_vllm_is_asked_for_the_graphs_that_are_left(plan: Plan, mode: str) -> None:
-    config, _ = vllm_json(plan)
+    config = vllm_json(plan)
     assert config["cudagraph_mode"] == mode
     assert ("cudagraph_capture_sizes" in config) == bool(plan.keys)
 
@@ -113,51 +118,77 @@ def test_vllm_is_asked_for_the_graphs_that_are_left(plan: Plan, mode: str) -> No
     ],
 )
 def test_vllm_is_told_of_lora_cases(lora: dict[str, Any], specialize: bool, given: bool | None, options: str) -> None:
-    config, notes = vllm_json(plan_of("FULL", [4], lora=lora, cudagraph_specialize_lora=specialize))
-    assert config.get("cudagraph_specialize_lora") is given
-    assert notes[-1].endswith(options)
+    plan = plan_of("FULL", [4], lora=lora, cudagraph_specialize_lora=specialize)
+    assert vllm_json(plan).get("cudagraph_specialize_lora") is given
+    assert emit(plan, "vllm").notes[-1].endswith(options)
 
 
 # --- SGLang, TensorRT-LLM, JSON -------------------------------------------------------------------------------
 
 
-def test_sglang_has_a_list_for_decode_and_one_for_prefill() -> None:
-    plan = plan_with(
-        [key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)], query_len=3
-    )
+SPECULATIVE = [key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)]
+CASES = [key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)]
+BEYOND = plan_of("FULL", [4, 40], seqs=32)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text", "notes"),
+    [
+        (
+            plan_with(SPECULATIVE, query_len=3),
+            "--cuda-graph-bs-decode 1 4 --cuda-graph-max-bs-decode 4 "
+            "--cuda-graph-bs-prefill 64 --cuda-graph-max-bs-prefill 64",
+            ["decode sizes are in requests of 3 tokens, the plan's in tokens", "prefill sizes are in tokens"],
+        ),
+        (plan_of("NONE"), "--disable-decode-cuda-graph --disable-prefill-cuda-graph", []),
+        (
+            plan_of("FULL_DECODE_ONLY", [1, 2]),
+            "--cuda-graph-bs-decode 1 2 --cuda-graph-max-bs-decode 2 --disable-prefill-cuda-graph",
+            [],
+        ),
+        (
+            plan_of("PIECEWISE", [4, 512], seqs=16),  # no more requests than there can be
+            "--cuda-graph-bs-decode 4 16 --cuda-graph-max-bs-decode 16 "
+            "--cuda-graph-bs-prefill 4 512 --cuda-graph-max-bs-prefill 512",
+            ["prefill sizes are in tokens", "has no FULL graphs"],
+        ),
+        (
+            plan_with(CASES, mode="FULL_DECODE_ONLY"),
+            "--cuda-graph-bs-decode 4 8 --cuda-graph-max-bs-decode 8 --disable-prefill-cuda-graph",
+            ["2 sizes were emitted for 2 keys"],
+        ),
+        (
+            BEYOND,
+            "--cuda-graph-bs-decode 4 32 --cuda-graph-max-bs-decode 32 --disable-prefill-cuda-graph",
+            ["40 tokens became 32 requests", "no FULL graphs of mixed batches"],
+        ),
+    ],
+)
+def test_sglang_has_a_list_for_decode_and_one_for_prefill(plan: Plan, text: str, notes: list[str]) -> None:
     emission = emit(plan, "sglang")
-    assert emission.text == (
-        "--cuda-graph-bs-decode 1 4 --cuda-graph-max-bs-decode 4 "
-        "--cuda-graph-bs-prefill 64 --cuda-graph-max-bs-prefill 64"
-    )
-    assert emission.notes[0] == "decode sizes are in requests of 3 tokens, the plan's in tokens"
+    assert emission.text == text
+    for note, words in zip(emission.notes, notes, strict=True):
+        assert words in note
 
 
-def test_sglang_without_graphs() -> None:
-    assert emit(plan_of("NONE"), "sglang").text == "--disable-decode-cuda-graph --disable-prefill-cuda-graph"
-    decode = emit(plan_of("FULL_DECODE_ONLY", [1, 2]), "sglang")
-    assert decode.text == "--cuda-graph-bs-decode 1 2 --cuda-graph-max-bs-decode 2 --disable-prefill-cuda-graph"
-    assert decode.notes == ()
-
-
-def test_sglang_notes_what_it_cannot_do() -> None:
-    assert any("no FULL graphs of mixed batches" in note for note in emit(plan_of("FULL", [4]), "sglang").notes)
-    piecewise = emit(plan_of("PIECEWISE", [4, 512], seqs=16), "sglang")
-    assert "--cuda-graph-bs-decode 4 16 " in piecewise.text, "no more requests than there can be"
-    assert any("has no FULL graphs" in note for note in piecewise.notes)
-    cases = plan_with([key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)], mode="FULL_DECODE_ONLY")
-    assert "2 sizes were emitted for 2 keys" in emit(cases, "sglang").notes[0]
-
-
-def test_trtllm_is_a_file_of_request_counts() -> None:
-    emission = emit(plan_of("FULL_AND_PIECEWISE", [2, 4, 8], spec=1, seqs=3), "trtllm")
-    assert yaml.safe_load(emission.text) == {"cuda_graph_config": {"batch_sizes": [1, 2], "enable_padding": True}}
-    assert emission.notes[0] == "decode sizes are in requests of 2 tokens, the plan's in tokens"
-    assert "3 PIECEWISE keys are left out" in emission.notes[1]
-
-
-def test_trtllm_without_graphs() -> None:
-    assert yaml.safe_load(emit(plan_of("NONE"), "trtllm").text) == {"cuda_graph_config": None}
+@pytest.mark.parametrize(
+    ("plan", "sizes", "notes"),
+    [
+        (
+            plan_of("FULL_AND_PIECEWISE", [2, 4, 8], spec=1, seqs=3),
+            [1, 2],
+            ["decode sizes are in requests of 2 tokens", "3 PIECEWISE keys are left out"],
+        ),
+        (BEYOND, [4, 32], ["40 tokens became 32 requests"]),
+        (plan_of("NONE"), None, []),
+    ],
+)
+def test_trtllm_is_a_file_of_request_counts(plan: Plan, sizes: list[int] | None, notes: list[str]) -> None:
+    emission = emit(plan, "trtllm")
+    expected = sizes and {"batch_sizes": sizes, "enable_padding": True}
+    assert yaml.safe_load(emission.text) == {"cuda_graph_config": expected}
+    for note, words in zip(emission.notes, notes, strict=True):
+        assert words in note
 
 
 def test_json_has_the_sizes_by_lane() -> None:
@@ -171,6 +202,7 @@ def test_json_has_the_sizes_by_lane() -> None:
     }
 
 
+@settings(max_examples=40)
 @given(plan=plans() | plans_with_lanes(), engine=st.sampled_from(["vllm", "sglang", "trtllm", "json"]))
 def test_every_plan_can_be_emitted(plan: Plan, engine: Any) -> None:
     emission = emit(plan, engine)
@@ -282,13 +314,3 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         read("{}", max_num_seqs=0)
     with pytest.raises(ConfigError, match=r"lora\.max_loras: found 0"):
         read("{}", max_loras=0)
-
-
-@pytest.mark.parametrize("engine", ["sglang", "trtllm"])
-def test_graphs_beyond_a_decode_batch_are_emitted_as_its_largest(engine: str) -> None:
-    given = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4, 40]}
-    plan = build_plan(validate_config({"compilation": given, "scheduler": {"max_num_seqs": 32}}))
-    emission = emit(plan, engine)  # type: ignore[arg-type]
-    assert "32" in emission.text
-    assert "40" not in emission.text
-    assert any("40 tokens became 32 requests" in note for note in emission.notes)

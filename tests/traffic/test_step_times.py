@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, Curve, StepTimes
+from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, StepTimes
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
 MODES = st.sampled_from(RUNTIME_MODES)
@@ -52,47 +51,54 @@ def bench(*records: Any) -> dict[str, Any]:
 # --- between and beyond points --------------------------------------------------------------------------------
 
 
-def test_between_points_times_are_linear_and_steps_stay_steps() -> None:
-    times = times_of(FULL={1: 10, 128: 10, 129: 20, 256: 20}, NONE={1: 100})
-    assert [times.of(FULL, n) for n in (1, 64, 128, 129, 200, 256)] == [10, 10, 10, 20, 20, 20]
-    assert times_of(FULL={10: 10, 20: 30}).of(FULL, 15) == 20
+@pytest.mark.parametrize(
+    ("points", "mode", "times"),
+    [
+        # linear between points, steps stay steps, the first point's time below it
+        ({"FULL": {1: 10, 128: 10, 129: 20, 256: 20}}, FULL, {1: 10, 64: 10, 128: 10, 129: 20, 200: 20, 256: 20}),
+        ({"FULL": {10: 10, 20: 30}}, FULL, {1: 10, 15: 20}),
+        # on with the last slope, 0 after a single point
+        ({"FULL": {1: 10, 100: 10, 200: 30}}, FULL, {300: 50}),
+        ({"FULL": {4: 10}}, FULL, {400: 10}),
+        # a point below an earlier one is raised
+        ({"FULL": {1: 10.0, 8: 9.9, 64: 5.0, 65: 12.0}}, FULL, {1: 10, 8: 10, 64: 10, 65: 12}),
+        # eager steps beyond their points do the work of a FULL graph
+        ({"NONE": {1: 100, 10: 100}, "FULL": {1: 10, 10: 100, 20: 200}}, NONE, {1: 100, 10: 100, 15: 150, 40: 400}),
+        ({"NONE": {1: 100}, "PIECEWISE": {1: 10, 10: 100}}, NONE, {40: 100}),
+        # PIECEWISE below its points: between FULL and eager, at most its first point
+        ({"NONE": {1: 100}, "FULL": {1: 20}}, PIECEWISE, {1: 20 + PIECEWISE_SHARE * 80}),
+        (
+            {"NONE": {1: 100}, "FULL": {1: 20}, "PIECEWISE": {300: 30, 400: 60}},
+            PIECEWISE,
+            {1: 30, 300: 30, 350: 45, 500: 90},
+        ),
+    ],
+)
+def test_times_between_and_beyond_points(points: Any, mode: CUDAGraphMode, times: dict[int, float]) -> None:
+    found = times_of(**points)
+    assert {n: found.of(mode, n) for n in times} == times
 
 
-def test_below_the_first_point_its_time_holds() -> None:
-    assert times_of(FULL={8: 5, 16: 7}).of(FULL, 1) == 5
+@pytest.mark.parametrize(
+    ("points", "note"),
+    [
+        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens: 0.2 us for each more"),
+        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens alone"),
+        ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
+        ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
+    ],
+)
+def test_assumptions_and_raised_points_are_noted(points: Any, note: str) -> None:
+    assert any(found.startswith(note) for found in times_of(**points).notes)
 
 
-def test_beyond_the_last_point_the_last_slope_goes_on_and_is_told() -> None:
-    times = times_of(FULL={1: 10, 100: 10, 200: 30})
-    assert times.of(FULL, 300) == 50
-    assert any("FULL beyond 200 tokens: 0.2 us for each more" in note for note in times.notes)
-    lone = times_of(FULL={4: 10})
-    assert lone.of(FULL, 400) == 10
-    assert any("measured at 4 tokens alone" in note for note in lone.notes)
-
-
-def test_a_point_below_an_earlier_one_is_raised_and_a_large_rise_is_told() -> None:
-    times = times_of(FULL={1: 10.0, 8: 9.9, 64: 5.0, 65: 12.0})
-    assert [times.of(FULL, n) for n in (1, 8, 64, 65)] == [10, 10, 10, 12]
-    assert any("FULL at 64 tokens took 5 us, a smaller batch 10 us" in note for note in times.notes)
+def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
-
-
-def test_eager_steps_beyond_their_points_are_no_faster_than_the_work_of_a_full_graph() -> None:
-    times = times_of(NONE={1: 100, 10: 100}, FULL={1: 10, 10: 100, 20: 200})
-    assert [times.of(NONE, n) for n in (1, 10, 15, 40)] == [100, 100, 150, 400]
-    assert times_of(NONE={1: 100}, PIECEWISE={1: 10, 10: 100}).of(NONE, 40) == 100, "there is no FULL to go by"
-
-
-def test_piecewise_that_was_not_measured_lies_between_full_and_eager() -> None:
     times = times_of(NONE={1: 100}, FULL={1: 20})
-    assert times.of(PIECEWISE, 1) == 20 + PIECEWISE_SHARE * 80
-    assert any(note.startswith("PIECEWISE was not measured") for note in times.notes)
     assert times.notes_for(FULL) == tuple(note for note in times.notes if "PIECEWISE" not in note) != times.notes
-    beyond = times_of(NONE={1: 100}, FULL={1: 20}, PIECEWISE={300: 30, 400: 60})
-    assert [beyond.of(PIECEWISE, n) for n in (1, 300, 350, 500)] == [30, 30, 45, 90], "at most its first point"
 
 
+@settings(max_examples=50)
 @given(points=st.fixed_dictionaries({NONE: POINTS, FULL: POINTS}, optional={PIECEWISE: POINTS}))
 def test_times_never_fall_as_batches_grow_and_are_not_below_what_was_measured(
     points: dict[CUDAGraphMode, dict[int, float]],
@@ -116,21 +122,15 @@ def test_steps_with_adapters_take_longer_by_an_assumed_share() -> None:
     assert times.of(FULL, 4, 0) == 10
     assert times.of(FULL, 4, 1) == times.of(FULL, 4, 9) == pytest.approx(10 * (1 + LORA_OVERHEAD))
     assert times.of(NONE, 4, 2) == pytest.approx(100 * (1 + LORA_OVERHEAD))
+    with_adapters = StepTimes.measured({(FULL, 9): {1: 11}, (NONE, 9): {1: 110}}, "x")
+    assert with_adapters.of(FULL, 1, 0) == pytest.approx(10)
+    assert with_adapters.of(FULL, 1, 4) == 11
 
 
-def test_a_case_takes_the_time_of_the_next_measured_one() -> None:
+def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart_by_their_times() -> None:
     times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 2): {1: 12}, (FULL, 5): {1: 15}, (NONE, 0): {1: 90}}, "x")
     assert [times.of(FULL, 1, case) for case in (0, 1, 2, 3, 5, 9)] == [10, 12, 12, 15, 15, 15]
     assert times.told_apart([0, 1, 2, 4, 5, 9]) == (0, 2, 9)
-
-
-def test_a_step_without_adapters_is_derived_where_only_those_with_were_measured() -> None:
-    times = StepTimes.measured({(FULL, 9): {1: 11}, (NONE, 9): {1: 110}}, "x")
-    assert times.of(FULL, 1, 0) == pytest.approx(10)
-    assert times.of(FULL, 1, 4) == 11
-
-
-def test_cases_are_told_apart_by_their_times_alone() -> None:
     assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([0, 1, 2, 4, 9]) == (0, 9)
     assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([9]) == (9,)
 
@@ -160,7 +160,7 @@ def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
         record(16, 120, "PIECEWISE", 50),
         record(99, 300),
     )
-    times = StepTimes.from_bench(report, "bench.json")
+    times = StepTimes.parse(json.dumps(report), "bench.json")
     assert times.source == "bench.json, NVIDIA H200"
     assert [(c.mode, c.points) for c in times.curves] == [
         (NONE, ((3, 100), (4, 101), (16, 120), (99, 300))),
@@ -170,7 +170,7 @@ def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
 
 
 def test_a_bench_with_adapters_is_of_their_case() -> None:
-    times = StepTimes.from_bench(bench(record(4, 110, "FULL", 11, loras=5)))
+    times = StepTimes.parse(json.dumps(bench(record(4, 110, "FULL", 11, loras=5))), "b")
     assert times.of(FULL, 4, 5) == 11
     assert times.of(FULL, 4, 0) == pytest.approx(10)
 
@@ -191,7 +191,7 @@ def test_a_bench_with_adapters_is_of_their_case() -> None:
 )
 def test_what_is_no_bench_is_refused(report: dict[str, Any], complaint: str) -> None:
     with pytest.raises(StepTimeError) as caught:
-        StepTimes.from_bench(report, "that.json")
+        StepTimes.parse(json.dumps(report), "that.json")
     assert f"that.json: no bench report: {complaint}" in caught.value.message
     assert "cgplan bench --output" in caught.value.remedy
 
@@ -203,7 +203,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     path = table(
         tmp_path, "\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n"
     )
-    times = StepTimes.from_table(path)
+    times = StepTimes.load(path)
     assert times.source == str(path)
     assert [(c.mode, c.points) for c in times.curves] == [
         (NONE, ((1, 100), (8, 100))),
@@ -219,52 +219,54 @@ def test_a_table_with_lora_cases(tmp_path: Path) -> None:
 
 
 HEADER = "mode,num_tokens,microseconds\n"
+CSV = "CSV file with mode,num_tokens,microseconds"
 
 
 @pytest.mark.parametrize(
     ("text", "complaint", "remedy"),
     [
-        ("", "column 'mode' is missing, found nothing", "mode,num_tokens,microseconds"),
-        ("mode,num_tokens\nFULL,1\n", "column 'microseconds' is missing, found mode, num_tokens", "CSV file with mode"),
-        ("mode,num_tokens,microseconds,color\n", "column 'color' is unknown", "CSV file with mode"),
-        ("mode,mode,num_tokens,microseconds\n", "a column stands twice", "CSV file with mode"),
-        (HEADER, "no row below the header", "CSV file with mode"),
-        (HEADER + "FULL,1\n", ":2: 2 values for 3 columns", "CSV file with mode"),
-        (HEADER + "FULL,1,5\nHALF,1,5\n", ":3: unknown mode 'HALF'", "eager (or NONE), PIECEWISE, FULL"),
-        (HEADER + "FULL_AND_PIECEWISE,1,5\n", ":2: unknown mode 'FULL_AND_PIECEWISE'", "eager (or NONE)"),
-        (HEADER + "FULL,,5\n", ":2: num_tokens is ''", "whole number from 1"),
-        (HEADER + "FULL,0,5\n", ":2: num_tokens is '0'", "whole number from 1"),
-        (HEADER + "FULL,1.5,5\n", ":2: num_tokens is '1.5'", "whole number from 1"),
-        (HEADER + "FULL,99999999,5\n", ":2: num_tokens is '99999999'", "to 1048576"),
-        (HEADER + "FULL,1,0\n", ":2: microseconds is '0'", "above 0"),
-        (HEADER + "FULL,1,-3\n", ":2: microseconds is '-3'", "above 0"),
-        (HEADER + "FULL,1,nan\n", ":2: microseconds is 'nan'", "above 0"),
-        (HEADER + "FULL,1,inf\n", ":2: microseconds is 'inf'", "above 0"),
-        (HEADER + "FULL,1,fast\n", ":2: microseconds is 'fast'", "above 0"),
-        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", ":4: full at 1 tokens stands in row 2 already", "one row for each"),
+        ("", "no row of step times", CSV),
+        ("mode,num_tokens\nFULL,1\n", ":1: column 'microseconds' is missing", CSV),
+        ("mode,num_tokens,microseconds,color\n", ":1: unknown column 'color'", CSV),
+        ("mode,mode,num_tokens,microseconds\n", ":1: column 'mode' stands twice", "Keep one"),
+        (HEADER, "no row of step times", CSV),
+        (HEADER + "FULL,1\n", ":2: 2 fields, but the header has 3", "one value for each column"),
+        (HEADER + "FULL,1,5\nHALF,1,5\n", ":3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
+        (HEADER + "FULL_AND_PIECEWISE,1,5\n", ":2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
+        (HEADER + "FULL,,5\n", ":2: num_tokens is '', not a whole number from 1 to 1048576", "Correct"),
+        (HEADER + "FULL,0,5\n", ":2: num_tokens is '0', not a whole number from 1", "Correct"),
+        (HEADER + "FULL,1.5,5\n", ":2: num_tokens is '1.5', not a whole number from 1", "Correct"),
+        (HEADER + "FULL,99999999,5\n", ":2: num_tokens is '99999999', not a whole number from 1", "Correct"),
+        (HEADER + "FULL,1,0\n", ":2: microseconds is '0', not a number above 0, 1e+15 at most", "Correct"),
+        (HEADER + "FULL,1,-3\n", ":2: microseconds is '-3', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,nan\n", ":2: microseconds is 'nan', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,inf\n", ":2: microseconds is 'inf', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,fast\n", ":2: microseconds is 'fast', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", ":4: full at 1 tokens stands in {path}:2 already", "one row"),
     ],
 )
 def test_a_bad_table_is_refused_by_row(tmp_path: Path, text: str, complaint: str, remedy: str) -> None:
     path = table(tmp_path, text)
-    for read in (StepTimes.from_table, StepTimes.load):
-        with pytest.raises(StepTimeError) as caught:
-            read(path)
-        assert complaint in caught.value.message
-        assert str(path) in caught.value.message
-        assert remedy in caught.value.remedy
-
-
-def test_missing_modes_are_named() -> None:
     with pytest.raises(StepTimeError) as caught:
-        times_of(FULL={1: 5}).of(NONE, 1)
-    assert "no eager step times, found FULL" in caught.value.message
-    assert "Measure eager steps" in caught.value.remedy
-    with pytest.raises(StepTimeError, match="no FULL step times, found eager, PIECEWISE"):
-        times_of(NONE={1: 5}, PIECEWISE={1: 2}).of(FULL, 1)
-    with pytest.raises(StepTimeError, match="no PIECEWISE step times, found eager"):
-        times_of(NONE={1: 5}).curve(PIECEWISE, 4)
-    with pytest.raises(StepTimeError, match="no eager step times, found FULL"):
-        times_of(FULL={1: 5}).of(PIECEWISE, 1)
+        StepTimes.load(path)
+    assert complaint.format(path=path) in caught.value.message
+    assert str(path) in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("points", "mode", "message"),
+    [
+        ({"FULL": {1: 5}}, NONE, "no eager step times, found FULL"),
+        ({"NONE": {1: 5}, "PIECEWISE": {1: 2}}, FULL, "no FULL step times, found eager, PIECEWISE"),
+        ({"NONE": {1: 5}}, PIECEWISE, "no PIECEWISE step times, found eager"),
+        ({"FULL": {1: 5}}, PIECEWISE, "no eager step times, found FULL"),
+    ],
+)
+def test_missing_modes_are_named(points: Any, mode: CUDAGraphMode, message: str) -> None:
+    with pytest.raises(StepTimeError, match=message) as caught:
+        times_of(**points).of(mode, 1)
+    assert caught.value.remedy.startswith("Measure ")
 
 
 # --- files ----------------------------------------------------------------------------------------------------
@@ -309,17 +311,9 @@ def test_other_separators_than_commas_are_named(tmp_path: Path, separator: str, 
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for read in (StepTimes.from_table, StepTimes.load):
-        with pytest.raises(StepTimeError, match="no such file"):
-            read(tmp_path / "nowhere")
+    with pytest.raises(StepTimeError, match="no such file"):
+        StepTimes.load(tmp_path / "nowhere")
     path = tmp_path / "bytes"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
         StepTimes.load(path)
-
-
-def test_curves_ascend() -> None:
-    curve = StepTimes.default().curves[1]
-    assert all(a < b and low <= high for (a, low), (b, high) in pairwise(curve.points))
-    with pytest.raises(ValueError, match="do not ascend"):
-        Curve(mode=FULL, points=((1, 5.0), (2, 4.0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,9 @@ from torch import Tensor, nn
 
 from cgplan import ConfigError, GraphRunner, build_plan, get_forward_context
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.buffers.compare import deviation as deviation_of
 from cgplan.config import Input, validate_config
-from cgplan.measure import bench_peers as measuring
-from cgplan.measure.baselines import Bare, BenchBatch, used_bytes
-from cgplan.measure.bench import _example, bench
-from cgplan.measure.bench_peers import WAYS
-from cgplan.measure.peers_cuda import ReduceOverhead
+from cgplan.measure.baselines import BASELINES, Baseline, BenchBatch, bare, bench_baselines, reduce_overhead, used_bytes
+from cgplan.measure.bench import bench, example
 from cgplan.reports import BenchReport, render_text
 from cgplan.reports.records import PEERS, PeerRecord, check_peers
 from cgplan.runner.session import CaptureSession
@@ -86,7 +81,7 @@ def test_an_unknown_peer_is_answered_with_the_nearest(wrong: str, near: str) -> 
 
 def test_peers_are_taken_once_in_the_order_given() -> None:
     assert check_peers([" bare", "eager", "bare"]) == ("bare", "eager")
-    assert set(PEERS) == set(WAYS) - {"cgplan"}
+    assert set(PEERS) == set(BASELINES) - {"cgplan"}
     with pytest.raises(ConfigError, match="unknown peer ''"):
         check_peers([""])
 
@@ -190,30 +185,34 @@ def test_a_peer_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> None
 
 def test_a_long_reason_loses_its_middle() -> None:
     """Messages begin with what happened, or end with it, as those with the user's line do."""
-    way = measuring._reason(ValueError("begin " + "x" * 300 + " end"))
-    assert (way[:17], way[-4:], len(way)) == ("ValueError: begin", " end", 160)
-    assert measuring._reason(ValueError("x" * 148)) == "ValueError: " + "x" * 148
-
-
-def test_where_cgplan_fails_its_peers_go_on(backend: GraphBackend) -> None:
-    left = [100]
+    failing = [False]
 
     def forward(x: Tensor) -> Tensor:
-        left[0] -= 1
-        if left[0] == 0:
+        if failing[0]:
+            raise ValueError("begin " + "x" * 300 + " end")
+        return x * 2
+
+    def fail(_: int, __: int, step: str) -> None:
+        failing[0] = "eager, alone" in step
+
+    report = bench(open_runner(select_backend("cpu"), forward), against=("eager",), seed=0, progress=fail)
+    assert report.peers is not None
+    reason = str(report.peers.ways[1].failure)
+    assert (reason[:17], reason[-4:], len(reason)) == ("ValueError: begin", " end", 160)
+
+
+def test_where_cgplan_fails_its_baselines_go_on(backend: GraphBackend) -> None:
+    failing = [False]
+
+    def forward(x: Tensor) -> Tensor:
+        if failing[0]:
             raise ValueError("no more")
         return x * 2
 
-    runner = open_runner(backend, forward)
-    original = measuring.WAYS["cgplan"].prepare
+    def fail(_: int, __: int, step: str) -> None:
+        failing[0] = step == "cgplan, alone"
 
-    def prepare(way: Any, batches: Any) -> None:
-        left[0] = 1
-        original(way, batches)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring.WAYS["cgplan"], "prepare", prepare)
-        peers = bench(runner, against=("eager",), seed=0).peers
+    peers = bench(open_runner(backend, forward), against=("eager",), seed=0, progress=fail).peers
     assert peers is not None
     assert "ValueError: no more" in str(peers.ways[0].failure)
     assert (peers.capture_seconds, peers.keys) == (None, 0)
@@ -238,7 +237,7 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
     runner = open_runner(backend, model)
     x = batch_of(backend, 3)
     batch = BenchBatch(3, {"x": x}, {}, {}, runner.route({"x": x}).unpadded)
-    way = Bare(runner)
+    way = bare(runner)
     with torch.no_grad():
         way.prepare([batch])
         call = way.call(batch)
@@ -248,68 +247,80 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
         way.free()
 
 
-def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend) -> None:
     runner = open_runner(backend, net(backend))
     runner.suspend()
-    empty, found = used_bytes(backend), []
-    for way in (WAYS["bare"], WAYS["cgplan"]):
-        original = way.prepare
+    empty, found = used_bytes(backend), {}
 
-        def prepare(self: Any, batches: Any, original: Any = original) -> None:
-            found.append(used_bytes(backend) - empty)
-            original(self, batches)
+    def look(_: int, __: int, step: str) -> None:
+        found[step] = used_bytes(backend) - empty
 
-        monkeypatch.setattr(way, "prepare", prepare)
     runner.recapture()
-    peers = bench(runner, against=("bare", "eager"), seed=3).peers
+    peers = bench(runner, against=("bare", "eager"), seed=3, progress=look).peers
     assert peers is not None
     slack = 0 if backend.device.type == "cpu" else 64 << 20  # libraries' workspaces stay
-    assert all(abs(taken) <= slack for taken in found[:2])
-    assert found[3] > 0, "in the second part they are there together"
-    ours, bare, eager = peers.ways
+    assert all(abs(found[f"{name}, alone"]) <= slack for name in ("cgplan", "bare", "eager"))
+    assert found["round 1"] > 0, "then they are there together"
+    ours, by_hand, eager = peers.ways
     assert ours.memory_bytes
-    assert bare.memory_bytes
+    assert by_hand.memory_bytes
     assert eager.memory_bytes == 0
 
 
 def test_rounds_are_in_random_order_and_the_seed_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, seen = select_backend("cpu"), []
-    original = measuring._PeerBench._time
+    backend, seen, original = select_backend("cpu"), list[tuple[str, int]](), dict(BASELINES)
 
-    def time(self: Any, contender: Any, size: int) -> None:
-        seen.append((contender.way.name, size))
-        original(self, contender, size)
+    def noting(name: str) -> Callable[[GraphRunner], Baseline]:
+        def make(runner: GraphRunner) -> Baseline:
+            baseline = original[name](runner)
+            inner = baseline.call
 
-    monkeypatch.setattr(measuring._PeerBench, "_time", time)
+            def call(batch: BenchBatch) -> Callable[[], Any]:
+                run = inner(batch)
+
+                def noted() -> Any:
+                    seen.append((name, batch.size))
+                    return run()
+
+                return noted
+
+            baseline.call = call
+            return baseline
+
+        return make
+
+    for name in original:
+        monkeypatch.setitem(BASELINES, name, noting(name))
     orders = []
     for seed in (1, 1, 2, None):
-        seen.clear()
+        rounds: list[list[tuple[str, int]]] = []
+
+        def step(_: int, __: int, text: str, rounds: list[list[tuple[str, int]]] = rounds) -> None:
+            if "round" in text:
+                rounds.append(seen.copy())
+                seen.clear()
+
         runner = open_runner(backend, lambda x: x * 2)
-        peers = bench(runner, against=("eager", "bare"), seed=seed).peers
+        peers = bench(runner, against=("eager", "bare"), seed=seed, progress=step).peers
         assert peers is not None
         assert seed in (None, peers.seed)
-        rounds = [seen[i : i + 6] for i in range(0, 30, 6)]
-        assert len(seen) == 30
+        orders.append([list(dict.fromkeys(each)) for each in rounds[1:]])
+        assert len(orders[-1]) == 4
         pairs = {(name, size) for name in ("cgplan", "eager", "bare") for size in (3, 4)}
-        assert all(set(each) == pairs for each in rounds)
-        assert len(set(map(tuple, rounds))) > 1
-        orders.append(rounds)
+        assert all(set(each) == pairs for each in orders[-1])
+        assert len(set(map(tuple, orders[-1]))) > 1
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_wrong_results_show(backend: GraphBackend) -> None:
     """A graph that froze what the model computes anew, say."""
     factor = [1.0]
+
+    def change(_: int, __: int, step: str) -> None:
+        factor[0] = 3.0 if step.startswith("round") else 1.0
+
     runner = open_runner(backend, lambda x: x * factor[0])
-    original = measuring._PeerBench._round
-
-    def change(self: Any) -> None:
-        original(self)
-        factor[0] = 3.0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring._PeerBench, "_round", change)
-        peers = bench(runner, against=("eager", "bare"), seed=0).peers
+    peers = bench(runner, against=("eager", "bare"), seed=0, progress=change).peers
     assert peers is not None
     deviations = {(r.name, r.num_tokens): r.deviation for r in peers.records}
     assert deviations["bare", 4] == deviations["cgplan", 4] == 0
@@ -346,9 +357,9 @@ def test_models_whose_next_call_says_something_else(backend: GraphBackend, does:
     runner = open_runner(backend, model)
     bench(runner)
     count = model.count.clone()
-    batches = [_example(runner, size, True) for size in (3, 4)]
+    batches = [example(runner, size, True) for size in (3, 4)]
     inputs = [batch.inputs["x"].clone() for batch in batches]
-    peers = measuring.bench_peers(runner, batches, ("eager", "bare"), seed=0)
+    peers = bench_baselines(runner, batches, ("eager", "bare"), seed=0)
     found = {(r.name, r.num_tokens): (r.deviation, r.not_comparable) for r in peers.records}
     padded = found.pop(("cgplan", 3))
     assert len(found) == 5
@@ -392,17 +403,13 @@ def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> N
 
 
 def test_outputs_of_another_structure_are_told(backend: GraphBackend) -> None:
-    runner = open_runner(backend, lambda x: x * 2)
-    original = measuring._PeerBench._round
+    wraps = [False]
 
-    def change(self: Any) -> None:
-        original(self)
-        for contender in self.contenders[1:]:
-            contender.calls = {size: lambda: (torch.zeros(3),) for size in contender.calls}
+    def change(_: int, __: int, step: str) -> None:
+        wraps[0] = step.startswith("round")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring._PeerBench, "_round", change)
-        peers = bench(runner, against=("eager",), seed=0).peers
+    runner = open_runner(backend, lambda x: (x * 2,) if wraps[0] else x * 2)
+    peers = bench(runner, against=("eager",), seed=0, progress=change).peers
     assert peers is not None
     for record in peers.records:
         assert (record.deviation is None) == (record.name == "eager")
@@ -413,35 +420,12 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     """Nothing is compiled here: that comes with the first call."""
     backend = select_backend("cpu")
     model = net(backend)
-    way = ReduceOverhead(open_runner(backend, model))
+    way = reduce_overhead(open_runner(backend, model))
     way.prepare([])
     assert model.held[0]._dynamo_static_input_type == "unguarded"
     assert not hasattr(model.before.weight, "_dynamo_static_input_type"), "parameters are static anyway"
     way.free()
     assert not hasattr(model.held[0], "_dynamo_static_input_type")
-
-
-@pytest.mark.parametrize(
-    ("found", "wanted", "deviation"),
-    [
-        (torch.tensor([1.0, math.nan, math.inf]), torch.tensor([1.5, math.nan, math.inf]), 0.5),
-        (torch.tensor([math.nan]), torch.tensor([1.0]), math.inf),
-        (torch.tensor([math.inf]), torch.tensor([1.0]), math.inf),
-        ((torch.tensor([1, 2]), torch.tensor([True])), (torch.tensor([1, 5]), torch.tensor([True])), 3.0),
-        (torch.tensor([1j]), torch.tensor([1.0 + 0j]), math.sqrt(2)),
-        (torch.ones(2), torch.ones(3), None),
-        (torch.ones(2), torch.ones(2).double(), None),
-        ([torch.ones(2)], (torch.ones(2),), None),
-        ("text", "text", None),
-        ((torch.ones(2), None), (torch.ones(2), torch.ones(2)), None),
-        ((torch.ones(2), torch.ones(2)), (torch.ones(2), None), None),
-        ((torch.ones(2), 1), (torch.ones(2), 2), None),
-        ((torch.ones(2), math.nan, "a"), (torch.ones(2), math.nan, "a"), 0.0),
-        (torch.ones(0), torch.ones(0), 0.0),
-    ],
-)
-def test_deviations(found: Any, wanted: Any, deviation: float | None) -> None:
-    assert deviation_of(found, wanted) == (pytest.approx(deviation) if deviation is not None else None)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------
