@@ -18,6 +18,7 @@ from cgplan.config.values import (
     CaptureSize,
     Count,
     CountOrZero,
+    Device,
     DType,
     Flag,
     LadderName,
