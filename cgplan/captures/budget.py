@@ -20,7 +20,7 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.spread import Spread
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import Plan
-from cgplan.planning.plan import Predicted
+from cgplan.planning.costs import Predicted
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.reports.records import BudgetRecord, Limit, StopRecord
 from cgplan.units import format_bytes, format_seconds
@@ -58,7 +58,7 @@ def _fits(plan: Plan, config: Config, free: int | None, keys: Sequence[Key]) -> 
     predicted: Predicted | None = restricted(plan, keys, config).predicted
     if predicted is None:
         return True
-    memory, seconds = predicted.cost.total_bytes, predicted.cost.seconds
+    memory, seconds = predicted.total_bytes, predicted.seconds
     return (
         (budget.memory is None or memory <= budget.memory)
         and (budget.capture_time is None or seconds <= budget.capture_time)

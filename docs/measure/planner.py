@@ -89,7 +89,7 @@ def main():
             costs = MeasuredCosts.from_report(report, config) if report else None
             start = time.perf_counter()
             plan = build_plan(config)
-            trace = synthetic_requests(config) if section else read_traffic(TRACE, plan, speedup=speed)
+            trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)
             clock, bounds = step_clock(plan, times), SchedulerBounds.of(plan)
             traffic = simulate(trace.requests, bounds, clock, source=trace.source, notes=trace.notes)
             simulated = time.perf_counter() - start
