@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cgplan.buffers.copier import PLAIN, BatchCopy, Copier, CopyIn, as_plain
+from cgplan.buffers.copier import PLAIN, BatchCopy, Copier, CopyIn
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
 from cgplan.buffers.static import StaticBuffer, StaticBuffers
 from cgplan.errors import BackendError
@@ -200,7 +200,7 @@ class KernelCopier(Copier):
         self.targets = [_Target.of(buffer) for buffer in buffers.buffers.values()]
         self.device = next(iter(buffers.buffers.values())).tensor.device
 
-    def _prepare(self, *counts: int) -> BatchCopy:
+    def _new(self, *counts: int) -> BatchCopy:
         return KernelBatchCopy(self, *counts)
 
     def config(self, sizes: Sequence[int]) -> LaunchConfig:
@@ -259,7 +259,7 @@ class KernelBatchCopy(BatchCopy):
         sources, on_host, kept = [], [], []
         with torch.no_grad():
             for index, value in enumerate(values):
-                source = self._source(index, as_plain(value, self._names[index]))
+                source = self._source(index, value)
                 if source is None:
                     sources.append(self._own[index])
                     continue
