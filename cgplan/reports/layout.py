@@ -32,7 +32,7 @@ def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
 
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
-    """What rich would show on a terminal of ``width`` columns, as plain text."""
+    """A renderable as rich shows it on a terminal of ``width`` columns, in plain text."""
     file = StringIO()
     Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -172,7 +172,7 @@ class Drawing:
 
 
 def sentences(*lines: str) -> RenderableType:
-    """Remarks under a table, each on lines of its own."""
+    """Remarks under a table, each on new lines."""
     return Group(*(Padding(Text(line), (0, 0, 0, 2)) for line in lines))
 
 

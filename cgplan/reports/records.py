@@ -1,4 +1,4 @@
-"""What a run measured, as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
+"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class StopRecord(Record):
 
 
 class BudgetRecord(Record):
-    """What a budget allowed, and how the capture ended.
+    """The limits of a budget, and how the capture under it ended.
 
     Attributes:
         memory, capture_time, max_graphs, reserve: The limits, in bytes and seconds; None where there is none.
@@ -237,7 +237,7 @@ class RankRecord(Record):
 
 
 class CaptureReport(ShownRecord):
-    """What capturing a plan cost.
+    """Memory and time that the capture of a plan took.
 
     Attributes:
         records: One for each key, in capture order.
@@ -251,12 +251,12 @@ class CaptureReport(ShownRecord):
             memory and counting nodes.
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
-        budget: What the budget allowed, None without one.
+        budget: None without one.
         capture_policy, pool: As ``compilation`` has them.
         generation: How often the pools were made, from 1.
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
-        warnings: What the user should know about.
+        warnings: For the user.
         ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
         looked_at: The part of the model whose state and addresses are checked, in one line.
         state: State that warm-ups and captures wrote, and where it was kept.
@@ -337,7 +337,7 @@ class BenchRecord(Record):
 
     Attributes:
         num_tokens: The batch, unpadded.
-        mode, descriptor: What the runner dispatched it to.
+        mode, descriptor: The key that the runner dispatched it to.
         padded_rows: Rows of padding that the graph computed besides.
         eager, graph, replay: Latency from an idle device until it has finished: of the model called eagerly, of the
             runner's call (checks, copies, padding, replay) and of the bare replay. None if no graph serves the batch;
@@ -375,7 +375,7 @@ PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class WayRecord(Record):
-    """What it takes to have one way of running ready, for all sizes that were measured.
+    """Time and memory until one way of running is ready for all sizes.
 
     Attributes:
         name: ``cgplan``, or a baseline.
@@ -458,7 +458,7 @@ class BenchReport(ShownRecord):
     """Latency by batch size.
 
     Attributes:
-        capture: What the graphs cost.
+        capture: Memory and time of the graphs.
         repeats: Timed calls of each size and way.
         records: One for each size.
         peers: Other ways to run the same model, where they were asked for.
@@ -477,7 +477,7 @@ Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
 class ReplanReport(ShownRecord):
-    """What a replan changed.
+    """Changes that a replan made.
 
     Attributes:
         difference: From the plan that was captured to the one that traffic deserves now.
