@@ -173,12 +173,8 @@ class RankSum(Protocol):
     """
 
     number: int
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
+    rank: int
+    world_size: int
 
 
 R = TypeVar("R", bound=RankSum)

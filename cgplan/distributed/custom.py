@@ -82,7 +82,6 @@ class CustomAllReduce(AllReduce):
         return out
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        """By the device's kernels."""
         self._kernels.run(x, out, row)
 
     def begin_pass(self) -> None:
@@ -96,28 +95,26 @@ class CustomAllReduce(AllReduce):
         self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
-        """Register, see GraphBufferRegistry.register."""
         return self.registry.register()
 
     @property
     def is_read(self) -> bool:
-        """Whether rows are written for graphs of a runner that was not closed."""
         return self.registry.is_sealed and self.registry.rows > 0
 
     def release(self) -> None:
-        """Close the peers' handles, between two steps."""
         self._kernels.forget()
         self.registry.unregister()
 
     def abort(self) -> None:
-        """End waits of kernels that are queued."""
         self._kernels.abort()
 
     def check(self) -> None:
-        """Raise AllReduceError if a kernel gave up."""
         self._kernels.check()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        if self.is_closed:
+            return
+        super().close()
         try:
             self.registry.close()
         finally:

@@ -98,7 +98,6 @@ class CudaKernels(Kernels):
         self._beside = torch.cuda.Stream(device)  # for the word that ends a wait on the other streams
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        """Queue the kernel on the current stream."""
         world, pack = self._ranks.world_size, PACK_BYTES // x.itemsize
         packs, block = x.nbytes // PACK_BYTES, _BLOCK_BYTES // x.itemsize
         common = {
@@ -115,7 +114,6 @@ class CudaKernels(Kernels):
             )
 
     def reset(self) -> None:
-        """Signals, counts and the error word from 0."""
         torch.cuda.synchronize(self._ranks.device)
         self._own[: self._signal_bytes].zero_()
         self._counts.zero_()
@@ -204,12 +202,10 @@ class CpuKernels(Kernels):
         self._meet()
 
     def reset(self) -> None:
-        """All counts from 0."""
         self._count, self._left = 0, None
         self._own.zero_()
 
     def forget(self) -> None:
-        """Drop the views of peers' memory."""
         self._views.clear()
 
     def _view(self, address: int, like: torch.Tensor) -> torch.Tensor:

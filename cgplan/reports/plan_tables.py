@@ -110,7 +110,7 @@ def _served_by(plan: Plan) -> str:
 def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.predicted is None:
         return []
-    cost = plan.predicted.cost
+    cost = plan.predicted
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
         "static buffers": cost.static_bytes,

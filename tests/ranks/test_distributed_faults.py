@@ -125,8 +125,8 @@ def test_every_dtype_that_gloo_is_said_to_sum() -> None:
 def test_an_idle_data_parallel_rank_with_wrong_arguments() -> None:
     """The others hear of each one, and their batch does not meet that rank's next one."""
     good, bad = values(run_ranks(2, faults.wrong_arguments))
-    assert good == [("RankFailedError", "rank 1 refused its batch")] * 5
-    assert [name for name, _ in bad] == ["InputError"] * 4 + ["OutOfMemoryError"]
+    assert good == [("RankFailedError", "rank 1 refused its batch")] * 4
+    assert [name for name, _ in bad] == ["InputError"] * 3 + ["OutOfMemoryError"]
 
 
 @pytest.mark.parametrize("all_reduce", ["custom", "nccl"])
@@ -156,5 +156,5 @@ def test_a_value_that_cannot_be_sent() -> None:
 def test_numbers_that_differ_on_one_rank() -> None:
     """Debug mode runs the forward as often on all ranks, whether numbers differ or not."""
     good, bad = values(run_ranks(2, faults.differs))
-    assert good == [("ok", True)] * 3
+    assert good == [("ok", 0)] * 3
     assert [name for name, _ in bad] == ["NumbersError"] * 3
