@@ -268,4 +268,4 @@ def test_what_is_emitted_comes_with_the_notes_of_its_evidence(home: Path) -> Non
     use_traffic(home)
     said = good("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--emit", "vllm").stderr
     assert "note: no step times were given: these are of another model than yours" in said
-    assert "whether a batch is uniform" in said
+    assert "note: uniform decode was guessed for 1,000 steps" in said
