@@ -337,7 +337,7 @@ def examine(
     if lost or frozen:
         names = ", ".join(path.removeprefix("model.") for path in (*lost, *frozen)[:5])
         raise CaptureError(
-            f"the forward reads {names} and binds it anew on each call; a graph would always read what was there at "
+            f"the forward reads {names} and binds it again on each call; a graph would always read what was there at "
             "capture",
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
             "do it outside of the forward.",
