@@ -171,7 +171,7 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
         if isinstance(found, Traffic):
             return found
         bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
-        return simulate(found.requests, bounds, step_clock(plan, times), source=found.source, notes=found.notes)
+        return simulate(found, bounds, step_clock(plan, times))
 
     traffic = steps(base)
     proposal = propose(config, traffic, times, costs, failed)

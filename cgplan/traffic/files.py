@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -35,7 +35,7 @@ from cgplan.traffic.rows import (
     whole,
     wrong_cell,
 )
-from cgplan.traffic.simulation import NO_ADAPTER, Request
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 from cgplan.traffic.vllm_log import COLUMNS, has_table, log_traffic
 
 _LONGEST_TRACE = 1e17  # microseconds
@@ -44,14 +44,6 @@ _ADD_LORA = "Add a `lora` section, such as `lora: {max_loras: 4}`."
 _SECONDS = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(r"\[?\s*-?[\d.]+\s*\]?")  # also of a JSON list
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
-
-
-class RequestTrace(NamedTuple):
-    """Requests in order of arrival; their source in words; notes on requests that were left out."""
-
-    requests: list[Request]
-    source: str
-    notes: tuple[str, ...] = ()
 
 
 class _HistogramRow(Row):

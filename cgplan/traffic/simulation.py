@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,6 +38,14 @@ class Request(NamedTuple):
     adapter: int = NO_ADAPTER
 
 
+class RequestTrace(NamedTuple):
+    """Requests, their source in words, and notes on requests that were left out."""
+
+    requests: Sequence[Request]
+    source: str = "requests"
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerBounds:
     """Bounds of a step.
@@ -67,14 +75,7 @@ class SchedulerBounds:
         return math.ceil(max(request.generated_tokens - 1, 0) / (self.accepted_tokens or self.query_len))
 
 
-def simulate(
-    requests: Iterable[Request],
-    bounds: SchedulerBounds,
-    step_time: StepTime,
-    *,
-    source: str = "simulated requests",
-    notes: Iterable[str] = (),
-) -> Traffic:
+def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
     """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
 
     The scheduler is that of vLLM's V1 engine in its default settings. Each step has ``max_num_batched_tokens`` to
@@ -98,17 +99,16 @@ def simulate(
     equal and are added up at once; the result is exactly that of one step after the other.
 
     Args:
-        requests: In any order; equal arrivals keep theirs.
+        trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and notes.
         bounds: Of the scheduler.
         step_time: Microseconds that a step of this shape lasts. Asked once for each distinct shape.
-        source, notes: Of the traffic; the simulation adds its own notes.
 
     Raises:
         TrafficError: there is no request, one without a prompt, or an arrival that is not a finite number.
         StepTimeError: a step time is not a positive finite number.
     """
     arriving = []
-    for index, request in enumerate(requests):
+    for index, request in enumerate(trace.requests):
         if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
             raise TrafficError(
                 f"request {index} cannot be: {request}",
@@ -116,7 +116,7 @@ def simulate(
             )
         arriving.append((round(request.arrival_us * 1000), request))
     if not arriving:
-        raise TrafficError(f"{source}: no requests", remedy="Give at least one request.")
+        raise TrafficError(f"{trace.source}: no requests", remedy="Give at least one request.")
     pending = deque(sorted(arriving, key=lambda timed: timed[0]))
 
     @cache
@@ -148,7 +148,7 @@ def simulate(
         busy += repeats * length
         server.advance(repeats)
     said = [
-        *notes,
+        *trace.notes,
         f"simulated {len(arriving)} requests through continuous batching with chunked prefill, at most "
         f"{bounds.max_num_seqs} requests and {bounds.max_num_batched_tokens} tokens a step; no KV cache limit, "
         "preemption or prefix cache",
@@ -158,7 +158,7 @@ def simulate(
     if bounds.query_len > 1:
         accepted = bounds.accepted_tokens or bounds.query_len
         said.append(f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens")
-    return Traffic.of(dict(counts), source, said)
+    return Traffic.of(dict(counts), trace.source, said)
 
 
 class _Server:

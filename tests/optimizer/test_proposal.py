@@ -680,7 +680,7 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs(seqs: int, most: int) ->
     config = config_of(seqs=seqs, tokens=8192)
     times = StepTimes.default()
     plan = build_plan(config)
-    seen = simulate(read_traffic(TRACE, plan).requests, SchedulerBounds.of(plan), step_clock(plan, times))
+    seen = simulate(read_traffic(TRACE, plan), SchedulerBounds.of(plan), step_clock(plan, times))
     evidence = propose(config, seen, times).evidence
     vllm = ladder(evidence, "vllm")
     assert vllm.graphs == most

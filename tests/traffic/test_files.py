@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from cgplan.config import Config
 from cgplan.errors import TrafficError
 from cgplan.planning import build_plan
-from cgplan.traffic.files import RequestTrace, read_traffic, synthetic_requests
+from cgplan.traffic.files import read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import NO_ADAPTER, Request
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = DATA / "azure_llm_code_2023.csv"
