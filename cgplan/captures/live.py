@@ -230,6 +230,8 @@ class LiveGraphs:
                 "free_after": before.free_after if seconds == 0.0 else backend.memory().free,
                 "session_seconds": before.session_seconds + seconds,
                 "split": graphed.route.describe(),
+                "looked_at": graphed.looked_at,
+                "state": graphed.state,
                 "capture_policy": config.compilation.capture_policy,
                 "pool": pools.policy,
                 "generation": pools.generation,

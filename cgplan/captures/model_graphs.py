@@ -25,6 +25,7 @@ from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
 from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+from cgplan.reports.records import StateRecord
 
 
 class _Metadata(dict[str, Any]):
@@ -62,7 +63,7 @@ class GraphedModel:
         generators: The random generators that the model draws from, but for the default one.
         footprints: What a look at the model saw ahead of the captures, by mode.
         looked_at: One line on what the last captures looked at.
-        state_lines: What the last captures put back, left, or could not keep, in words.
+        state: Places that the last captures wrote, and whether they were put back.
         notes: What the report should warn of.
         before_free: Called before graphs are freed: other ranks may read their memory.
         is_alone: Whether no other rank runs the same forwards beside this one.
@@ -89,7 +90,7 @@ class GraphedModel:
         self.generators: tuple[torch.Generator, ...] = ()
         self.footprints: dict[CUDAGraphMode, Footprint] = {}
         self.looked_at = ""
-        self.state_lines: tuple[str, ...] = ()
+        self.state: tuple[StateRecord, ...] = ()
         self.returns_nothing = False
         self.notes: list[str] = []
         self.before_free: Callable[[], None] = lambda: None
@@ -136,16 +137,15 @@ class GraphedModel:
         self.backend.synchronize()  # the next batch may come on another stream
         self._kept = None
         self._volatile |= kept.volatile
-        self.looked_at, self.state_lines = kept.summary(), kept.report()
-        if kept.not_kept:
-            self.notes.append(self.state_lines[-1])
+        self.looked_at = kept.summary()
+        self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
         if not self.scope.is_open:
             self.seal()
 
     @property
     def copied_bytes(self) -> int:
         """Bytes on the device of the copies that the state will be restored from."""
-        return 0 if self._kept is None else self._kept.copied_bytes
+        return 0 if self._kept is None else self._kept.copied()
 
     @property
     def is_compiled(self) -> bool:
@@ -191,7 +191,7 @@ class GraphedModel:
 
     def copy_limit(self) -> int:
         """Bytes of copies of the model's state that may lie on the device."""
-        limit: int | None = getattr(self.config.compilation, "state_copy", None)
+        limit = self.config.compilation.state_copy
         return (self.backend.memory().free or 4 << 30) // 4 if limit is None else limit
 
     def _use_generators(self, found: Sequence[torch.Generator]) -> None:

@@ -275,6 +275,8 @@ class CaptureSession:
             session_seconds=end - start,
             inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
             split=graphed.route.describe(),
+            looked_at=graphed.looked_at,
+            state=graphed.state,
             borrowed_outputs=backend.supports("borrow"),
             warnings=(*graphed.plan.warnings, *warnings),
         )
