@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from cgplan.backends.host_sync import blamed_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.units import format_bytes

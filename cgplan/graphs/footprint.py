@@ -32,11 +32,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
     as_written,
-    blamed_line,
     implemented_in_python,
     is_composite,
     probing,

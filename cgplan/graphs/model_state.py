@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import keyword
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -53,7 +52,6 @@ _SHOWN = 10
 _ABSENT: Any = object()
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
-_layouts: weakref.WeakKeyDictionary[type, _Layout] = weakref.WeakKeyDictionary()
 
 Outcome = Literal["device", "host", "new", "not kept"]
 Token = tuple[str, Any]  # path and what changed there
@@ -118,8 +116,6 @@ class _Layout:
 
     @classmethod
     def of(cls, kind: type) -> _Layout:
-        if (known := _layouts.get(kind)) is not None:
-            return known
         static: dict[str, Any] = {}
         for owner in reversed(kind.__mro__):
             static |= vars(owner)
@@ -127,14 +123,13 @@ class _Layout:
         is_module = issubclass(kind, torch.nn.Module)
         opaque = issubclass(kind, _OPAQUE) or "__graph_memory__" in static
         slots = [vars(owner).items() for owner in kind.__mro__ if "__slots__" in vars(owner)]
-        made = _layouts[kind] = cls(
+        return cls(
             opaque or (kind.__module__.startswith(_OPAQUE_MODULES) and not is_module),
-            is_module and any(_COMPILED in getattr(f, "__dict__", ()) for f in static.values()),
+            is_module and any(_COMPILED in f.__dict__ for f in static.values() if isinstance(f, types.FunctionType)),
             own if isinstance(own, types.GetSetDescriptorType | types.MemberDescriptorType) else None,
             tuple((n, m) for items in slots for n, m in items if isinstance(m, types.MemberDescriptorType)),
             tuple(f for n in ("forward", "__call__") if isinstance(f := static.get(n), types.FunctionType)),
         )
-        return made
 
 
 @dataclass(slots=True, eq=False)
@@ -225,6 +220,7 @@ class ModelState:
     def _walk(self) -> None:
         generators: dict[int, torch.Generator] = {}
         defaults = {id(torch.default_generator), *map(id, torch.cuda.default_generators)}
+        layouts: dict[type, _Layout] = {}
         seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
         todo: list[tuple[Any, Any, str, str]] = [(self.roots, name, "", name) for name in reversed(self.roots)]
         while todo:
@@ -250,7 +246,9 @@ class ModelState:
                 if issubclass(kind, torch.Generator):
                     if value.device == self.device and id(value) not in defaults:
                         generators[id(value)] = value
-                elif not (layout := _Layout.of(kind)).is_opaque:
+                    continue
+                layout = layouts[kind] if kind in layouts else layouts.setdefault(kind, _Layout.of(kind))
+                if not layout.is_opaque:
                     self.is_compiled |= layout.is_compiled
                     children = list(self._children(value, layout, place.path))
                     todo += [(where, key, place.path, step) for where, key, step in reversed(children)]

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.blame import current_line
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import (
     AddressPolicy,
     CaptureScope,
@@ -94,7 +94,7 @@ def refuse_nested(backend: GraphBackend) -> None:
     """Raise CaptureError where a wrapper is to capture inside of another one's capture."""
     if backend.is_capturing():
         raise CaptureError(
-            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {current_line()}",
+            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {blamed_line()}",
             remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
             "another one needs another runtime mode.",
         )
