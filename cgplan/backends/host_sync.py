@@ -33,7 +33,7 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 
 
 class Refusals:
-    """What needed the host in one recording or look.
+    """Operators that needed the host in one recording or look.
 
     Args:
         raises: Whether such an operator raises an error; else it is noted, and runs.

@@ -1,4 +1,4 @@
-"""What the tape backend sees while it records: each operator, its storages, and what needs the host."""
+"""The recorder of the tape backend: each operator with its storages, and operators that need the host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
     on a GPU, too, a capture runs nothing.
 
     Attributes:
-        steps: What was recorded.
+        steps: The recorded operators.
         refusals: Operators that need the host.
     """
 

@@ -49,7 +49,7 @@ class GraphedModel:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:
-        plan, config: What is captured.
+        plan, config: The keys, and how to capture them.
         backend: The device.
         most_tokens: Tokens of the largest key that the static buffers hold.
         pools: Where it is captured.
@@ -61,10 +61,10 @@ class GraphedModel:
         model: As it was given.
         roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
         generators: The random generators that the model draws from, but for the default one.
-        footprints: What a look at the model saw ahead of the captures, by mode.
+        footprints: Findings of the looks ahead of the captures, by mode.
         looked_at: One line on what the last captures looked at.
         state: Places that the last captures wrote, and whether they were put back.
-        notes: What the report should warn of.
+        notes: Warnings for the report.
         before_free: Called before graphs are freed: other ranks may read their memory.
         is_alone: Whether no other rank runs the same forwards beside this one.
     """

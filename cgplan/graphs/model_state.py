@@ -1,4 +1,4 @@
-"""What a model holds: where its tensors lie, what a capture changed of it, and how that is put back.
+"""ModelState: everything that a model holds at one moment. It finds moved tensors, and undoes the changes of captures.
 
 Note [What is looked at]
     One walk answers for addresses, exchanged objects, rebinding, random generators and what is put back. It enters
@@ -139,7 +139,7 @@ class Place:
     Attributes:
         path: Such as ``model.layers[0].weight``.
         container, key: Where it is read; None once the record let go of the model's objects.
-        value: What was there; None after that.
+        value: The object there; None after that.
         step: The last step of the path.
         home: The id of the container.
         address: Of a dense tensor on the device of the record, in bytes.
@@ -156,7 +156,7 @@ class Place:
     form: tuple[Any, ...] | None = None
 
     def now(self) -> Any:
-        """What is there now; a marker where nothing is."""
+        """The object there now; ``_ABSENT`` if there is none."""
         try:
             return self.container[self.key]
         except (LookupError, AttributeError, ValueError):
@@ -185,7 +185,7 @@ class ModelState:
     Attributes:
         roots: The objects by name.
         device: Tensors elsewhere have no address here.
-        places: What was found, in order, by path.
+        places: All places, in the order of the walk, by path.
         generators: Random generators of the device, but for the default one.
         is_compiled: Whether functions or modules under torch.compile were found.
         outcome: After ``restore``, bytes by path, and whether the place was put back from a copy (on the ``device`` or
@@ -211,7 +211,7 @@ class ModelState:
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], device: torch.device) -> ModelState:
-        """What can be reached from ``roots`` now. ``cuda`` without an index is the current device."""
+        """Everything that can be reached from ``roots`` now. ``cuda`` without an index is the current device."""
         state = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunctionSubclass():
             state._walk()
@@ -315,7 +315,7 @@ class ModelState:
                     yield where, key, step
 
     def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Any, Any, str]]:
-        """What a function refers to; of one that torch made, only what it stands for."""
+        """Objects that a function refers to; of a function that torch made, only the one that it stands for."""
         own = function.__dict__
         self.is_compiled |= _COMPILED in own
         if str(function.__globals__.get("__name__", "")).startswith(("torch.", "cgplan.")):
@@ -437,7 +437,7 @@ class ModelState:
         return [p for p in self.places.values() if not _is_same(p.value, p.now())]
 
     def _changes(self) -> dict[Token, Any]:
-        """What is not as it was: what is there now by path and kind of change."""
+        """All differences from the record: the present value by path and kind of change."""
         found: dict[Token, Any] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for place in self.places.values():
@@ -528,7 +528,7 @@ class ModelState:
         return sum(saved.nbytes for saved in self._saved.values() if saved.kept == where)
 
     def restore(self) -> None:
-        """Make the model what it was, see Note [What is put back]; may be called again. The device is idle."""
+        """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle."""
         stays, changes = self._once - self._each, self._changes()
         for key, saved in self._saved.items():
             if (saved.path, ("written", key)) not in stays:

@@ -106,8 +106,8 @@ class CUDAGraphEntry:
 
     Attributes:
         descriptor: The batch that it serves.
-        graph: What the wrapper replays: the backend's graph, or a breakable capture.
-        output: What the callable returned at capture, on graph memory; each replay overwrites it.
+        graph: The backend's graph, or a breakable capture.
+        output: The result at capture, on graph memory; each replay overwrites it.
         handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
@@ -169,11 +169,11 @@ class CUDAGraphWrapper:
     they must lie where they lay at capture, and those that are no tensors stay what they were then. Wrappers can be
     nested: FULL outside, PIECEWISE inside.
 
-    A wrapper is no nn.Module: a module that is held by its wrapper alone is not seen by ``parameters()``, ``eval()`` or
-    ``to()``. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
+    A wrapper is not an nn.Module: ``parameters()``, ``eval()`` and ``to()`` do not see a module that its wrapper alone
+    holds. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
 
     Args:
-        runnable: What is captured.
+        runnable: The function or module that is captured.
         runtime_mode: FULL or PIECEWISE.
         backend: Device outside of any session, chosen as for ``auto`` if absent; a session's captures are made by the
             session's.
@@ -330,7 +330,7 @@ class CUDAGraphWrapper:
     def _roots(
         self, entry: CUDAGraphEntry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What the address check looks at."""
+        """Roots of the address check."""
         if entry.slots:
             args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}

@@ -149,7 +149,7 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "a foreign pool": (
         lambda: captured(print, pool=select_backend("cpu").new_pool()),
         BackendError,
-        "is no pool of this",
+        "is not a pool of this",
     ),
     "never entered": (
         lambda: BreakableCUDAGraphCapture(select_backend("cpu")).__exit__(None, None, None),
