@@ -395,7 +395,7 @@ class CapturedKeys:
                 "waiting": sum(key not in self.failed for key in skipped) if lazy else 0,
                 "failed": tuple(self.failed.values()),
                 "looked_at": graphed.looked_at,
-                "state": graphed.state_records,
+                "state": graphed.state,
                 "warnings": tuple(text for text in first.warnings if text != NO_GRAPH or not records),
             }
         )

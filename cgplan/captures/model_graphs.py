@@ -50,7 +50,7 @@ class GraphedModel:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:
-        plan, config: What is captured.
+        plan, config: The keys, and how to capture them.
         backend: The device.
         most_tokens: Tokens of the largest key that the static buffers hold.
         pools: Where it is captured.
@@ -63,10 +63,10 @@ class GraphedModel:
         model: As it was given.
         roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
         generators: The random generators that the model draws from, but for the default one.
-        footprints: What a look at the model saw ahead of the captures, by mode.
+        footprints: Findings of the looks ahead of the captures, by mode.
         looked_at: One line on what the last captures looked at.
-        state_records: What the last captures put back, left, or could not keep.
-        notes: What the report should warn of.
+        state: Places that the last captures wrote, and whether they were put back.
+        notes: Warnings for the report.
         before_free: Called before graphs are freed: other ranks may read their memory.
         is_alone: Whether no other rank runs the same forwards beside this one.
     """
@@ -92,7 +92,7 @@ class GraphedModel:
         self.generators: tuple[torch.Generator, ...] = ()
         self.footprints: dict[CUDAGraphMode, Footprint] = {}
         self.looked_at = ""
-        self.state_records: tuple[StateRecord, ...] = ()
+        self.state: tuple[StateRecord, ...] = ()
         self.returns_nothing = False
         rows = config.model.output_rows if config.model else "num_tokens"
         self.outputs = OutputRows(rows, plan.query_len, config.compilation.outputs == "clone")
@@ -142,21 +142,14 @@ class GraphedModel:
         self._kept = None
         self._volatile |= kept.volatile
         self.looked_at = kept.summary()
-        on_host = kept.on_host
-        self.state_records = (
-            *(StateRecord(path=p, nbytes=n, kept="host" if p in on_host else "device") for p, n in kept.kept.items()),
-            *(StateRecord(path=path, nbytes=0, kept="new") for path in kept.new),
-            *(StateRecord(path=path, nbytes=n, kept="not kept") for path, n in kept.not_kept.items()),
-        )
-        if kept.not_kept:
-            self.notes.append(kept.report()[-1])
+        self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
         if not self.scope.is_open:
             self.seal()
 
     @property
     def copied_bytes(self) -> int:
         """Bytes on the device of the copies that the state will be restored from."""
-        return 0 if self._kept is None else self._kept.copied_bytes
+        return 0 if self._kept is None else self._kept.copied()
 
     @property
     def is_compiled(self) -> bool:
