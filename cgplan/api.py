@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def capture(
     budget: Section | None = None,
     device: str | None = None,
     output_rows: str | None = None,
+    state: Sequence[object] | None = None,
     progress: Callable[[CaptureProgress], None] | None = None,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
@@ -52,6 +53,8 @@ def capture(
         compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
+        state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one, such
+            as ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
         progress: Called before each key.
 
     Raises:
@@ -88,4 +91,4 @@ def capture(
         if config.model is None or config.model.target is None:
             raise ModelError("no model was given", remedy="Pass one, or a configuration with model.target.")
         model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=folder).forward
-    return CaptureSession(plan, model, backend, config, progress=progress).run()
+    return CaptureSession(plan, model, backend, config, progress=progress, state=state).run()

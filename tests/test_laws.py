@@ -28,14 +28,6 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OWED = {  # arrows against the order, each with the mechanism that will end it
-    "cgplan.backends.backend -> cgplan.graphs.caught_errors",
-    "cgplan.backends.backend -> cgplan.graphs.operator_log",
-    "cgplan.backends.cuda -> cgplan.graphs.caught_errors",
-    "cgplan.backends.cuda -> cgplan.graphs.plain_code",
-    "cgplan.backends.host_sync -> cgplan.graphs.plain_code",
-    "cgplan.backends.tape -> cgplan.graphs.operator_log",
-    "cgplan.backends.tape -> cgplan.graphs.plain_code",
-    "cgplan.backends.tape_recorder -> cgplan.graphs.operator_log",
     "cgplan.models.adapters -> cgplan.runner.routing",
     "cgplan.planning.difference -> cgplan.optimizer.evidence",
 }

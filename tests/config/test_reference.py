@@ -27,7 +27,14 @@ def test_every_field_has_a_description(section: type[BaseModel]) -> None:
 def test_every_field_has_a_row(section: type[BaseModel]) -> None:
     rows = [line for line in markdown().splitlines() if line.startswith("| `")]
     for name, field in section.model_fields.items():
-        row = next((row for row in rows if row.startswith(f"| `{name}` | ") and str(field.description) in row), None)
+        row = next(
+            (
+                row
+                for row in rows
+                if row.startswith(f"| `{name}` | ") and " ".join(str(field.description).split()) in row
+            ),
+            None,
+        )
         assert row is not None, f"{section.__name__}.{name} is not in the reference"
         assert ("| required |" in row) == field.is_required()
 

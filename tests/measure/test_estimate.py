@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from checks import MIB, back_at, reserved
+from checks import MIB, Tally, back_at, reserved
 from devices import WithDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -533,7 +533,7 @@ def test_each_modes_nodes_have_their_own_bytes() -> None:
 
 
 def test_what_is_spent_once_is_known_apart() -> None:
-    calls: list[int] = []
+    calls = Tally()
 
     def model(x: Tensor) -> Tensor:
         calls.append(len(x))
