@@ -38,7 +38,8 @@ from cgplan.reports.records import FailedKey, ReplanReport
 from cgplan.runner.manager import CudaGraphManager
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
