@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.captures.key_capture import CapturedKey, driver_bytes
+from cgplan.captures.key import CapturedKey, driver_bytes
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.spread import Spread

@@ -543,6 +543,11 @@ class ModelState:
         """Bytes of copies that lie on their own device now."""
         return sum(s.nbytes for s in self._saved.values() if s.on_device and s.copy is not None)
 
+    @property
+    def on_host(self) -> set[str]:
+        """Paths of storages whose copies lie on the host."""
+        return {s.path for s in self._saved.values() if not s.on_device}
+
     def restore(self) -> None:
         """Make the model what it was, see Note [What is put back]; may be called again. The device is idle."""
         stays = self._once - self._each

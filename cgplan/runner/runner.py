@@ -15,7 +15,7 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.buffers.batch import BatchReader
-from cgplan.captures.live import LiveGraphs
+from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
 from cgplan.errors import CgplanError, InputError
 from cgplan.graphs.pools import PoolUse
@@ -60,8 +60,8 @@ class GraphRunner:
 
     def __init__(
         self,
-        live: LiveGraphs,
-        capture: Callable[[Plan, Collection[Key] | None], LiveGraphs],
+        live: CapturedKeys,
+        capture: Callable[[Plan, Collection[Key] | None], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
@@ -83,7 +83,7 @@ class GraphRunner:
     def _open(self) -> None:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
-        self._graphed, self._outputs = live.graphed, live.outputs
+        self._graphed, self._outputs = live.graphed, live.graphed.outputs
         backend, compilation = live.graphed.backend, live.graphed.config.compilation
         self._copier = backend.copier(live.graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
         self._current_stream = backend.stream_getter()
@@ -522,7 +522,7 @@ class GraphRunner:
                 if apply:
                     self.graphs_changed()
 
-    def _reopen(self, plan: Plan) -> LiveGraphs:
+    def _reopen(self, plan: Plan) -> CapturedKeys:
         """Give all memory back, and make static buffers for a plan, without a graph yet."""
         self._free()
         return self._capture_plan(plan, ())
