@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
-    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees what it owns.
+    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
 
     It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
     ``clone``: new tensor objects on graph memory, which the next call of this runner overwrites. With
@@ -495,7 +495,7 @@ class GraphRunner:
         Args:
             traffic: What to plan for; absent: the batches since the last replan.
             times: Step times; absent: measured now, on padding.
-            costs: What graphs cost; absent: what captures so far have cost.
+            costs: Costs of graphs; absent: those of the captures so far.
             apply: False: propose only.
 
         Returns:

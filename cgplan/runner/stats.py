@@ -278,7 +278,7 @@ class RunnerStats:
         if reqs is None:
             per_request = self.plan.query_len if count.uniform else 1
             reqs = min(count.num_tokens // per_request, self.plan.max_num_seqs)
-        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not what is beyond max_num_seqs
+        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not beyond max_num_seqs
         return StepShape(count.num_tokens, reqs, uniform, count.num_active_loras)
 
 
@@ -290,7 +290,7 @@ def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
     return total
 
 
-_COUNTERS = {  # name: (what it counts, labels beside `runner`)
+_COUNTERS = {  # name: (description, labels beside `runner`)
     "replays": (
         "Calls that a graph served, by its key.",
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
