@@ -20,7 +20,7 @@ Note [Signals]
 
     The error word is 0 while all is well. A host that learns that a rank failed writes it, which ends all waits; so
     does a wait of LIMIT looks. Sums since then are NaN, and the host finds out why when it reads the word
-    (`CudaKernels.check`). The kernel reads it by atomics, of which one thread hands the result to the whole block:
+    (`CudaAllReduce.check`). The kernel reads it by atomics, of which one thread hands the result to the whole block:
     threads that saw different values would part ways in the loop.
 """
 
