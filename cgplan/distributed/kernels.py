@@ -115,7 +115,7 @@ class CpuAllReduce(CustomAllReduce):
     """Sums over table rows on the CPU.
 
     A barrier: each rank adds one to its own count, writes it to its place in every rank's signals, and waits until all
-    places of its own signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
+    places in its signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
     is one aligned word with one writer; a yield, which passes through locks, stands before each write and after each
     wait, so that data is written before the count that tells of it, on any processor. Behind the counts is a record for
     each rank, of what it brings to the sum: dtype and shape, written before the first barrier, compared before the
