@@ -18,6 +18,7 @@ from cgplan.backends.blame import current_line
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import blamed_line
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
+from cgplan.graphs.pools import GraphPool
 from cgplan.piecewise.eager_piece import EagerPiece, TorchState
 
 PATIENCE = 60.0  # seconds that a capture waits for one in another thread
@@ -77,7 +78,7 @@ class BreakableCUDAGraphCapture:
                 remedy='Make one with cgplan.backends.select_backend("auto"), and pools with its new_pool().',
             )
         self._backend: GraphBackend = found
-        self._pool = found.new_pool() if pool is None else getattr(pool, "handle", pool)
+        self._pool = found.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Segment | EagerPiece] = []
         # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
         # would release library workspaces that the others use.

@@ -19,7 +19,6 @@ from cgplan.captures.live import LiveGraphs
 from cgplan.config import Config
 from cgplan.errors import CgplanError, InputError
 from cgplan.graphs.pools import PoolUse
-from cgplan.graphs.state_kept import state_kept
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
@@ -457,9 +456,8 @@ class GraphRunner:
             keys = live.keys if self._demand.is_lazy else None
             self._suspended = True
             try:
-                with state_kept(live.graphed.holder, self.backend):
-                    self._free_once()
-                    self._demand.live = self._capture_plan(live.asked, keys)
+                self._free_once()
+                self._demand.live = self._capture_plan(live.asked, keys)
                 self._open()
             finally:
                 self._suspended = False

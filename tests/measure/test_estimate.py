@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from checks import MIB, back_at, reserved
+from checks import MIB, Tally, back_at, reserved
 from devices import WithDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +34,6 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import static_bytes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.estimated import NODE_BYTES, EstimatedCosts, Recording
 from cgplan.pricing.measured import MeasuredCosts
@@ -453,9 +452,7 @@ def test_chunks_of_several_sizes_give_the_average() -> None:
 
 
 def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
-    return plan.model_copy(
-        update={"predicted": Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)}
-    )
+    return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
 @pytest.mark.parametrize("chunk", [1, 4096, 100_000])
@@ -536,7 +533,7 @@ def test_each_modes_nodes_have_their_own_bytes() -> None:
 
 
 def test_what_is_spent_once_is_known_apart() -> None:
-    calls: list[int] = []
+    calls = Tally()
 
     def model(x: Tensor) -> Tensor:
         calls.append(len(x))

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import rank_programs as programs
 import torch
-from checks import capture
+from checks import capture, host_sync_of
 from ranks import run_ranks, values
 
 from cgplan.backends import select_backend
-from cgplan.backends.host_sync import find_host_sync
 from cgplan.captures.together import Together
 from cgplan.config import DistributedConfig
 from cgplan.distributed import open_ranks
@@ -261,7 +260,7 @@ def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> N
     def forward() -> None:
         made["eager"] = piece()
 
-    assert find_host_sync(forward, backend.device) is None
+    assert host_sync_of(forward, backend.device) is None
     assert torch.equal(made["eager"], x), "no rank sums with it now"
     x.fill_(5)
     backend.replay(made["graph"])
