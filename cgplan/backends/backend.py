@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from cgplan.buffers.copier import Copier, TorchCopier
+from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError
 
@@ -98,7 +98,7 @@ class GraphBackend(ABC):
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         """The copier of batches into static buffers. The caller owns both, and closes the copier first."""
-        return TorchCopier(buffers, copy_inputs=copy_inputs)
+        return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
         """A function that returns the handle of the current stream; 0 where there are no streams."""

@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
-from cgplan.buffers.copier import Copier, TorchCopier
+from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
@@ -275,7 +275,7 @@ class CudaBackend(GraphBackend):
         """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
         kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
-            return TorchCopier(buffers, copy_inputs=copy_inputs)
+            return Copier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
         return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureMemoryError, CgplanError, InputError
@@ -57,6 +58,7 @@ class GraphedModel:
         buffers: Static buffers for the largest key.
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
+        outputs: How the model's outputs are checked and cut.
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
         roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
@@ -92,6 +94,8 @@ class GraphedModel:
         self.looked_at = ""
         self.state: tuple[StateRecord, ...] = ()
         self.returns_nothing = False
+        rows = config.model.output_rows if config.model else "num_tokens"
+        self.outputs = OutputRows(rows, plan.query_len, config.compilation.outputs == "clone")
         self.notes: list[str] = []
         self.before_free: Callable[[], None] = lambda: None
         self.is_alone = True
@@ -272,6 +276,15 @@ class GraphedModel:
         self.sweep()
         for key in keys:
             self.pools.drop(key)
+
+    def drop_all(self) -> None:
+        """Free all graphs and their pools; more can be captured."""
+        self.backend.synchronize()
+        for wrapper in self.scope.wrappers:
+            wrapper.reset(self.scope)
+        self.scope.entries, self.scope.wrappers = [], []
+        self.backend.release_cached()
+        self.pools.renew()
 
     def holds(self, key: Key) -> bool:
         """Whether a graph of that key is there."""

@@ -126,9 +126,9 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             full = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
             _end(error, show_traceback, full, OutputPathError.exit_code)
-        what = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        message = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
-        _end(error, show_traceback, f"{what}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
+        _end(error, show_traceback, f"{message}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
 
 
 def _end(error: BaseException, show_traceback: bool, message: str, exit_code: int) -> None:

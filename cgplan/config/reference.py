@@ -1,4 +1,4 @@
-"""What each key of a configuration holds, generated from the models: markdown for people, JSON schema for editors."""
+"""The reference of all keys, generated from the models: markdown for people, JSON schema for editors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asks for: the models behind the YAML file. Frozen; unknown keys are errors."""
+"""The models behind the YAML file. Frozen; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TrafficConfig(Section):
 
 
 class BudgetConfig(Section):
-    """What graphs may cost: bounds of the plan, and of the capture."""
+    """Limits on the cost of graphs: of the plan, and of the capture."""
 
     memory: BytesToSpend | None = None
     """Device memory for all graphs together, their static buffers included: bytes, or with a unit (B, kB, MB, GB, KiB,
@@ -183,8 +183,8 @@ class Input(Section):
     dtype: Annotated[DType, BeforeValidator(dtype_name)]
     """Element type, by torch's name."""
     pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)]
-    """What the padding rows hold: a number, or `last` to repeat the batch's last row (for cumulative offsets). There is
-    no default, because 0 is wrong as often as right.
+    """Content of the padding rows: a number, or `last` to repeat the batch's last row (for cumulative offsets). There
+    is no default, because 0 is wrong as often as right.
     """
     example: Annotated[
         float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
@@ -227,7 +227,7 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the target."""
     output_rows: Symbol = "num_tokens"
-    """What dimension 0 of each output counts; padding is sliced off there."""
+    """Rows that dimension 0 of each output counts; padding is sliced off there."""
 
 
 class CompilationConfig(Section):
@@ -274,9 +274,9 @@ class CompilationConfig(Section):
     """
     piecewise: Literal["auto", "ops", "modules", "wrappers"] = "auto"
     """How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: the capture breaks
-    at splitting_modules, and at functions under eager_break_during_capture. wrappers: the model holds CUDAGraphWrappers
-    of its own. auto: modules if splitting_modules are given, or no splitting_ops and the model calls such functions;
-    else ops.
+    at splitting_modules, and at functions under eager_break_during_capture. wrappers: the model itself holds
+    CUDAGraphWrappers. auto: modules if splitting_modules are given, or no splitting_ops and the model calls such
+    functions; else ops.
     """
     compiler: Literal["eager", "inductor"] = "eager"
     """How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each distinct segment
@@ -313,7 +313,7 @@ class CompilationConfig(Section):
     memory. auto: custom where it can work, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
-    """What happens to a batch that no graph serves: run it eagerly, or raise."""
+    """A batch that no graph serves is run eagerly, or is an error."""
 
     @property
     def address_policy(self) -> Literal["off", "first", "always"]:
@@ -380,7 +380,7 @@ class SpeculativeConfig(Section):
 
 
 class ReportConfig(Section):
-    """What `cgplan bench` measures, and what profilers are told."""
+    """Sizes and repeats of `cgplan bench`, and names for profilers."""
 
     sizes: tuple[CaptureSize, ...] | None = None
     """Batch sizes to measure, in tokens. Absent: every captured size."""
@@ -414,11 +414,11 @@ class Config(Section):
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     """Several processes under torchrun."""
     report: ReportConfig = Field(default_factory=ReportConfig)
-    """What bench measures."""
+    """Sizes and repeats of bench."""
     traffic: TrafficConfig | None = None
     """Synthetic traffic to plan for; absent: none, traffic comes from a file."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    """What graphs may cost."""
+    """Limits on the cost of graphs."""
 
     @model_validator(mode="after")
     def _names(self) -> Config:

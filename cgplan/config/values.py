@@ -1,4 +1,4 @@
-"""Values of the configuration: what each kind of field accepts, and what it says about anything else."""
+"""Values of the configuration: parsers for each kind of field, with messages for other values."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Routes, Served, lanes_of, serve
 from cgplan.planning.plan import Lane, Plan
@@ -19,7 +18,7 @@ MOST_STEPS = 3  # of a lane that are named
 SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
 
-def lint(config: Config, plan: Plan, traffic: Traffic, times: StepTimes) -> tuple[str, ...]:
+def lint(plan: Plan, traffic: Traffic, times: StepTimes) -> tuple[str, ...]:
     """All warnings about a plan for this traffic.
 
     Raises:
@@ -31,19 +30,19 @@ def lint(config: Config, plan: Plan, traffic: Traffic, times: StepTimes) -> tupl
         *scheduler_cliffs(plan, traffic, times),
         *beyond_the_scheduler(plan, traffic),
         *unreachable_sizes(plan),
-        *uneven_sizes(config, plan),
+        *uneven_sizes(plan),
         *lora_cases(plan, traffic, served),
         *wide_steps(served),
         *unused_modes(plan, traffic, served),
     )
 
 
-def lint_without_traffic(config: Config, plan: Plan) -> tuple[str, ...]:
+def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
     """What can be said of a plan that was not made for traffic: no figures of steps, only of sizes."""
     return (
         *uncaptured_decode(plan),
         *unreachable_sizes(plan),
-        *uneven_sizes(config, plan),
+        *uneven_sizes(plan),
         *sparse_steps(plan),
     )
 
@@ -156,15 +155,15 @@ def unreachable_sizes(plan: Plan) -> Iterator[str]:
             )
 
 
-def uneven_sizes(config: Config, plan: Plan) -> Iterator[str]:
+def uneven_sizes(plan: Plan) -> Iterator[str]:
     """Sizes that hold no whole number of requests of a uniform batch."""
-    q, given = plan.query_len, config.compilation.cudagraph_capture_sizes
+    q, given = plan.query_len, (plan.config or {}).get("compilation", {}).get("cudagraph_capture_sizes")
     if q == 1:
         return
     uneven = sorted({key.num_tokens for _, key in plan.keys if key.uniform and key.num_tokens % q})
     if uneven:
         yield f"sizes {_list(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
-    if isinstance(given, tuple) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
+    if isinstance(given, list) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
         rounded = [size for size in sorted(set(given)) if size % q]
         most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
         there = sorted({up for size in rounded if (up := -(-size // q) * q) <= most})

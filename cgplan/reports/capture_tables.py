@@ -71,7 +71,7 @@ def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
     if report.pool != "shared":
         yield "pools", f"one for each {report.pool.removeprefix('per_')}"
     if report.generation > 1:
-        yield "generation", f"{report.generation}: pools began anew so often"
+        yield "generation", f"the pools were made {report.generation} times"
     yield from (("failed", f"{key.mode} {key.descriptor}: {key.text}") for key in report.failed)
 
 
@@ -287,8 +287,8 @@ def _rule(budget: BudgetRecord) -> str:
     if budget.max_graphs is None:
         return "known before not to fit; the largest first"
     if budget.memory is None and budget.capture_time is None and budget.reserve is None:
-        return "max_graphs keeps what pads least"
-    return "known before not to fit; of what fits, max_graphs keeps what pads least"
+        return "max_graphs keeps the keys that pad least"
+    return "known before not to fit; of those that fit, max_graphs keeps the keys that pad least"
 
 
 def _counted(keys: Sequence[Key]) -> str:

@@ -1,4 +1,4 @@
-"""What a run measured, as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
+"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
 
 from __future__ import annotations
 
@@ -101,58 +101,36 @@ Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memor
 
 
 class StopRecord(Record):
-    """A key that the budget did not allow.
+    """A key that the budget did not allow, with the figures in words."""
 
-    Attributes:
-        limit: The limit that it would have passed, or did; ``device memory``: there was no more.
-        mode, descriptor: The key.
-        detail: The figures, in words.
-        rank: The rank whose budget it was, where several capture together; None where there is one process.
-    """
-
-    limit: Limit
+    limit: Limit  # that the key would have passed, or did; "device memory": there was no more
     mode: Mode
     descriptor: Descriptor
     detail: str
-    rank: int | None = None
+    rank: int | None = None  # the rank whose budget it was, where several capture together
 
 
 class BudgetRecord(Record):
-    """What a budget allowed, and how the capture ended.
-
-    Attributes:
-        memory, capture_time, max_graphs, reserve: The limits, in bytes and seconds; None where there is none.
-        used_bytes: Memory that counts, at the end: see CaptureReport.graph_bytes.
-        used_seconds: Time until the last capture was over and read.
-        left_out: Keys that were known not to fit before anything was captured, the largest first.
-        stops: Where limits were met on the way; with several ranks those of all, as the budget holds for each.
-        skipped: Keys of the others that have no graph in the end.
-    """
+    """The limits of a budget, in bytes and seconds, and how the capture under it ended."""
 
     memory: int | None
     capture_time: float | None
     max_graphs: int | None
     reserve: int | None
-    used_bytes: int
-    used_seconds: float
-    left_out: Keys = ()
-    stops: tuple[StopRecord, ...] = ()
-    skipped: Keys = ()
+    used_bytes: int  # at the end, see CaptureReport.graph_bytes
+    used_seconds: float  # until the last capture was over and read
+    left_out: Keys = ()  # known not to fit before anything was captured, the largest first
+    stops: tuple[StopRecord, ...] = ()  # limits met on the way; with several ranks those of all
+    skipped: Keys = ()  # the others that have no graph in the end
 
 
 class FailedKey(Record):
-    """A key that was to be captured while batches were served, and has no graph.
-
-    Attributes:
-        mode, descriptor: The key.
-        error: Name of the error's class; ``BudgetError`` where the budget did not allow it.
-        detail: Its message.
-    """
+    """A key that was to be captured while batches were served, and has no graph."""
 
     mode: Mode
     descriptor: Descriptor
-    error: str
-    detail: str
+    error: str  # name of the error's class; BudgetError where the budget did not allow it
+    detail: str  # its message
 
     @property
     def is_over_budget(self) -> bool:
@@ -172,16 +150,13 @@ def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
 class SplitRecord(Record):
     """Which parts of a PIECEWISE forward are captured and which run eagerly.
 
-    Attributes:
-        route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
-        segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators on each side, with the number of their calls in one forward; of a model that was not
-            traced only those that pass PyTorch's dispatcher, and none before its first capture. By route ``modules``
-            ``eager`` names the modules, and ``eager_operators`` the operators in them.
+    ``captured`` and ``eager`` count the calls of each operator in one forward; of a model that was not traced only
+    those that pass PyTorch's dispatcher, and none before its first capture. By route ``modules`` ``eager`` counts the
+    modules, and ``eager_operators`` the operators in them.
     """
 
-    route: str
-    segments: int | None
+    route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
+    segments: int | None  # in one forward of a traced model
     eager_pieces: int | None
     captured: dict[str, int]
     eager: dict[str, int]
@@ -209,27 +184,17 @@ class StateRecord(Record):
 
 
 class RankRecord(Record):
-    """One rank of a capture.
-
-    Attributes:
-        device: The GPU by its unique number, or ``cpu``.
-        all_reduce: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
-        rows: Rows of the pointer table: captured all-reduces that read the other ranks' graph buffers.
-        buffers, bases: Distinct graph buffers that were registered, and allocations that they lie in.
-        mapped_bytes: Bytes of other ranks' allocations that were mapped into this process.
-        registration_seconds: From the end of the last capture until replays were allowed.
-        pool_bytes, static_bytes, total_bytes, session_seconds: As in CaptureReport.
-    """
+    """One rank of a capture; bytes and seconds as in CaptureReport."""
 
     rank: int
     host: str
-    device: str
-    all_reduce: str
-    rows: int = 0
-    buffers: int = 0
-    bases: int = 0
-    mapped_bytes: int = 0
-    registration_seconds: float = 0.0
+    device: str  # the GPU by its unique number, or "cpu"
+    all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
+    rows: int = 0  # of the pointer table: captured all-reduces that read the other ranks' graph buffers
+    buffers: int = 0  # distinct graph buffers that were registered
+    bases: int = 0  # allocations that they lie in
+    mapped_bytes: int = 0  # of other ranks' allocations, mapped into this process
+    registration_seconds: float = 0.0  # from the end of the last capture until replays were allowed
     pool_bytes: int
     static_bytes: int
     total_bytes: int
@@ -237,7 +202,7 @@ class RankRecord(Record):
 
 
 class CaptureReport(ShownRecord):
-    """What capturing a plan cost.
+    """Memory and time that the capture of a plan took.
 
     Attributes:
         records: One for each key, in capture order.
@@ -251,12 +216,12 @@ class CaptureReport(ShownRecord):
             memory and counting nodes.
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
-        budget: What the budget allowed, None without one.
+        budget: None without one.
         capture_policy, pool: As ``compilation`` has them.
         generation: How often the pools were made, from 1.
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
-        warnings: What the user should know about.
+        warnings: For the user.
         ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
         looked_at: The part of the model whose state and addresses are checked, in one line.
         state: State that warm-ups and captures wrote, and where it was kept.
@@ -337,7 +302,7 @@ class BenchRecord(Record):
 
     Attributes:
         num_tokens: The batch, unpadded.
-        mode, descriptor: What the runner dispatched it to.
+        mode, descriptor: The key that the runner dispatched it to.
         padded_rows: Rows of padding that the graph computed besides.
         eager, graph, replay: Latency from an idle device until it has finished: of the model called eagerly, of the
             runner's call (checks, copies, padding, replay) and of the bare replay. None if no graph serves the batch;
@@ -375,66 +340,38 @@ PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class WayRecord(Record):
-    """What it takes to have one way of running ready, for all sizes that were measured.
-
-    Attributes:
-        name: ``cgplan``, or a baseline.
-        ready_seconds: Until the end of the last size's first call: warm-ups, compilation and capture included, kernels
-            and libraries that the process has loaded already not. None if it failed.
-        memory_bytes: Device memory that was gone then; on the tape, reserved by pools. None if it failed.
-        failure: Why there are no figures; None where there are.
-        note: How to read the figures.
-    """
+    """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None if it failed."""
 
     name: str
-    ready_seconds: float | None = None
-    memory_bytes: int | None = None
-    failure: str | None = None
-    note: str | None = None
+    ready_seconds: float | None = None  # until each size had its first call, of a process that has loaded its kernels
+    memory_bytes: int | None = None  # device memory that was gone then; on the tape, reserved by pools
+    failure: str | None = None  # why there are no figures
+    note: str | None = None  # how to read the figures
 
 
 class PeerRecord(Record):
-    """One way of running a batch of one size.
-
-    Attributes:
-        name: The way.
-        num_tokens: The batch, unpadded; the same tensors for all ways.
-        device, latency, host: Time of a call when calls follow one another without waiting; from an idle device until
-            it has finished; until the call returned.
-        first_call_seconds: The first call of this size, with the compilation and recording that happen in it.
-        deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
-            and seed, after all calls; None where they cannot be compared, for the reason in ``not_comparable``.
-    """
+    """One way of running a batch of one size, unpadded; all ways have the same tensors."""
 
     name: str
     num_tokens: int
-    device: Timing
-    latency: Timing
-    host: Timing
-    first_call_seconds: float
-    deviation: float | None
-    not_comparable: str | None = None
+    device: Timing  # of a call, when calls follow one another without waiting
+    latency: Timing  # from an idle device until it has finished
+    host: Timing  # until the call returned
+    first_call_seconds: float  # with the compilation and recording that happen in it
+    deviation: float | None  # largest difference from the model's own code on equal inputs, state and seed
+    not_comparable: str | None = None  # why there is no deviation
 
 
 class PeersRecord(Record):
-    """All ways, measured in one process on the same model and tensors.
+    """All ways, cgplan first, measured in one process on the same model and tensors."""
 
-    Attributes:
-        seed: Of the random order.
-        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls together.
-        capture_seconds: cgplan's own capture session, a part of its ``ready_seconds``; None if it failed.
-        keys: Graphs that cgplan captured in it; baselines made one for each size.
-        ways: One for each way, cgplan first.
-        records: By size, in the order of ``ways``.
-    """
-
-    seed: int
-    rounds: int
-    repeats: int
-    capture_seconds: float | None
-    keys: int
+    seed: int  # of the random order
+    rounds: int  # in each every way runs every size, in a new order
+    repeats: int  # calls of all rounds together
+    capture_seconds: float | None  # cgplan's capture session, a part of its ready_seconds; None if it failed
+    keys: int  # graphs that cgplan captured; baselines made one for each size
     ways: tuple[WayRecord, ...]
-    records: tuple[PeerRecord, ...]
+    records: tuple[PeerRecord, ...]  # by size, in the order of ways
 
     def of(self, name: str, num_tokens: int) -> PeerRecord | None:
         """The record of a way at a size; None where that way failed."""
@@ -458,7 +395,7 @@ class BenchReport(ShownRecord):
     """Latency by batch size.
 
     Attributes:
-        capture: What the graphs cost.
+        capture: Memory and time of the graphs.
         repeats: Timed calls of each size and way.
         records: One for each size.
         peers: Other ways to run the same model, where they were asked for.
@@ -477,7 +414,7 @@ Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
 class ReplanReport(ShownRecord):
-    """What a replan changed.
+    """Changes that a replan made.
 
     Attributes:
         difference: From the plan that was captured to the one that traffic deserves now.

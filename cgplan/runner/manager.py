@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
@@ -16,7 +17,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 from cgplan.runner.stats import RunnerStats
 from cgplan.units import format_bytes
 

@@ -137,7 +137,7 @@ def test_inspect_shows_the_split(home: Path) -> None:
     split = good(*command, *options)
     assert "eager up" in " ".join(split.stdout.split())
     assert "--split" not in split.stderr
-    assert "seen at capture, and with --split" in good(*command[:-1], *options).stderr
+    assert "a capture, and --split, show which" in good(*command[:-1], *options).stderr
     assert "--split" not in good(*command[:-1], *options[:2]).stderr, "no names"
 
 

@@ -110,9 +110,9 @@ def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
     [
         (
             ("--json", "diff", "plan.json", "plan.json"),
-            "--json is no option of `cgplan plan diff`, or stands",
+            "--json is not an option of `cgplan plan diff`, or stands",
         ),
-        (("--traffic", "x.csv", "diff", "plan.json", "plan.json"), "--traffic is no option of `cgplan plan diff`"),
+        (("--traffic", "x.csv", "diff", "plan.json", "plan.json"), "--traffic is not an option of `cgplan plan diff`"),
         (("plan.json",), "plan.json stands without an option: give --config FILE"),
         (("--config", "good.yaml", "plan.json"), "plan.json stands without an option: give --config FILE"),
         (("dif", "plan.json", "plan.json"), "Did you mean 'diff'?"),
@@ -244,7 +244,7 @@ def target(name: str) -> tuple[str, ...]:
         ("OutputPathError", (*PLAN, "--plot", "plan.pdf"), ["a picture ends in .svg or .png"]),
         ("OutputPathError", (*PLAN, "--plot", "none/plan.svg"), ["there is no folder none"]),
         ("OutputPathError", (*PLAN, "--plot", "it.svg", "--output", "./it.svg"), ["it.svg is to hold both"]),
-        ("OutputPathError", (*PLAN, "--output", "good.yaml"), ["good.yaml is what the plan is made from"]),
+        ("OutputPathError", (*PLAN, "--output", "good.yaml"), ["good.yaml is an input of the plan"]),
         ("ReportError", (*PLAN, "--costs", ""), ["--costs is empty"]),
         ("ReportError", ("inspect", "good.yaml"), ["cgplan inspect --config good.yaml"]),
         ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["a configuration, it seems"]),

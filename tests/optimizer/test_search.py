@@ -175,6 +175,7 @@ BUDGETS = st.builds(
 # --- one lane -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     rises=st.lists(st.lists(st.integers(0, 3), min_size=40, max_size=40), min_size=1, max_size=3),
     weights=st.lists(st.lists(st.integers(0, 5), min_size=40, max_size=40), min_size=3, max_size=3),
