@@ -167,6 +167,8 @@ class CapturedKeys:
             session_seconds=seconds,
             inspection_seconds=inspection_seconds,
             split=graphed.route.describe(),
+            looked_at=graphed.looked_at,
+            state=graphed.state,
             borrowed_outputs=backend.supports("borrow"),
             warnings=(*graphed.plan.warnings, *self._warnings()),
         )

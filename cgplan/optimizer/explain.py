@@ -230,7 +230,7 @@ class Case:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            return "no graph brings anything: eager steps take no longer, or the budget pays for none that is of use"
+            return "no graph brings anything: eager steps take no longer, or the budget pays for none that saves time"
         if ladder is None:
             return f"{milliseconds(expected)} a step with {graphs}"
         whose = f"the {ladder.name} ladder's" if ladder.name != "configured" else "the configured sizes'"

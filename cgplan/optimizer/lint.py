@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Routes, Served, lanes_of, serve
+from cgplan.optimizer.lanes import Routes, Served, lanes_of, largest_of, serve, stride_of
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -49,7 +49,7 @@ def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
 
 def uncaptured_decode(plan: Plan) -> Iterator[str]:
     """The largest decode batch of the scheduler, if it has no graph where smaller ones have."""
-    most = min(plan.max_num_seqs, plan.max_num_batched_tokens // plan.query_len) * plan.query_len
+    most = largest_of(Lane(CUDAGraphMode.FULL, True, 0), plan)
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
     if held < most:
         yield (
@@ -62,7 +62,7 @@ def sparse_steps(plan: Plan) -> Iterator[str]:
     """Steps of a ladder where more than a quarter of what runs is padding, if all sizes of batches are as frequent."""
     lanes = {(Lane(lane.mode, lane.uniform, 0), sizes) for lane, sizes in plan.lanes().items()}
     for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
-        stride = plan.query_len if lane.uniform else 1
+        stride = stride_of(lane, plan)
         steps = [(below + stride, size) for below, size in pairwise((0, *sizes)) if size - below > FINE * stride]
         wide = [(first, size) for first, size in steps if size - first > 2 * WIDE * size]
         for first, size in wide[:MOST_STEPS]:
@@ -141,10 +141,7 @@ def beyond_the_scheduler(plan: Plan, traffic: Traffic) -> Iterator[str]:
 def unreachable_sizes(plan: Plan) -> Iterator[str]:
     """Sizes that no batch is padded to: none lies between the next smaller size and them."""
     for lane, sizes in plan.lanes().items():
-        stride = plan.query_len if lane.uniform else 1
-        most = plan.max_num_batched_tokens
-        if lane.uniform:
-            most = min(most // stride, plan.max_num_seqs) * stride
+        stride, most = stride_of(lane, plan), largest_of(lane, plan)
         pairs = zip((0, *sizes), sizes, strict=False)
         dead = [size for below, size in pairs if min(size, most) // stride <= below // stride]
         if dead:

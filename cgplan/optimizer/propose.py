@@ -136,7 +136,7 @@ def _best(limits: Limits | None, curve: Curve, most: int | None) -> Best:
         memory, seconds = problem.cheapest(limits.graphs + 1)
         if asked or math.isinf(memory) or not limits.pays_for(limits.graphs, memory, seconds):
             return best
-        return replace(best, bound=min(best.bound, problem.bound_beyond(limits.graphs + 1, limits.memory)))
+        return replace(best, bound=min(best.bound, problem.infinite_us * problem.weight))
     graphs = curve.enough()
     if graphs is None:
         graphs = curve.fewest(curve.expected_us(curve.graphs) * (1 + WORTH)) or 0
