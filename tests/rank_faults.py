@@ -35,11 +35,10 @@ from cgplan.errors import RegistrationError
 
 def once(rank: int, phase: str, times: int = 1) -> Callable[[str], None]:
     """Trouble on rank 1, so many times."""
-    left = [times if rank == 1 else 0]
+    left = iter(range(times if rank == 1 else 0))  # no state of the model, which a failed capture puts back
 
     def trouble(where: str) -> None:
-        if where == phase and left[0]:
-            left[0] -= 1
+        if where == phase and next(left, None) is not None:
             time.sleep(0.2)  # the others wait in an all-reduce meanwhile
             raise ValueError("a defect of the model")
 

@@ -17,6 +17,7 @@ import torch
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import forward_context
+from cgplan.backends.host_sync import is_probing
 from cgplan.backends.tape import TapeBackend
 from cgplan.captures.budget import BudgetGuard
 from cgplan.config import Config, load_config
@@ -92,7 +93,8 @@ class Doubling(torch.nn.Module):
         self.reducer, self.trouble, self.extra = reducer, trouble or (lambda _: None), extra
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.trouble("capture" if self.reducer.backend.is_capturing() else "eager")
+        if not is_probing() or self.reducer.backend.is_capturing():
+            self.trouble("capture" if self.reducer.backend.is_capturing() else "eager")
         y = torch.ops.cgplan.all_reduce(x * self.weight, self.reducer.number)
         for _ in range(1 + self.extra * self.reducer.backend.is_capturing()):
             y = torch.ops.cgplan.all_reduce(y + 1, self.reducer.number)
