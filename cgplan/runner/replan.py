@@ -226,8 +226,16 @@ class OnDemand:
             self._points.setdefault(name, {}).update(points)
         if not self._points:
             return StepTimes.default()
-        notes = ["attention over real sequences takes longer"]
-        return StepTimes.measured(self._points, "the runner, on padding", notes)
+        notes, points = ["attention over real sequences takes longer"], dict(self._points)
+        for mode, other in (
+            (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE),
+            (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL),
+        ):
+            if not any(known is mode for known, _ in points):  # no graph of it is captured
+                lent = {(mode, case): times for (known, case), times in points.items() if known is other}
+                points |= lent
+                notes += [f"{mode} steps were not timed: {other} steps stand in"] if lent else []
+        return StepTimes.measured(points, "the runner, on padding", notes)
 
     def _costs(self) -> GraphCosts:
         report = self.live.report
