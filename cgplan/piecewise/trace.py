@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -64,8 +65,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self._keys: set[object] = set()  # that traces were asked for
         own = _with_own_code(model)
         self._code = own.__code__
-        noted = weakref.WeakMethod(self.splitter.note_miss)  # Dynamo never lets go of what it tells of guards
-        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=_weakly(noted))(own)
+        note = partial(_note_miss, weakref.ref(self.splitter))  # Dynamo never lets go of it
+        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note)(own)
         # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
         weakref.finalize(self, forget_trace, self._code, self.splitter).atexit = False
 
@@ -230,12 +231,10 @@ def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
     splitter.compiled.clear()
 
 
-def _weakly(method: weakref.WeakMethod[Any]) -> Callable[[Any], None]:
-    def call(argument: Any) -> None:
-        if (found := method()) is not None:
-            found(argument)
-
-    return call
+def _note_miss(splitter: weakref.ref[PiecewiseBackend], failure: Any) -> None:
+    """Dynamo tells of a guard that does not hold."""
+    if (found := splitter()) is not None:
+        found.missed = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
 
 
 def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:

@@ -226,7 +226,8 @@ class OnDemand:
             self._points.setdefault(name, {}).update(points)
         if not self._points:
             return StepTimes.default()
-        notes, points = ["attention over real sequences takes longer"], dict(self._points)
+        notes = ["attention over real sequences takes longer"]
+        points: dict[tuple[CUDAGraphMode, int], Mapping[int, float]] = {**self._points}
         for mode, other in (
             (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE),
             (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL),

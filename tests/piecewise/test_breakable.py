@@ -797,31 +797,18 @@ def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) ->
 class Loose:
     """A mutable object that is equal to nothing but itself."""
 
-    __slots__ = ("__dict__", "slotted")
-
-
-class Listed(list[Any]):
-    """For pytree no container."""
-
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda loose: setattr(loose, "number", 2.5),
         lambda loose: setattr(loose, "more", 1),
-        lambda loose: delattr(loose, "number"),
-        lambda loose: setattr(loose, "slotted", False),
-        lambda loose: loose.nested["a"].append(1),
-        lambda loose: loose.nested["a"][0].add("c"),
-        lambda loose: loose.nested["b"].__setitem__(0, 7),
-        lambda loose: setattr(loose, "tensors", [torch.zeros(2)]),
+        lambda loose: delattr(loose, "flag"),
     ],
 )
-def test_a_mutable_result_must_keep_its_contents(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
+def test_an_object_among_the_results_must_keep_its_numbers(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
     x, piece, loose = randn(backend, 2, 3), Changing(), Loose()
-    loose.number, loose.nan, loose.slotted = 1.5, float("nan"), True
-    loose.nested = {"a": Listed([{"b"}]), "b": bytearray(b"text"), "cycle": loose}
-    loose.tensors = [torch.zeros(2)]
+    loose.number, loose.nan, loose.flag, loose.inside = 1.5, float("nan"), True, [loose]
     piece.result = lambda h: (loose, h.mul_(2))
     with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
         found, h = made.add_eager(piece, x * 2)
@@ -830,7 +817,7 @@ def test_a_mutable_result_must_keep_its_contents(backend: GraphBackend, change: 
     made.replay()
     same(y, x * 6)
     change(loose)
-    with pytest.raises(CaptureError, match=r"Loose object .* with other contents, at") as caught:
+    with pytest.raises(CaptureError, match=r"Loose object .* with {'number': 1.5, .*}, at") as caught:
         made.replay()
     assert "key_fn; a runner has none" in caught.value.remedy
 
