@@ -305,7 +305,7 @@ class CompilationConfig(Section):
     compiler: Literal["eager", "inductor"] = Field(
         default="eager",
         description="How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each "
-        "distinct segment once for all sizes (needs a GPU). inductor traces the model in every mode.",
+        "distinct segment of a trace once (needs a GPU). inductor traces the model in every mode.",
     )
     use_inductor_graph_partition: Flag = Field(
         default=False,
