@@ -16,7 +16,7 @@ from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import CompilationConfig, Config, validate_config
-from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
+from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -189,30 +189,17 @@ def compile_piecewise(
             does not occur.
         ModelError: the model cannot be called, or comes from compile_piecewise. One under torch.compile is split as the
             model that it holds.
-        BackendError: ``backend`` is none.
         CaptureError: at the first capture, where the model cannot be traced.
     """
     if isinstance(config, Mapping):
         config = validate_config(dict(config))
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"compile_piecewise was given a {type(config).__name__} as its configuration",
-            remedy="Pass a cgplan.Config, or a mapping such as {'inputs': {...}, 'compilation': {...}}.",
-        )
-    if backend is not None and not isinstance(backend, GraphBackend):
-        raise BackendError(
-            f"{backend!r:.100} is no backend", remedy='Make one with cgplan.backends.select_backend("auto").'
-        )
     compilation = config.compilation
     mode, way = compilation.cudagraph_mode, compilation.piecewise
-    found = None
-    if "cudagraph_mode" in compilation.model_fields_set and not mode.has_mode(CUDAGraphMode.PIECEWISE):
-        found = f"cudagraph_mode is {mode}"  # the default is a session's
-    elif compilation.splitting_modules:
-        found = "splitting_modules are given"
-    elif way not in ("auto", "ops"):
-        found = f"piecewise is {way}"
-    if found is not None:
+    is_own = "cudagraph_mode" in compilation.model_fields_set  # the default is a session's
+    found = f"cudagraph_mode is {mode}" if is_own and not mode.has_mode(CUDAGraphMode.PIECEWISE) else ""
+    found = found or ("splitting_modules are given" if compilation.splitting_modules else "")
+    found = found or (f"piecewise is {way}" if way not in ("auto", "ops") else "")
+    if found:
         raise ConfigError(
             f"compile_piecewise splits at operators and captures PIECEWISE graphs, but compilation.{found}",
             remedy="Leave it out, or use cgplan.capture, which knows all modes and ways.",
