@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checks import same
-from pieces import capture, kinds, randn
+from pieces import Broken, capture, kinds, randn
 from torch import Tensor, nn
 
 import cgplan
@@ -37,30 +37,6 @@ from cgplan.piecewise.modules import break_at_modules
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-
-
-class Broken(nn.Module):
-    """Two layers with a module between them that the user's code does not know as a piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"mix": Mix(), "out": nn.Linear(6, 6)}) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer["out"](layer["mix"](x))
-        return x
-
-
-class Mix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.eager_runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.eager_runs += 1
-        return self.inner(x).softmax(1)
 
 
 def test_breaks_at_modules_come_and_go(backend: GraphBackend) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pieces import Attends, open_runner
 from torch import Tensor, nn
 
 from cgplan import (
@@ -29,37 +29,6 @@ PIECEWISE = CUDAGraphMode.PIECEWISE
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
     torch._dynamo.reset()
-
-
-def open_runner(backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any) -> GraphRunner:
-    config = validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", width), dtype="float32", pad=0)},
-            "compilation": {
-                "cudagraph_mode": "PIECEWISE",
-                "cudagraph_capture_sizes": [1, 2, 4, 8],
-                "outputs": "clone",
-                **compilation,
-            },
-            "device": backend.device.type,
-        }
-    )
-    return CaptureSession(build_plan(config), model, backend, config).run()
-
-
-class Attends(nn.Module):
-    """Attention through PyTorch's operator, which returns a fresh tensor on each call; rows do not see each other."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            q, k, v = (part.unflatten(1, (2, 2, 2)) for part in layer(x).chunk(3, dim=1))
-            x = x + F.scaled_dot_product_attention(q, k, v).flatten(1).tanh() * 2
-        return x * x.sigmoid()
 
 
 def replay_random_batches(

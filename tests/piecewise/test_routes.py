@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import same
+from pieces import Attends, Broken, open_runner
 from torch import Tensor, nn
 
 import cgplan
+import cgplan.models.attention  # registers cgplan::attention
 from cgplan import (
     CaptureError,
     CaptureSession,
@@ -36,61 +38,6 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
     torch._dynamo.reset()
-
-
-def open_runner(backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any) -> GraphRunner:
-    config = validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", width), dtype="float32", pad=0)},
-            "compilation": {
-                "cudagraph_mode": "PIECEWISE",
-                "cudagraph_capture_sizes": [1, 2, 4, 8],
-                "outputs": "clone",
-                **compilation,
-            },
-            "device": backend.device.type,
-        }
-    )
-    return CaptureSession(build_plan(config), model, backend, config).run()
-
-
-class Attends(nn.Module):
-    """Attention through PyTorch's operator, which returns a fresh tensor on each call; rows do not see each other."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            q, k, v = (part.unflatten(1, (2, 2, 2)) for part in layer(x).chunk(3, dim=1))
-            x = x + F.scaled_dot_product_attention(q, k, v).flatten(1).tanh() * 2
-        return x * x.sigmoid()
-
-
-class Broken(nn.Module):
-    """Two layers with a module between them that the user's code does not know as a piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"mix": Mix(), "out": nn.Linear(6, 6)}) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer["out"](layer["mix"](x))
-        return x
-
-
-class Mix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.eager_runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.eager_runs += 1
-        return self.inner(x).softmax(1)
 
 
 def splitting(backend: GraphBackend, mode: str = "PIECEWISE", **compilation: Any) -> Config:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import same
-from pieces import randn
+from pieces import open_runner, randn
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -541,22 +541,6 @@ def test_a_compiled_model_may_be_dropped_anywhere(
 
 
 # --- whole models ---
-
-
-def open_runner(backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any) -> GraphRunner:
-    config = validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", width), dtype="float32", pad=0)},
-            "compilation": {
-                "cudagraph_mode": "PIECEWISE",
-                "cudagraph_capture_sizes": [1, 2, 4, 8],
-                "outputs": "clone",
-                **compilation,
-            },
-            "device": backend.device.type,
-        }
-    )
-    return CaptureSession(build_plan(config), model, backend, config).run()
 
 
 @pytest.mark.parametrize(

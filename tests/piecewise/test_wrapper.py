@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checks import same
-from pieces import Boom, add_in_place, doubled, explode, randn
+from pieces import Boom, Broken, add_in_place, doubled, explode, randn
+from pieces import open_runner as open_split
 from torch import Tensor, nn
 
 from cgplan import (
@@ -40,30 +41,6 @@ from cgplan.piecewise.modules import break_at_modules
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-
-
-class Broken(nn.Module):
-    """Two layers with a module between them that the user's code does not know as a piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"mix": Mix(), "out": nn.Linear(6, 6)}) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer["out"](layer["mix"](x))
-        return x
-
-
-class Mix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.eager_runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.eager_runs += 1
-        return self.inner(x).softmax(1)
 
 
 class Counting(nn.Module):
@@ -396,22 +373,6 @@ def test_a_wrapper_refuses_an_argument_that_moved(backend: GraphBackend) -> None
             wrapper(x, {"z": z.clone()})
         z.fill_(5)
         assert wrapper(x, {"z": z}).tolist() == [7.0] * 4
-
-
-def open_split(backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any) -> GraphRunner:
-    config = validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", width), dtype="float32", pad=0)},
-            "compilation": {
-                "cudagraph_mode": "PIECEWISE",
-                "cudagraph_capture_sizes": [1, 2, 4, 8],
-                "outputs": "clone",
-                **compilation,
-            },
-            "device": backend.device.type,
-        }
-    )
-    return CaptureSession(build_plan(config), model, backend, config).run()
 
 
 class Transposes(nn.Module):
