@@ -129,8 +129,7 @@ class EagerPiece:
             else:
                 block = None if _repeats(leaf) else blocks.get(_address(leaf))
                 handed[-1] = plain = self._new_slot(leaf) if block is None else _view_like(block[0], leaf)
-                with torch.inference_mode(False):
-                    slot = self._backend.borrow(plain)
+                slot = self._borrowed(plain)
                 if block is not None:  # after borrowing, which would lose the bits
                     handed[-1], slot = _with_bits(plain, leaf), _with_bits(slot, leaf)
                 copied = CopiedResult(slot)
@@ -143,10 +142,10 @@ class EagerPiece:
         del self._flat, self._is_kept, self._shared
         for module, name, value in self._bound:
             slot = self._new_slot(value)
-            copies.append((self._backend.borrow(slot), value.detach()))
-            self._lent.append((module, name, slot, value))
             setattr(module, name, slot)
-        self._bound = [(module, name, CopiedResult(self._backend.borrow(slot))) for module, name, slot, _ in self._lent]
+            self._lent.append((module, name, slot, value))
+            copies.append((self._borrowed(slot), value.detach()))
+        self._bound = [(module, name, CopiedResult(self._borrowed(slot))) for module, name, slot, _ in self._lent]
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
@@ -223,6 +222,10 @@ class EagerPiece:
     def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
             return self._backend.slot(value)
+
+    def _borrowed(self, slot: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self._backend.borrow(slot)
 
     def _refuse_changed_arguments(self, before: Sequence[Any], after: Sequence[Any]) -> None:
         """Values may be taken out of lists and dicts that the piece was given, but none put in."""

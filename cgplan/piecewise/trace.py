@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             compilation.use_inductor_graph_partition,
         )
         super().__init__(model, backend=backend, options=self.splitter.options)
+        self._config = config
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._reader = BatchReader(config.inputs, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
@@ -166,9 +168,14 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self, entry: Any, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         roots = super()._roots(entry, context, args, kwargs)
-        if context.scope is None and not isinstance(self.runnable, FunctionType):  # a runner looks at the model itself
-            roots["model"] = getattr(self.runnable, "__self__", self.runnable)
+        if isinstance(model := getattr(self.runnable, "__self__", self.runnable), torch.nn.Module):
+            roots["model"] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return roots
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PiecewiseModel:
+        """The same for a copy of the model, which has captured nothing."""
+        made = memo[id(self)] = PiecewiseModel(copy.deepcopy(self.runnable, memo), self._config, self.backend)
+        return made
 
 
 def compile_piecewise(

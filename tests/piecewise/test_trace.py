@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -150,6 +151,20 @@ def test_a_replay_enters_neither_dynamo_nor_the_model(
                 found = runner(x=x)
             same(found, runner.run_eagerly(x=x))
         assert not runner.stats.eager
+
+
+def test_a_copy_of_a_compiled_model_has_captured_nothing(backend: GraphBackend) -> None:
+    compiled = compiled_by(backend, Model(backend).eval(), "recorded::middle", "recorded::parts")
+    x = rows_of(backend, 4)
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        wanted = compiled(x=x)["y"].clone()
+        copied = copy.deepcopy(compiled)
+        assert not copied.entries
+        with torch.no_grad():
+            copied.unwrap().first.weight.zero_()
+        for _ in range(2):
+            same(copied(x=x)["y"], copied.unwrap()(x)["y"])
+            same(compiled(x=x)["y"], wanted)
 
 
 def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBackend) -> None:
