@@ -9,6 +9,8 @@ Note [Lifetimes]
 
 from __future__ import annotations
 
+import gc
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +23,6 @@ import torch
 from cgplan.buffers.copier import Copier, TorchCopier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError
-from cgplan.graphs.caught_errors import forget_caught, refuse_caught
-from cgplan.graphs.operator_log import marked
-from cgplan.pricing.allocator import Allocation
 
 Pool = Any
 Graph = Any
@@ -63,12 +62,6 @@ class GraphBackend(ABC):
     @abstractmethod
     def pool_bytes(self, *pools: Pool) -> int:
         """Bytes that these pools have reserved together, whether their blocks are taken or free."""
-
-    def log_allocations(self, pool: Pool) -> list[Allocation] | None:  # noqa: ARG002
-        """The list that what captures take from the pool and give back is added to from now on; None where the device
-        does not tell.
-        """
-        return None
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
@@ -213,11 +206,8 @@ class GraphBackend(ABC):
         torch.set_autocast_cache_enabled(False)
         try:
             self.begin(graph)
-            forget_caught()
             try:
-                with marked("segment"):
-                    yield
-                refuse_caught()
+                yield
             except BaseException:
                 self.abort(graph)
                 raise
@@ -225,6 +215,30 @@ class GraphBackend(ABC):
         finally:
             torch.clear_autocast_cache()  # a forward may have turned it on: casts that it made lie in the pool
             torch.set_autocast_cache_enabled(cached)
+
+
+_lock, _depth = threading.RLock(), 0
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """A block of captures: one garbage collection, then none; other threads' blocks wait. Blocks may be nested.
+
+    A collection may free a CUDA tensor or run a destructor in the middle of a capture, and torch.cuda.graph runs one
+    for every graph.
+    """
+    global _depth
+    with _lock:
+        if outermost := not _depth:
+            gc.collect()
+        was_enabled, _depth = gc.isenabled(), _depth + 1
+        gc.disable()
+        try:
+            yield
+        finally:
+            _depth -= 1
+            if outermost and was_enabled:
+                gc.enable()
 
 
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:

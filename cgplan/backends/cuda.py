@@ -27,17 +27,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
-from cgplan.backends.quiet import collector_quiet
 from cgplan.buffers.copier import Copier, TorchCopier
-from cgplan.buffers.copy_kernel import load_copy_kernel
-from cgplan.buffers.kernel_copying import KernelCopier
+from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
-from cgplan.graphs.caught_errors import errors_noted
-from cgplan.graphs.plain_code import captures_here
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,7 +273,7 @@ class CudaBackend(GraphBackend):
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
-        kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
+        kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
             return TorchCopier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
@@ -370,7 +366,7 @@ class CudaBackend(GraphBackend):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             try:
-                with collector_quiet(), captures_here(), errors_noted(), torch.cuda.stream(self._stream):
+                with gc_paused(), torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:

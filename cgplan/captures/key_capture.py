@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.backends.host_sync import find_host_sync
 from cgplan.buffers.outputs import OutputRows
-from cgplan.captures.failures import drop_locals, explain_failure
+from cgplan.captures.failures import explain_failure
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.operator_log import ALREADY_PROFILED, OperatorCounts, end_prepared_trace
-from cgplan.graphs.rebound import check_rebound
-from cgplan.graphs.state_kept import capture_noted, look_at_state
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.reports.records import GraphRecord
@@ -40,7 +36,7 @@ class CapturedKey:
 
     Attributes:
         eager_pieces: Functions that run eagerly between the graphs.
-        warmup_seconds: Time of the eager warm-ups.
+        warmup_seconds: Time of the eager warm-ups, and of the look at the first key of a mode.
         capture_seconds: From begin to instantiated graph, of all its graphs.
         reading_seconds: Time that the two readings took.
     """
@@ -98,7 +94,6 @@ class KeyCapture:
         self._in_service = in_service
         self._outputs = outputs
         self._backend = graphed.backend
-        self._watched: set[CUDAGraphMode] = set()
 
     @classmethod
     def of(cls, graphed: GraphedModel, *, in_service: bool = False) -> KeyCapture:
@@ -120,25 +115,27 @@ class KeyCapture:
             CaptureError: the key could not be captured; its subclasses say why.
             ModelError: the model failed before its capture began.
         """
-        # Whoever captures between two batches draws the numbers that they would have drawn without it.
-        with random_state_kept(self._backend.device, self._graphed.generators):
-            return self._capture(mode, descriptor)
+        with self._graphed.keeping_state(), ExitStack() as stack:
+            return self._capture(mode, descriptor, stack)
 
-    def _capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> CapturedKey:
+    def _capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, stack: ExitStack) -> CapturedKey:
         backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
         scope.pool = graphed.pools.of((mode, descriptor))
         try:
-            cold = look_at_state()
             start = time.perf_counter()
-            for _ in range(graphed.config.compilation.cudagraph_num_of_warmups):
+            graphed.look(mode, descriptor)
+            # A capture between two batches does not change later random numbers.
+            stack.enter_context(random_state_kept(backend.device, graphed.generators))
+            # Compiled parts are compiled by a run ahead of the capture, never in it.
+            for _ in range(graphed.config.compilation.cudagraph_num_of_warmups or int(graphed.is_compiled)):
                 graphed.warm_up(mode, descriptor)
             backend.synchronize()
             warm = time.perf_counter()
             before = (backend.memory(), graphed.pools.nbytes)
             read = time.perf_counter()
             capturing = True
-            with capture_noted(cold):
-                output = self._run_watched(mode, descriptor, graphed.views(descriptor))
+            with graphed.noting_capture():
+                output = graphed.run_graphed(mode, descriptor, graphed.views(descriptor))
         except Exception as error:
             failure = explain_failure(
                 error,
@@ -146,9 +143,7 @@ class KeyCapture:
                 descriptor,
                 capturing=capturing,
                 free=backend.memory().free,
-                find_host_sync=lambda: find_host_sync(
-                    lambda: graphed.run_eager(descriptor, graphed.views(descriptor)), backend.device
-                ),
+                host_sync=graphed.footprints[mode].host_sync if mode in graphed.footprints else None,
                 all_freed=not self._in_service,
             )
             raise failure from (error if failure is not error else error.__cause__)
@@ -167,33 +162,6 @@ class KeyCapture:
         captured = sum(entry.capture_seconds for entry in entries)
         eager = sum(entry.eager_pieces for entry in entries)
         return CapturedKey(mode, descriptor, tuple(entries), eager, before, after, warm - start, captured, reading)
-
-    def _run_watched(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, views: dict[str, torch.Tensor]) -> Any:
-        """Capture, and see to it that the first key of each mode leaves no state behind that graphs would not see."""
-        graphed = self._graphed
-        lives = mode is CUDAGraphMode.PIECEWISE and graphed.route.name == "wrappers"  # Python code runs on each replay
-        before = None if lives or mode in self._watched else graphed.state()
-        output = self._run_noted(mode, descriptor, views)
-        if before is not None:
-            self._watched.add(mode)
-            given = list(views.values())
-            graphed.notes += check_rebound(before, lambda: graphed.run_eager(descriptor, views), given)
-        return output
-
-    def _run_noted(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, views: dict[str, torch.Tensor]) -> Any:
-        """Capture; the first PIECEWISE key tells what runs in segments, unless the forward itself has a profiler."""
-        graphed = self._graphed
-        if mode is CUDAGraphMode.PIECEWISE:
-            try:
-                with graphed.route.noting_operators():
-                    return graphed.run_graphed(mode, descriptor, views)
-            except RuntimeError as error:
-                if ALREADY_PROFILED not in str(error):
-                    raise
-                graphed.route.operators = OperatorCounts()
-                drop_locals(error)
-                end_prepared_trace()
-        return graphed.run_graphed(mode, descriptor, views)
 
     def drop_all(self) -> None:
         """Free all graphs that were captured so far, and their pool; more can be captured.

@@ -85,16 +85,12 @@ class LiveGraphs:
         """
         if self.keys or self.graphed.is_invalid:
             self.graphed.check_addresses(*key, again=True)
-        else:
-            self.graphed.find_generators()
 
     def check_all(self) -> None:
         """The same where no key is asked for."""
         self.graphed.check_valid("the runner was captured")
         if self.keys:
             self.check(self.keys[0])
-        else:
-            self.graphed.find_generators()
 
     def capture(self, keys: Collection[Key], *, evicted: Collection[Key] = (), anew: bool = False) -> tuple[Key, ...]:
         """Give up some keys, then capture others, the largest first. Failures are remembered, and do not raise.
@@ -189,7 +185,8 @@ class LiveGraphs:
         self.history.append(record)
         if self._is_new and backend.supports("driver_bytes"):
             backend.release_cached()
-            grown = backend.memory().reserved - before.reserved - (self.graphed.pools.nbytes - pool_before)
+            reserved = backend.memory().reserved - self.graphed.copied_bytes
+            grown = reserved - before.reserved - (self.graphed.pools.nbytes - pool_before)
             self._workspace_bytes = max(grown, 0)
         self._is_new = False
 

@@ -20,7 +20,6 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import resolve_sizes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.measured import case_costs
 from cgplan.reports import load_report, render
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences, titled
@@ -57,7 +56,7 @@ def inspect_config(
         from cgplan.cli.costs import costs_of  # the planner's modules, and torch for a model
 
         priced, machine, _ = costs_of(loaded, costs)
-        predicted = None if priced is None else Predicted.by(priced, plan.keys)
+        predicted = None if priced is None else priced.of(plan.keys)
         plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:
         for text in () if priced is None else priced.notes:

@@ -23,7 +23,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare, machine_changes, mismatches, named
 from cgplan.planning.engines import Engine, emit
-from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import padding_plot, pareto_plot, render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
@@ -160,15 +160,18 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
 
     times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
     base = build_plan(config)
-    file, speedup = sources.traffic, sources.speedup
-    found = read_traffic(file, base, speedup=speedup) if file else synthetic_requests(config)
+    if sources.traffic is not None:
+        found = read_traffic(sources.traffic, base, speedup=sources.speedup)
+    else:
+        assert config.traffic is not None
+        found = synthetic_requests(config.traffic, base)
 
     def steps(plan: Plan) -> Traffic:
         """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
         if isinstance(found, Traffic):
             return found
         bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
-        return simulate(found.requests, bounds, step_clock(plan, times), source=found.source, notes=found.notes)
+        return simulate(found, bounds, step_clock(plan, times))
 
     traffic = steps(base)
     proposal = propose(config, traffic, times, costs, failed)
@@ -213,7 +216,7 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
         )
     plan = within_count(build_plan(loaded.config), loaded.config)
     if costs is not None:
-        plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
+        plan = plan.model_copy(update={"predicted": costs.of(plan.keys), "machine": machine})
     plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
 

@@ -51,7 +51,15 @@ def markdown() -> str:
 
 
 def _schema() -> dict[str, Any]:
-    return Config.model_json_schema(schema_generator=_NamedDefaults)
+    def in_one_line(node: Any) -> Any:
+        if isinstance(node, list):
+            return [in_one_line(part) for part in node]
+        if not isinstance(node, dict):
+            return " ".join(node.split("\n")) if isinstance(node, str) else node
+        return {name: in_one_line(part) for name, part in node.items()}
+
+    schema: dict[str, Any] = in_one_line(Config.model_json_schema(schema_generator=_NamedDefaults))
+    return schema
 
 
 def _model(node: Node, models: Node) -> tuple[str, Node | None]:

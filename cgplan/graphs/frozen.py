@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cgplan.backends.host_sync import tensors_in
-from cgplan.graphs.address_layout import SCALARS
 
+SCALARS = frozenset({int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.Size})
 # What cannot change, and what stands for code or for a whole model: nothing inside is looked at.
 _WHOLE = (type, Enum, torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, types.MethodType)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own

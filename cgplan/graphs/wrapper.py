@@ -23,12 +23,12 @@ from cgplan.backends.context import (
     current_forward_context,
 )
 from cgplan.backends.host_sync import tensors_in
-from cgplan.buffers.handed_outputs import HandedOutput
+from cgplan.buffers.outputs import renewed
 from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
-from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.footprint import current_look
 from cgplan.graphs.frozen import Given
-from cgplan.graphs.operator_log import marked
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class CUDAGraphEntry:
         descriptor: The batch that it serves.
         graph: What the wrapper replays: the backend's graph, or a breakable capture.
         output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        handed: Gives the output to code of the user, which may change the tensor objects, see HandedOutput.
+        handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
@@ -126,9 +126,9 @@ class CUDAGraphEntry:
     descriptor: BatchDescriptor
     graph: Any
     output: Any
-    handed: HandedOutput
+    handed: Callable[[], Any]
     slots: Mapping[int, torch.Tensor]
-    manifest: AddressManifest | None
+    manifest: ModelState | None
     capture_seconds: float
     backend: GraphBackend = field(repr=False)
     scope: CaptureScope | None = field(repr=False)
@@ -228,31 +228,28 @@ class CUDAGraphWrapper:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
+            if self.runtime_mode is CUDAGraphMode.PIECEWISE and (look := current_look()) is not None:
+                with look.in_wrapper(self, is_whole=not self._computes_while_capturing):
+                    return self.runnable(*args, **kwargs)
             return self.runnable(*args, **kwargs)
         key = self._key(context.descriptor, args, kwargs)
         entry = self.entries.get(key)
         if entry is None or entry.scope is not context.scope:
-            with marked("around graphs"):
-                entry, output = self._capture(key, context, args, kwargs)
-                unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
-                if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
-                    self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
-                    self._replay(entry)
+            entry, output = self._capture(key, context, args, kwargs)
+            unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
+            if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
+                self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
+                self._replay(entry)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
             now = AmbientState.now(self.backend.device.type)
             entry.ambient.refuse_other(now, "captured", ("autocast",))
         if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
-            entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
+            entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
             self._checked.add(key)
-        if context.scope is None or not context.scope.is_open:
-            self._fill(entry, args)
-            self._replay(entry)
-        else:  # called again by the forward that is captured
-            with marked("around graphs"):
-                self._fill(entry, args)
-                self._replay(entry)
+        self._fill(entry, args)
+        self._replay(entry)
         return entry.handed()
 
     @property
@@ -411,13 +408,12 @@ class CUDAGraphWrapper:
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
-        handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
+        handed, pooled = renewed(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
         made = (slots, None, seconds, self.backend, scope, read, *parts)
         entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
-        if (policy := self.options.policy(scope)) != "off":
+        if self.options.policy(scope) != "off":
             roots = self._roots(entry, context, args, kwargs)
-            manifest = AddressManifest.of(roots, self.backend.device, repeats=policy == "always")
-            entry = replace(entry, manifest=manifest)
+            entry = replace(entry, manifest=ModelState.of(roots, self.backend.device).let_go())
         self.entries[key] = entry
         self._checked.discard(key)  # of another scope's entry
         if scope is not None:
@@ -459,6 +455,6 @@ class CUDAGraphWrapper:
         return self._own_pool
 
 
-_NO_OUTPUT = HandedOutput(None, ())
+_NO_OUTPUT = renewed(None)
 
 __all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

@@ -58,7 +58,7 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
     before = backend.memory()
     graphed = GraphedModel(restricted(plan, keys, config), config, model, backend)
     try:
-        with backend.session(), torch.no_grad():
+        with graphed.keeping_state(), backend.session(), torch.no_grad():
             alone, workspace, once = _measure_alone(graphed, keys, before)
             rates = _driver_rates(graphed, keys)
             graphed.buffers.restore()
@@ -98,7 +98,7 @@ def _measure_alone(
     for mode, descriptor in keys:
         first = _seconds(capture.capture(mode, descriptor))
         capture.drop_all()
-        outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes
+        outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes - graphed.copied_bytes
         workspace = max(workspace, outside if backend.supports("driver_bytes") else 0)
         done = capture.capture(mode, descriptor)
         once += max(first - _seconds(done), 0.0)

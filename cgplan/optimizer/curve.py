@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from cgplan.config import Config
 from cgplan.errors import PlanError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.boxes import Boxes, Limits
 from cgplan.optimizer.evidence import LadderPoint, NotWorth, ParetoPoint
-from cgplan.optimizer.lanes import Routes, expected_step, key_of, lanes_of, may_serve, padded_share, serve
+from cgplan.optimizer.lanes import (
+    Routes,
+    expected_step,
+    key_of,
+    lanes_of,
+    largest_of,
+    may_serve,
+    padded_share,
+    serve,
+    stride_of,
+)
 from cgplan.optimizer.left_out import NO_BATCH
-from cgplan.optimizer.problem import Bounds, Problem
-from cgplan.optimizer.search import Found, search
+from cgplan.optimizer.problem import Problem
+from cgplan.optimizer.search import Limits, Search
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Plan, capture_order
@@ -41,17 +49,17 @@ class Curve:
     """
 
     problem: Problem
-    bounds: Bounds
+    plan: Plan
     costs: GraphCosts | None
-    found: Found
+    found: Search
 
     @classmethod
-    def of(cls, problem: Problem, bounds: Bounds, costs: GraphCosts | None, most: int | None) -> Curve:
+    def of(cls, problem: Problem, plan: Plan, costs: GraphCosts | None, most: int | None) -> Curve:
         """A curve of 64 graphs; of 128 where 64 do not bring 99% of what graphs can bring, or ``most`` allows more."""
         graphs = FIRST
         while True:
-            found = search(problem, Limits(graphs), curve=True)
-            curve = cls(problem, bounds, costs, found)
+            found = Search(problem, Limits(graphs), curve=True)
+            curve = cls(problem, plan, costs, found)
             if graphs >= LAST or (curve.enough() is not None and (most or 0) <= graphs):
                 return curve
             graphs *= 2
@@ -79,7 +87,7 @@ class Curve:
         """The keys of a point, in capture order."""
         if graphs == 0:
             return ()
-        return self.keys_of(self._boxes.sizes_at(self.found.ends[graphs], graphs))
+        return self.keys_of(self.found.chosen(graphs))
 
     def all_keys(self) -> tuple[Key, ...]:
         """A key for every candidate of every lane."""
@@ -87,9 +95,8 @@ class Curve:
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
         """The keys of chosen candidates, in capture order."""
-        limits = {"query_len": self.bounds.query_len, "max_num_seqs": self.bounds.max_num_seqs}
         return capture_order(
-            key_of(lane.lane, int(lane.sizes[index]), **limits)
+            key_of(lane.lane, int(lane.sizes[index]), self.plan)
             for lane, picked in zip(self.problem.lanes, chosen, strict=True)
             for index in picked
         )
@@ -103,10 +110,6 @@ class Curve:
         """From one graph to where more bring less than 0.01%."""
         last = self.fewest(self.expected_us(self.graphs) * (1 + WORTH)) or 0
         return tuple(self.point(graphs) for graphs in range(1, last + 1))
-
-    @cached_property
-    def _boxes(self) -> Boxes:
-        return Boxes(self.problem, Limits(self.graphs))
 
 
 def price(costs: GraphCosts | None, keys: tuple[Key, ...]) -> tuple[int | None, float | None]:
@@ -146,7 +149,7 @@ def ladder_points(config: Config, traffic: Traffic, times: StepTimes, curve: Cur
         )
 
 
-def not_worth(plan: Plan, traffic: Traffic, times: StepTimes, bounds: Bounds) -> Iterator[NotWorth]:
+def not_worth(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator[NotWorth]:
     """Sizes of the plan's lanes at which a graph brings nothing: no batch would run in it, none that comes there is as
     large, or eager steps take no longer. LoRA cases that were not planned for are left out.
     """
@@ -157,7 +160,7 @@ def not_worth(plan: Plan, traffic: Traffic, times: StepTimes, bounds: Bounds) ->
     for rank, lane in enumerate(lanes):
         if lane.num_active_loras not in planned:
             continue
-        largest, stride, case = bounds.largest(lane), bounds.stride(lane), lane.num_active_loras
+        largest, stride, case = largest_of(lane, plan), stride_of(lane, plan), lane.num_active_loras
         graph, eager = (times.curve(m, largest, case) for m in (lane.mode, CUDAGraphMode.NONE))
         worth = np.flatnonzero(graph < eager)
         end = int(worth[-1]) // stride * stride if worth.size else 0

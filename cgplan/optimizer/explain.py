@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.boxes import Limits
-from cgplan.optimizer.budget import Best
 from cgplan.optimizer.curve import CLOSE, MOST, NO_GAIN, WORTH, Curve, ladder_points, not_worth, price
 from cgplan.optimizer.evidence import Evidence, Expected, LadderPoint, LaneSizes, LeftOut, Limit, NextGraph, SizeUse
 from cgplan.optimizer.lanes import Served, expected_step, padded_share
 from cgplan.optimizer.left_out import by_lane, left_out
 from cgplan.optimizer.lint import lint, milliseconds
+from cgplan.optimizer.search import Best, Limits
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Plan
 from cgplan.traffic.histogram import Traffic
@@ -69,7 +68,7 @@ class Case:
             uses=tuple(SizeUse.of(part, problem.weight) for part in self.served),
             pareto=self.curve.points(),
             ladders=ladders,
-            not_worth=tuple(not_worth(plan, self.traffic, self.times, self.curve.bounds)),
+            not_worth=tuple(not_worth(plan, self.traffic, self.times)),
             notes=tuple(self._notes()),
             warnings=(*self._unbounded_warning(), *lint(self.config, plan, self.traffic, self.times)),
             verdict=self._verdict(expected, ladders),

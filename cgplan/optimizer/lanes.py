@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.planning.plan import Lane
+from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import Batch, Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -32,9 +32,22 @@ def may_serve(lane: Lane, batch: Batch) -> bool:
     return (batch.uniform or not lane.uniform) and lane.num_active_loras >= batch.num_active_loras
 
 
-def key_of(lane: Lane, num_tokens: int, *, query_len: int, max_num_seqs: int) -> Key:
-    """The key of a lane's graph for this size."""
-    reqs: int | None = min(num_tokens // query_len if lane.uniform else num_tokens, max_num_seqs)
+def stride_of(lane: Lane, plan: Plan) -> int:
+    """Tokens that sizes of a lane are multiples of."""
+    return plan.query_len if lane.uniform else 1
+
+
+def largest_of(lane: Lane, plan: Plan) -> int:
+    """The largest capture size of a lane within the plan's bounds of a batch."""
+    limit, stride = plan.max_num_batched_tokens, stride_of(lane, plan)
+    if lane.uniform:
+        limit = min(limit, stride * plan.max_num_seqs)
+    return limit // stride * stride
+
+
+def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
+    """The key of a lane's graph for this size, within the plan's bounds of a batch."""
+    reqs: int | None = min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)
     if lane.mode is CUDAGraphMode.PIECEWISE:
         reqs = None
     case = lane.num_active_loras

@@ -12,16 +12,15 @@ from pydantic import BaseModel, ConfigDict
 from cgplan.config import Config
 from cgplan.errors import BudgetError
 from cgplan.modes import Key
-from cgplan.optimizer.boxes import Limits
-from cgplan.optimizer.budget import Best, best_plan
 from cgplan.optimizer.curve import MOST, WORTH, Curve
 from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.explain import Case
 from cgplan.optimizer.lanes import lanes_of, serve
-from cgplan.optimizer.problem import Bounds, problem_of
+from cgplan.optimizer.problem import problem_of
+from cgplan.optimizer.search import Best, Limits, best_plan
 from cgplan.planning.build import build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import PLANNED_FOR, Plan, Predicted, capture_config, config_hash
+from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -64,10 +63,9 @@ def propose(
         BudgetError: the budget does not pay for a single graph.
     """
     base = _without_keys(config)
-    bounds = Bounds(base.query_len, base.max_num_seqs, base.max_num_batched_tokens)
     lanes = lanes_of(base.mode, times.told_apart(base.lora_cases))
-    problem = problem_of(lanes, traffic, times, bounds, costs, failed)
-    curve = Curve.of(problem, bounds, costs, config.budget.max_graphs)
+    problem = problem_of(lanes, traffic, times, base, costs, failed)
+    curve = Curve.of(problem, base, costs, config.budget.max_graphs)
     limits = _limits(config, costs)
     if limits is not None:
         _check_one_graph(limits, curve, costs)
@@ -81,7 +79,7 @@ def propose(
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
             "sizes_source": f"{PLANNED_FOR} {traffic.source}",
             "keys": keys,
-            "predicted": costs and Predicted.by(costs, keys),
+            "predicted": costs and costs.of(keys),
         }
     )
     evidence = Case(config, traffic, times, costs, plan, curve, limits, best, served, failed).evidence()
@@ -106,7 +104,7 @@ def _limits(config: Config, costs: GraphCosts | None) -> Limits | None:
         memory=budget.memory if known else None,
         seconds=budget.capture_time if known else None,
     )
-    return None if budget.max_graphs is None and limits.only_graphs else limits
+    return None if budget.max_graphs is None and (limits.memory, limits.seconds) == (None, None) else limits
 
 
 def _best(limits: Limits | None, curve: Curve, most: int | None) -> Best:

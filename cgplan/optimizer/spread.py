@@ -69,15 +69,15 @@ class Spread:
         """Padding rows of a batch, on average, that one more graph saves; below 0 where there is no more size."""
         if number >= end:
             return -1.0
-        cost, batches = self._paths(lane).cost[:, 0, end], self._sizes[lane][end - 1] // self._stride(lane)
+        cost, batches = self._paths(lane).cost[:, end], self._sizes[lane][end - 1] // self._stride(lane)
         return float(cost[number] - cost[number + 1]) / batches
 
     def _paths(self, lane: Lane) -> Paths:
         sizes, stride = self._sizes[lane], self._stride(lane)
         if (sizes, stride) not in self._found:
             times = np.array([0, *sizes], dtype=np.float64)
-            weights = (times // stride)[None, None, :]
-            self._found[sizes, stride] = best_paths(weights, times[None, :], min(self._most, len(sizes)))
+            weights = (times // stride)[None]
+            (self._found[sizes, stride],) = best_paths(weights, times, min(self._most, len(sizes)))
         return self._found[sizes, stride]
 
     def _stride(self, lane: Lane) -> int:

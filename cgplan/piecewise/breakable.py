@@ -19,6 +19,7 @@ from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import blamed_line
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.pools import GraphPool
 from cgplan.piecewise.eager_piece import EagerPiece
 
 PATIENCE = 60.0  # seconds that a capture waits for one in another thread
@@ -78,7 +79,7 @@ class BreakableCUDAGraphCapture:
                 remedy='Make one with cgplan.backends.select_backend("auto"), and pools with its new_pool().',
             )
         self._backend: GraphBackend = found
-        self._pool = found.new_pool() if pool is None else getattr(pool, "handle", pool)
+        self._pool = found.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Segment | EagerPiece] = []
         # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
         # would release library workspaces that the others use.
@@ -314,6 +315,16 @@ def recording_capture() -> BreakableCUDAGraphCapture | None:
 def in_breakable_capture() -> bool:
     """Whether a breakable capture is open in this thread: in its segments and in its eager pieces, not on replay."""
     return _active.capture is not None
+
+
+@contextmanager
+def standing_in(capture: Any) -> Iterator[None]:
+    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a breakable capture."""
+    before, _active.capture = _active.capture, capture
+    try:
+        yield
+    finally:
+        _active.capture = before
 
 
 @contextmanager

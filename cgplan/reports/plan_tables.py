@@ -112,7 +112,7 @@ def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
     """What the keys are predicted to cost, and where that comes from."""
     if plan.predicted is None:
         return []
-    cost = plan.predicted.cost
+    cost = plan.predicted
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
         "static buffers": cost.static_bytes,

@@ -27,14 +27,22 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class ShownRecord(Record):
+    """A record with tables: ``print`` shows them as plain text."""
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+
+Keys = tuple[tuple[Mode, Descriptor], ...]
+
+
 class Environment(Record):
     """Where and when a report was made.
 
     Attributes:
-        backend: ``cuda`` or ``cpu (tape)``.
-        device: Name of the GPU or processor.
-        driver: GPU driver's version, None without a GPU.
-        cuda: CUDA version that torch was built for, None without.
+        backend, device: ``cuda`` or ``cpu (tape)``, and the name of the GPU or processor.
+        driver, cuda: Versions of the GPU driver, and of CUDA that torch was built for; None without.
         date: UTC, ISO 8601, to the second.
         config_hash: Digest of the configuration.
     """
@@ -69,10 +77,10 @@ class GraphRecord(Record):
         graphs: Graphs that the key has (1 for FULL, the segments for PIECEWISE).
         nodes: Kernel nodes (tape: operators); None where they could not be counted.
         pool_growth: Bytes by which the graph pool grew.
-        driver_bytes: Device memory that the driver took for it: free memory lost beyond what torch reserved. The
-            driver takes memory in chunks, so a key may show 0 and the next one several. None without a driver.
-        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph (to the last
-            one where there are eager pieces between them, which run too).
+        driver_bytes: Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a key
+            may show 0 and the next one several. None without a driver.
+        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from the first begin to the last instantiated
+            graph, eager pieces included.
         eager_pieces: Functions that run eagerly between the graphs of the key.
         segment_nodes: The nodes of each graph, in order; empty where they could not be counted.
     """
@@ -127,9 +135,9 @@ class BudgetRecord(Record):
     reserve: int | None
     used_bytes: int
     used_seconds: float
-    left_out: tuple[tuple[Mode, Descriptor], ...] = ()
+    left_out: Keys = ()
     stops: tuple[StopRecord, ...] = ()
-    skipped: tuple[tuple[Mode, Descriptor], ...] = ()
+    skipped: Keys = ()
 
 
 class FailedKey(Record):
@@ -153,7 +161,6 @@ class FailedKey(Record):
 
     @property
     def text(self) -> str:
-        """The error with its message."""
         return f"{self.error}: {self.detail}"
 
 
@@ -168,10 +175,9 @@ class SplitRecord(Record):
     Attributes:
         route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
         segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators on each side, with the number of their calls in one forward. Of a model that was not
-            traced they are those of the first capture: none before it, none where a profiler was looking already, and
-            no kernels that do not pass PyTorch's dispatcher. By route ``modules`` ``eager`` names what the capture
-            breaks at instead, and ``eager_operators`` has the operators in there.
+        captured, eager: Operators on each side, with the number of their calls in one forward; of a model that was not
+            traced only those that pass PyTorch's dispatcher, and none before its first capture. By route ``modules``
+            ``eager`` names the modules, and ``eager_operators`` the operators in them.
     """
 
     route: str
@@ -206,15 +212,13 @@ class RankRecord(Record):
     """One rank of a capture.
 
     Attributes:
-        rank, host, device: Which, and where: the GPU by its unique number, or ``cpu``.
-        all_reduce: How it sums over the ranks: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
+        device: The GPU by its unique number, or ``cpu``.
+        all_reduce: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
         rows: Rows of the pointer table: captured all-reduces that read the other ranks' graph buffers.
-        buffers: Distinct graph buffers that were registered.
-        bases: Allocations that they lie in; one handle was handed out for each.
-        mapped_bytes: Bytes of other ranks' allocations that were mapped into this process for them.
+        buffers, bases: Distinct graph buffers that were registered, and allocations that they lie in.
+        mapped_bytes: Bytes of other ranks' allocations that were mapped into this process.
         registration_seconds: From the end of the last capture until replays were allowed.
-        pool_bytes, static_bytes, total_bytes: As in CaptureReport.
-        session_seconds: The whole session.
+        pool_bytes, static_bytes, total_bytes, session_seconds: As in CaptureReport.
     """
 
     rank: int
@@ -232,20 +236,19 @@ class RankRecord(Record):
     session_seconds: float
 
 
-class CaptureReport(Record):
+class CaptureReport(ShownRecord):
     """What capturing a plan cost.
 
     Attributes:
         records: One for each key, in capture order.
         pool_bytes: The graph pool after the last capture.
         static_bytes: Static buffers.
-        workspace_bytes: What else stays in torch's allocator, outside of the pool: workspaces of libraries, which the
-            first warm-up of a process brings.
-        driver_bytes: Device memory that the driver took over the whole session, the kernels that warm-ups loaded
-            included; None without a driver.
+        workspace_bytes: Workspaces of libraries, which the first warm-up of a process allocates outside of the pool.
+        driver_bytes: Device memory that the driver took over the whole session, with the kernels that warm-ups loaded;
+            None without a driver.
         free_before, free_after: Free device memory around the session, caches given back; None where not known.
-        session_seconds: The whole session: warm-ups, captures, reading memory and counting nodes.
-        inspection_seconds: The part of it that only this report needed: reading memory and counting nodes.
+        session_seconds, inspection_seconds: The whole session, and the part of it that only this report needed: reading
+            memory and counting nodes.
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
         budget: What the budget allowed, None without one.
@@ -294,12 +297,10 @@ class CaptureReport(Record):
 
     @property
     def warmup_seconds(self) -> float:
-        """Seconds of all warm-ups."""
         return sum(r.warmup_seconds for r in self.records)
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds of all captures."""
         return sum(r.capture_seconds for r in self.records)
 
     @property
@@ -323,9 +324,6 @@ class CaptureReport(Record):
         made = f"{self.environment.device}, {self.environment.date}"
         return f"a capture of {len(self.records)} keys on {made}, config {self.environment.config_hash}"
 
-    def __str__(self) -> str:
-        return render_text(self)
-
 
 class Timing(Record):
     """Microseconds over repeated calls."""
@@ -341,9 +339,9 @@ class BenchRecord(Record):
         num_tokens: The batch, unpadded.
         mode, descriptor: What the runner dispatched it to.
         padded_rows: Rows of padding that the graph computed besides.
-        eager: Latency of the model called eagerly on the batch, from an idle device until it has finished.
-        graph: Latency of the runner's call: checks, copies, padding, replay. None if no graph serves the batch.
-        replay: Latency of the bare replay. None likewise, and for PIECEWISE.
+        eager, graph, replay: Latency from an idle device until it has finished: of the model called eagerly, of the
+            runner's call (checks, copies, padding, replay) and of the bare replay. None if no graph serves the batch;
+            ``replay`` is None for PIECEWISE, too.
         graph_queued, replay_queued: Time per call when calls follow one another without waiting: device time alone,
             where the device takes longer than the host.
         eager_host, graph_host: Host time until the call returned.
@@ -381,10 +379,9 @@ class WayRecord(Record):
 
     Attributes:
         name: ``cgplan``, or a baseline.
-        ready_seconds: From nothing (but kernels and libraries that the process has loaded) to the end of the last
-            size's first call: warm-ups, compilation and capture included. None if it failed.
-        memory_bytes: Device memory that was gone then, beyond what it had been before; on the tape, what the pools
-            had reserved. Nothing else was ready at that time. None if it failed.
+        ready_seconds: Until the end of the last size's first call: warm-ups, compilation and capture included, kernels
+            and libraries that the process has loaded already not. None if it failed.
+        memory_bytes: Device memory that was gone then; on the tape, reserved by pools. None if it failed.
         failure: Why there are no figures; None where there are.
         note: How to read the figures.
     """
@@ -402,15 +399,11 @@ class PeerRecord(Record):
     Attributes:
         name: The way.
         num_tokens: The batch, unpadded; the same tensors for all ways.
-        device: Time of a call when calls follow one another without waiting: of the device alone, where it takes
-            longer than the host.
-        latency: From an idle device until it has finished the call.
-        host: Until the call returned, on an idle device.
-        first_call_seconds: The first call of this size, with the compilation and recording that happen in it; captures
-            ahead of it are in the way's ``ready_seconds`` alone.
+        device, latency, host: Time of a call when calls follow one another without waiting; from an idle device until
+            it has finished; until the call returned.
+        first_call_seconds: The first call of this size, with the compilation and recording that happen in it.
         deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
-            and seed, after all calls; None where they cannot be compared.
-        not_comparable: Why; None where they can.
+            and seed, after all calls; None where they cannot be compared, for the reason in ``not_comparable``.
     """
 
     name: str
@@ -428,7 +421,7 @@ class PeersRecord(Record):
 
     Attributes:
         seed: Of the random order.
-        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls in all.
+        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls together.
         capture_seconds: cgplan's own capture session, a part of its ``ready_seconds``; None if it failed.
         keys: Graphs that cgplan captured in it; baselines made one for each size.
         ways: One for each way, cgplan first.
@@ -461,7 +454,7 @@ def check_peers(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-class BenchReport(Record):
+class BenchReport(ShownRecord):
     """Latency by batch size.
 
     Attributes:
@@ -479,14 +472,11 @@ class BenchReport(Record):
     records: tuple[BenchRecord, ...]
     peers: PeersRecord | None = None
 
-    def __str__(self) -> str:
-        return render_text(self)
-
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
-class ReplanReport(Record):
+class ReplanReport(ShownRecord):
     """What a replan changed.
 
     Attributes:
@@ -504,15 +494,12 @@ class ReplanReport(Record):
     kind: Literal["replan"] = "replan"
     difference: PlanDifference
     way: Way
-    captured: tuple[tuple[Mode, Descriptor], ...] = ()
-    evicted: tuple[tuple[Mode, Descriptor], ...] = ()
+    captured: Keys = ()
+    evicted: Keys = ()
     recaptured: int = 0
     failed: tuple[FailedKey, ...] = ()
     pool_bytes: tuple[int, int]
     seconds: float
-
-    def __str__(self) -> str:
-        return render_text(self)
 
 
 Report = CaptureReport | BenchReport | Plan

@@ -53,6 +53,8 @@ class CaptureSession:
             own, as ``compilation.pool`` says.
         name: What messages call the runner.
         together: The sessions of other ranks, where several processes capture one model.
+        state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one;
+            absent: the model.
 
     Raises:
         ModelError: ``model`` cannot be called. ConfigError: ``progress`` cannot.
@@ -69,6 +71,7 @@ class CaptureSession:
         pool: GraphPool | None = None,
         name: str = "runner",
         together: Together = ALONE,
+        state: Sequence[object] | None = None,
     ) -> None:
         if not callable(model):
             raise ModelError(
@@ -88,6 +91,7 @@ class CaptureSession:
         self._pool = pool
         self._name = name
         self._together = together
+        self._state = state
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
@@ -116,9 +120,7 @@ class CaptureSession:
         lazy = policy == "lazy"
         with nullcontext() if lazy else use.held(self._name):
             live = self._captured(self._plan, () if lazy else None)
-            runner = GraphRunner(live, self._captured, use, self._name)
-        self._together.tell_of_losses(runner.refuse)
-        return runner
+            return GraphRunner(live, self._captured, use, self._name)
 
     def _check_plan(self) -> None:
         """Raise PlanError unless the plan is of this configuration."""
@@ -179,7 +181,7 @@ class CaptureSession:
 
     def _capture_keys(self, graphed: GraphedModel, guard: BudgetGuard, keys: Sequence[Key]) -> list[CapturedKey]:
         """Capture these, and leave the buffers as new; on all ranks."""
-        with self._backend.session(), torch.no_grad():
+        with graphed.keeping_state(), self._backend.session(), torch.no_grad():
             guard.begin()
             captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
             guard.rest()
@@ -203,11 +205,11 @@ class CaptureSession:
             graphed.free()
         if graphed is None or refused:
             graphed = self._new(restricted(plan, (), self._config))
-        guard.static_bytes = graphed.buffers.nbytes
+        guard.static_bytes, guard.copied_bytes = graphed.buffers.nbytes, lambda: graphed.copied_bytes
         return graphed
 
     def _new(self, plan: Plan) -> GraphedModel:
-        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool)
+        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool, self._state)
         graphed.before_free, graphed.is_alone = self._together.release, self._together is ALONE
         return graphed
 
@@ -287,8 +289,8 @@ class CaptureSession:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(self._model, torch.nn.Module) and self._model.training:
             warnings.append(
-                "the model is in training mode: dropout and batch norm run as in training, and warm-ups on padding "
-                "have changed what it counts, running means say; call .eval() before the capture"
+                "the model is in training mode: dropout and batch norm run as in training; call .eval() before the "
+                "capture"
             )
         with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
         if self._config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
@@ -334,7 +336,8 @@ def describe_split(
     mode, smallest = piecewise[-1]
     try:
         if graphed.route.splitter is not None:
-            with random_state_kept(graphed.backend.device, graphed.generators):
+            with graphed.keeping_state(), random_state_kept(graphed.backend.device, graphed.generators):
+                graphed.look(mode, smallest)
                 graphed.warm_up(mode, smallest)
         return graphed.route.describe()
     except Exception as error:

@@ -22,7 +22,8 @@ import torch
 from cgplan.backends import GraphBackend
 from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
-from cgplan.runner.manager import CudaGraphManager, GraphPool, PoolReport, capture_together
+from cgplan.graphs.pools import GraphPool
+from cgplan.runner.manager import CudaGraphManager, PoolReport, capture_together
 from cgplan.runner.routing import as_count
 from cgplan.runner.session import CaptureProgress
 from cgplan.speculative.passes import BLOCKS, PagedModel, Propose, SpecState, Verify

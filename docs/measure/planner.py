@@ -89,9 +89,8 @@ def main():
             costs = MeasuredCosts.from_report(report, config) if report else None
             start = time.perf_counter()
             plan = build_plan(config)
-            trace = synthetic_requests(config) if section else read_traffic(TRACE, plan, speedup=speed)
-            clock, bounds = step_clock(plan, times), SchedulerBounds.of(plan)
-            traffic = simulate(trace.requests, bounds, clock, source=trace.source, notes=trace.notes)
+            trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)
+            traffic = simulate(trace, SchedulerBounds.of(plan), step_clock(plan, times))
             simulated = time.perf_counter() - start
             evidence = propose(config, traffic, times, costs).evidence
             planned = time.perf_counter() - start - simulated

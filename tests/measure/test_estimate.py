@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checks import MIB, back_at, reserved
+import yaml
+from checks import MIB, Tally, back_at, reserved
 from devices import WithDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
-from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
+from cgplan.backends.tape_pool import TapePool
+from cgplan.cli.main import app
 from cgplan.config import Config, Input, validate_config
-from cgplan.errors import CaptureError, ModelError
+from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, ModelError
+from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.measure.calibrate import bytes_per_node, calibrate
-from cgplan.measure.estimate import estimate
+from cgplan.measure.estimate import AllocationLog, estimate, fake_tensors
 from cgplan.models.decoder import build
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import static_bytes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.estimated import NODE_BYTES, EstimatedCosts, Recording
 from cgplan.pricing.measured import MeasuredCosts
@@ -57,21 +64,18 @@ def key(num_tokens: int, mode: CUDAGraphMode = FULL) -> Any:
     return mode, BatchDescriptor(num_tokens, num_tokens)
 
 
-# --- what a tape tells of its allocations ---------------------------------------------------------------------
+# --- the allocation log ---------------------------------------------------------------------------------------
 
 
-def logged(forward: Callable[[], Any]) -> list[Allocation]:
-    """What a forward takes from a fresh pool, and gives back, with its output dropped at the end."""
-    backend = TapeBackend()
-    pool = backend.new_pool()
-    log = backend.log_allocations(pool)
-    graph = backend.new_graph(pool)
-    with backend.session(), torch.no_grad(), backend.capturing(graph):
-        forward()
+def logged(forward: Callable[[], Any]) -> AllocationLog:
+    """What a forward takes and gives back, with its output dropped at the end."""
+    with fake_tensors() as fake, torch.no_grad():
+        log = AllocationLog(fake)
+        log.run("full", forward, {}, None)
     return log
 
 
-def test_a_tape_logs_operators_results_at_their_sizes() -> None:
+def test_results_of_operators_are_logged_at_their_sizes() -> None:
     x = torch.zeros(8)
 
     def forward() -> Tensor:
@@ -81,39 +85,32 @@ def test_a_tape_logs_operators_results_at_their_sizes() -> None:
         return z.half()  # 8, while z lives
 
     log = logged(forward)
-    assert [event.nbytes for event in log] == [64, 32, None, 8, None, None]
-    first, second = log[0].block, log[1].block
-    assert (log[2].block, log[4].block) == (first, second)
-    assert {event.inside for event in log} == {""}
+    assert [event.nbytes for event in log.events] == [64, 32, None, 8, None, None]
+    first, second = log.events[0].block, log.events[1].block
+    assert (log.events[2].block, log.events[4].block) == (first, second)
+    assert {event.inside for event in log.events} == {""}
+    assert log.operators == 3
 
 
-def test_results_that_share_memory_are_one_block() -> None:
+def test_views_of_weights_and_results_that_share_memory_take_nothing() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    log = logged(lambda: weight.t()[0].view(2, 2))
+    assert (log.events, log.operators) == ([], 0)
     log = logged(lambda: torch.zeros(16).chunk(4)[1] + 1)
-    assert [event.nbytes for event in log if event.nbytes is not None] == [64, 16]
+    assert [event.nbytes for event in log.events if event.nbytes is not None] == [64, 16]
 
 
-def test_nobody_asked_no_log() -> None:
-    backend = TapeBackend()
-    pool = backend.new_pool()
-    assert pool.log is None
-    assert backend.log_allocations(pool) is backend.log_allocations(pool)
-
-
-def test_other_devices_do_not_tell() -> None:
-    assert GraphBackend.log_allocations(TapeBackend(), object()) is None
-
-
-def test_what_an_operator_with_python_code_does_inside_is_marked() -> None:
+def test_temporaries_of_an_operator_with_python_code_are_marked() -> None:
     library = torch.library.Library("cgplan_tests_estimate", "FRAGMENT")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: (x.double() + 1).float(), "CPU")
     x = torch.zeros(8)
     log = logged(lambda: torch.ops.cgplan_tests_estimate.twice(x) + 1)
     name = "cgplan_tests_estimate::twice"
-    assert [(e.nbytes, e.inside) for e in log] == [
+    assert [(e.nbytes, e.inside) for e in log.events] == [
         (64, name), (64, name), (None, name), (32, name), (None, name), (32, ""), (None, ""), (None, ""),
     ]  # fmt: skip
-    recording = Recording.of(key(8), 4, log)
+    recording = Recording.of(key(8), 4, log.events)
     assert [event.nbytes for event in recording.events] == [32, 32, None, None]  # the result of ``twice`` stays
     assert (recording.hidden_bytes, recording.hidden_in) == (128, (name,))
 
@@ -299,29 +296,113 @@ def decoder_config(mode: str, sizes: list[int], **sections: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estimated(mode: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"splitting_modules": ["layers.*.self_attn"]}], ids=["ops", "modules"])
+def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estimated(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every key of the plan, recorded in capture order into one pool, against the estimate from a few of them."""
-    model, config = build(num_layers=2, num_blocks=16), decoder_config(mode, [1, 2, 4, 8, 16, 32, 64])
+    model, config = build(num_layers=2, num_blocks=16), decoder_config("PIECEWISE", [1, 2, 4, 8, 16, 32, 64])
+    config = config.model_copy(update={"compilation": config.compilation.model_copy(update=options)})
     plan = build_plan(config)
-    costs = estimate(config, model, plan)
-    backend, pools = TapeBackend(), list[list[Allocation]]()
-    new_pool = backend.new_pool
+    costs, log, take, numbers = estimate(config, model, plan), list[Allocation](), TapePool.take, itertools.count()
 
-    def logging_pool() -> Any:
-        pool = new_pool()
-        pools.append(backend.log_allocations(pool))
-        return pool
+    def logging(pool: TapePool, nbytes: int) -> torch.UntypedStorage:
+        storage, number = take(pool, nbytes), next(numbers)
+        log.append(Allocation(number, nbytes))
+        weakref.finalize(storage, lambda: log.append(Allocation(number, None)))
+        return storage
 
-    backend.new_pool = logging_pool  # type: ignore[method-assign]
-    runner = CaptureSession(plan, model, backend, config).run()
+    monkeypatch.setattr(TapePool, "take", logging)
+    runner = CaptureSession(plan, model, TapeBackend(), config).run()
     pool = CachingPool()
-    pool.run(Recording.of(plan.keys[0], 0, pools[0]).events)
+    pool.run(log)
     found = costs.of(plan.keys)
     assert sum(k.pool_bytes for k in found.keys) == pool.reserved
     assert sum(k.driver_bytes for k in found.keys) == NODE_BYTES * sum(r.nodes or 0 for r in runner.report.records)
     assert found.static_bytes == runner.report.static_bytes
-    assert "cgplan::attention" in costs.source if mode == "FULL" else True
+
+
+@pytest.mark.parametrize(("mode", "pool_mib", "operators"), [("FULL", 2, 1050), ("FULL_AND_PIECEWISE", 2, 1444)])
+def test_a_decoder_costs_what_it_did_when_forwards_were_recorded_on_a_tape(
+    mode: str, pool_mib: int, operators: int
+) -> None:
+    config = decoder_config(mode, [1, 2, 4, 8, 16, 32, 64])
+    plan = build_plan(config)
+    costs = estimate(config, build(num_layers=2, num_blocks=16), plan)
+    found = costs.of(plan.keys)
+    assert sum(k.pool_bytes for k in found.keys) == pool_mib * MIB
+    assert sum(k.driver_bytes for k in found.keys) == NODE_BYTES * operators
+    assert "cgplan::attention" in costs.source, "whose temporaries are left out"
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_a_model_without_memory_is_estimated_alike(mode: str) -> None:
+    config = decoder_config(mode, [4, 16])
+    plan, shape = build_plan(config), {"num_layers": 2, "vocab_size": 4096, "hidden_size": 256}
+    usual = estimate(config, build(**shape, num_blocks=64), plan).of(plan.keys)
+    with fake_tensors():
+        model = build(**shape, num_blocks=1 << 30).to(torch.float32)  # terabytes
+        assert estimate(config, model, plan).of(plan.keys) == usual
+
+
+def test_real_weights_and_caches_stay_as_they_are() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    model = Counts()
+    estimated(model, config_of([2, 4]))
+    assert model.count == 0
+
+
+def test_wrapped_segments_alone_are_logged() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.segment = CUDAGraphWrapper(lambda x: x + 1, PIECEWISE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.segment(x * 2) * 3
+
+    costs = estimated(Wrapped(), config_of([2, 8], cudagraph_mode="PIECEWISE", piecewise="wrappers"))
+    assert costs.driver_bytes(key(8, PIECEWISE)) == NODE_BYTES
+
+
+def test_functions_that_break_a_capture_are_eager_pieces() -> None:
+    @eager_break_during_capture
+    def middle(x: Tensor) -> Tensor:
+        return (x * 2).exp() - 1
+
+    costs = estimated(lambda x: middle(x + 1) * 3, config_of([2, 8], cudagraph_mode="PIECEWISE"))
+    assert costs.driver_bytes(key(8, PIECEWISE)) == 2 * NODE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("forward", "error", "words"),
+    [
+        (lambda x: x * x.sum().item(), HostSyncError, "needs the host"),
+        (lambda x: x * x.cpu(), HostSyncError, r"Tensor.cpu\(\) needs the host"),
+        (lambda x: torch.ops.cgplan_tests_estimate.unknown(x), ModelError, "unknown"),
+    ],
+)
+def test_forwards_that_cannot_be_estimated(forward: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        estimated(forward, config_of([2, 4]))
+
+
+def test_an_eager_piece_that_reads_values_is_an_error_with_a_remedy() -> None:
+    @eager_break_during_capture
+    def piece(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    with pytest.raises(CaptureError, match="without values of tensors") as caught:
+        estimated(lambda x: piece(x + 1) * 3, config_of([2, 8], cudagraph_mode="PIECEWISE"))
+    assert "--costs measure" in str(caught.value.remedy)
 
 
 def test_a_decoder_with_adapters_costs_more_with_them() -> None:
@@ -371,9 +452,7 @@ def test_chunks_of_several_sizes_give_the_average() -> None:
 
 
 def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
-    return plan.model_copy(
-        update={"predicted": Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)}
-    )
+    return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
 @pytest.mark.parametrize("chunk", [1, 4096, 100_000])
@@ -454,7 +533,7 @@ def test_each_modes_nodes_have_their_own_bytes() -> None:
 
 
 def test_what_is_spent_once_is_known_apart() -> None:
-    calls: list[int] = []
+    calls = Tally()
 
     def model(x: Tensor) -> Tensor:
         calls.append(len(x))
@@ -507,3 +586,42 @@ def test_a_larger_size_is_never_estimated_to_need_less() -> None:
     costs = estimate(config, lambda x: x + 1, build_plan(config))
     pools = [costs.pool_bytes(CUDAGraphMode.FULL, size) for size in range(1, 4000, 13)]
     assert pools == sorted(pools)
+
+
+# --- on the command line --------------------------------------------------------------------------------------
+
+BUILDS = """
+import torch
+
+class Plus(torch.nn.Linear):
+    def __init__(self, what):
+        super().__init__(4, 4)
+        if what == "too large":
+            raise MemoryError("no more")
+        if what == "reads values":
+            self.scales = [scale.item() for scale in torch.linspace(1, 2, 3)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("fits", 0, "on tensors without memory"),
+        ("reads values", 0, "built with memory for its weights; without, building fails: aten._local_scalar_dense"),
+        ("too large", CaptureMemoryError.exit_code, "the model does not fit into this machine's memory"),
+    ],
+)
+def test_a_model_is_built_without_memory_if_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int, words: str
+) -> None:
+    (tmp_path / "models.py").write_text(BUILDS)
+    config = {
+        "model": {"target": "models.py:Plus", "kwargs": {"what": what}},
+        "inputs": {"input": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+        "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [8, 16]},
+    }
+    (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["inspect", "--config", "it.yaml", "--costs", "estimate"])
+    assert result.exit_code == code, result.output
+    assert words in result.stderr.replace("\n", " ")

@@ -181,7 +181,7 @@ def test_a_proposed_plan_is_a_plan() -> None:
     assert [mode for mode, _ in plan.keys] == sorted((mode for mode, _ in plan.keys), key=lambda m: m is FULL)
     assert all(key.num_tokens == 2 * (key.num_reqs or 0) for mode, key in plan.keys if mode is FULL)
     assert plan.predicted is not None
-    assert plan.predicted.cost == COSTS.of(plan.keys)
+    assert plan.predicted == COSTS.of(plan.keys)
     assert plan.predicted.source == COSTS.source
     again = Plan.from_json(plan.model_dump_json())
     assert again == plan
@@ -680,7 +680,7 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs(seqs: int, most: int) ->
     config = config_of(seqs=seqs, tokens=8192)
     times = StepTimes.default()
     plan = build_plan(config)
-    seen = simulate(read_traffic(TRACE, plan).requests, SchedulerBounds.of(plan), step_clock(plan, times))
+    seen = simulate(read_traffic(TRACE, plan), SchedulerBounds.of(plan), step_clock(plan, times))
     evidence = propose(config, seen, times).evidence
     vllm = ladder(evidence, "vllm")
     assert vllm.graphs == most

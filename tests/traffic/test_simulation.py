@@ -14,13 +14,13 @@ from cgplan.config import Config
 from cgplan.errors import StepTimeError, TrafficError
 from cgplan.planning import build_plan
 from cgplan.traffic.histogram import StepShape
-from cgplan.traffic.simulation import NO_ADAPTER, Request, SchedulerBounds, StepTime, simulate
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, SchedulerBounds, StepTime, simulate
 
 
 def steps_of(
     requests: list[Request], bounds: SchedulerBounds, step_time: StepTime = lambda batch: 10.0
 ) -> dict[StepShape, float]:
-    return dict(simulate(requests, bounds, step_time).histogram)
+    return dict(simulate(RequestTrace(requests), bounds, step_time).histogram)
 
 
 def decode(tokens: int, loras: int = 0) -> StepShape:
@@ -132,7 +132,7 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
 @given(case=cases())
 def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None:
     requests, bounds = case
-    found = simulate(requests, bounds, lambda batch: 10.0)
+    found = simulate(RequestTrace(requests), bounds, lambda batch: 10.0)
     prompts = sum(request.context_tokens for request in requests)
     decodes = sum(bounds.decode_steps(request) for request in requests)
     run = sum(batch.num_tokens * weight for batch, weight in found.histogram)
@@ -208,7 +208,9 @@ def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
 
 def test_slower_steps_make_larger_batches() -> None:
     requests = [Request(100.0 * i, 1, 50) for i in range(40)]
-    fast, slow = (simulate(requests, SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0))
+    fast, slow = (
+        simulate(RequestTrace(requests), SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0)
+    )
     assert fast.max_tokens < slow.max_tokens
 
 
@@ -220,7 +222,9 @@ def test_long_requests_cost_no_more_than_short_ones() -> None:
 
 
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
-    traffic = simulate([Request(0, 1, 1), Request(90.0, 1, 1)], SchedulerBounds(2, 8), lambda batch: 10.0, source="two")
+    traffic = simulate(
+        RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"), SchedulerBounds(2, 8), lambda batch: 10.0
+    )
     assert traffic.total == 2
     assert traffic.source == "two"
     assert any("busy 20% of the time" in note for note in traffic.notes)
@@ -238,7 +242,7 @@ def test_each_batch_is_asked_for_once() -> None:
         asked[batch] += 1
         return 10.0
 
-    simulate([Request(10.0 * i, 4, 5) for i in range(50)], SchedulerBounds(8, 64), step_time)
+    simulate(RequestTrace([Request(10.0 * i, 4, 5) for i in range(50)]), SchedulerBounds(8, 64), step_time)
     assert set(asked.values()) == {1}
 
 
@@ -263,18 +267,18 @@ def test_bounds_come_from_the_configuration() -> None:
 )
 def test_requests_that_cannot_be(request_: Request) -> None:
     with pytest.raises(TrafficError, match="request 1 cannot be") as caught:
-        simulate([Request(0, 1, 1), request_], SchedulerBounds(1, 1), lambda batch: 1.0)
+        simulate(RequestTrace([Request(0, 1, 1), request_]), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "a prompt of at least 1 token" in caught.value.remedy
 
 
 def test_no_requests() -> None:
     with pytest.raises(TrafficError, match="nothing: no requests") as caught:
-        simulate([], SchedulerBounds(1, 1), lambda batch: 1.0, source="nothing")
+        simulate(RequestTrace([], "nothing"), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "at least one" in caught.value.remedy
 
 
 @pytest.mark.parametrize("length", [0.0, -1.0, float("nan"), float("inf")])
 def test_step_times_have_to_be_positive(length: float) -> None:
     with pytest.raises(StepTimeError, match="a step with 3 tokens lasts") as caught:
-        simulate([Request(0, 3, 1)], SchedulerBounds(4, 8), lambda batch: length)
+        simulate(RequestTrace([Request(0, 3, 1)]), SchedulerBounds(4, 8), lambda batch: length)
     assert "above 0" in caught.value.remedy

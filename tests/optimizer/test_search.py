@@ -1,0 +1,472 @@
+"""The optimizer against brute force over all subsets, and what it claims of its own answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import Costs, plan_of
+
+from cgplan.modes import CUDAGraphMode, Key
+from cgplan.optimizer.lanes import expected_step, key_of, lanes_of, largest_of, serve, stride_of
+from cgplan.optimizer.paths import best_paths
+from cgplan.optimizer.problem import Problem, problem_of
+from cgplan.optimizer.search import Chosen, Limits, Search, best_plan
+from cgplan.planning import Plan
+from cgplan.planning.costs import GraphCosts
+from cgplan.planning.plan import Lane
+from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.step_times import StepTimes
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@dataclass(frozen=True)
+class Instance:
+    lanes: tuple[Lane, ...]
+    plan: Plan  # its bounds of a batch
+    traffic: Traffic
+    times: StepTimes
+
+    def problem(self, costs: GraphCosts | None = None) -> Problem:
+        return problem_of(self.lanes, self.traffic, self.times, self.plan, costs)
+
+    def keys(self, problem: Problem, chosen: Chosen) -> list[Key]:
+        return [
+            key_of(lane.lane, int(lane.sizes[index]), self.plan)
+            for lane, picked in zip(problem.lanes, chosen, strict=True)
+            for index in picked
+        ]
+
+
+def bounds(query_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> Plan:
+    """A plan of no key, with bounds of a batch."""
+    return plan_of("NONE", seqs=max_num_seqs, tokens=max_num_batched_tokens, spec=query_len - 1)
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All subsets of all keys: [2 ** keys] mean microseconds, and what the subsets cost."""
+
+    expected: np.ndarray
+    graphs: np.ndarray
+    memory: np.ndarray
+    seconds: np.ndarray
+    lanes: dict[Lane, np.ndarray]  # whether a subset has a key of that lane
+
+    def best(self, limits: Limits, lanes: list[Lane] | None = None) -> float:
+        allowed = self.graphs <= limits.graphs
+        for lane, has in self.lanes.items():
+            if lanes is not None and lane not in lanes:
+                allowed &= ~has
+        if limits.memory is not None:
+            allowed &= self.memory <= limits.memory * (1 + 1e-9)
+        if limits.seconds is not None:
+            allowed &= self.seconds <= limits.seconds * (1 + 1e-9)
+        return float(self.expected[allowed].min())
+
+
+def brute_force(instance: Instance, costs: GraphCosts | None = None) -> Everything:
+    """Each size of each lane in or out, whether a batch sits there or not; batches by the words of the design."""
+    plan, times = instance.plan, instance.times
+    keys = [
+        (lane, size)
+        for lane in instance.lanes
+        for size in range(stride_of(lane, plan), largest_of(lane, plan) + 1, stride_of(lane, plan))
+    ]
+    assert len(keys) <= 15
+    masks = np.arange(1 << len(keys))
+    has = {key: (masks >> bit & 1).astype(bool) for bit, key in enumerate(keys)}
+    total = np.zeros(masks.size)
+    for batch, weight in instance.traffic.histogram:
+        took = np.full(masks.size, times.of(NONE, batch.num_tokens, batch.num_active_loras))
+        open_ = np.ones(masks.size, dtype=bool)
+        for lane in instance.lanes:
+            if (lane.uniform and not batch.uniform) or lane.num_active_loras < batch.num_active_loras:
+                continue
+            for size in sorted(size for other, size in keys if other == lane and size >= batch.num_tokens):
+                hit = open_ & has[lane, size]
+                took[hit] = times.of(lane.mode, size, lane.num_active_loras)
+                open_ &= ~hit
+        total += weight * took
+    graphs = sum((h.astype(int) for h in has.values()), np.zeros(masks.size, dtype=int))
+    memory, seconds, pool, static = (np.zeros(masks.size) for _ in range(4))
+    if costs is not None:
+        for (lane, size), chosen in has.items():
+            key = key_of(lane, size, plan)
+            memory += costs.driver_bytes(key) * chosen
+            seconds += costs.seconds(key) * chosen
+            pool = np.maximum(pool, costs.pool_bytes(lane.mode, size) * chosen)
+            static = np.maximum(static, costs.static_bytes(size) * chosen)
+        memory += pool + static + costs.workspace_bytes * (graphs > 0)
+        seconds += costs.once_seconds * (graphs > 0)
+    by_lane = {lane: np.zeros(masks.size, dtype=bool) for lane in instance.lanes}
+    for (lane, _), chosen in has.items():
+        by_lane[lane] |= chosen
+    return Everything(total / instance.traffic.total, graphs, memory, seconds, by_lane)
+
+
+@st.composite
+def curves(draw: st.DrawFn, first: int, steps: list[int], most: int) -> dict[int, float]:
+    """Nondecreasing, with flat steps and cliffs."""
+    rises = draw(st.lists(st.sampled_from(steps), min_size=most - 1, max_size=most - 1))
+    return {n + 1: float(first + sum(rises[:n])) for n in range(most)}
+
+
+@st.composite
+def instances(draw: st.DrawFn, mode: CUDAGraphMode, cases: tuple[int, ...], most: int) -> Instance:
+    q = draw(st.integers(1, 3))
+    plan = bounds(q, draw(st.integers(1, max(most // q, 1))), draw(st.integers(q, most)))
+    uniform = st.builds(
+        lambda reqs, loras: Batch(reqs * q, reqs, True, loras),
+        st.integers(1, max(most // q, 1)),
+        st.sampled_from(cases),
+    )
+    mixed = st.builds(lambda n, loras: Batch(n, 1, False, loras), st.integers(1, most), st.sampled_from(cases))
+    counts = draw(st.dictionaries(uniform | mixed, st.integers(1, 9), min_size=1, max_size=12))
+    points = {
+        NONE: draw(curves(draw(st.sampled_from([4, 9, 20])), [0, 0, 0, 1, 3], most)),
+        PIECEWISE: draw(curves(draw(st.sampled_from([2, 5, 8])), [0, 0, 1, 2], most)),
+        FULL: draw(curves(draw(st.sampled_from([2, 5, 8])), [0, 0, 1, 2, 6], most)),
+    }
+    times = StepTimes.measured({(m, 0): p for m, p in points.items()}, "drawn")
+    return Instance(lanes_of(mode, cases), plan, Traffic.of(counts, "drawn"), times)
+
+
+ONE_LANE = st.sampled_from([FULL, PIECEWISE, DECODE_ONLY]).flatmap(lambda mode: instances(mode, (0,), 14))
+TWO_LANES = instances(BOTH, (0,), 7) | st.sampled_from([FULL, DECODE_ONLY]).flatmap(
+    lambda mode: instances(mode, (0, 2), 7)
+)
+FOUR_LANES = instances(BOTH, (0, 2), 3)
+LINES = st.builds(
+    Costs,
+    pool=st.integers(0, 6),
+    static=st.integers(0, 2),
+    workspace=st.integers(0, 9),
+    each=st.integers(0, 9),
+    seconds=st.floats(0.1, 2),
+    slope=st.just(0.0),
+    once=st.sampled_from([0.0, 0.5, 2.0]),
+)
+SLOPES = st.builds(
+    Costs,
+    pool=st.integers(0, 6),
+    static=st.integers(0, 2),
+    workspace=st.integers(0, 9),
+    each=st.integers(1, 9),
+    seconds=st.floats(0.1, 2),
+    slope=st.sampled_from([0.01, 0.1, 1.0]),
+    once=st.sampled_from([0.0, 0.5, 2.0]),
+)
+BUDGETS = st.builds(
+    Limits,
+    graphs=st.integers(1, 5),
+    memory=st.none() | st.integers(5, 150).map(float),
+    seconds=st.none() | st.floats(0.2, 6),
+)
+
+
+# --- one lane -------------------------------------------------------------------------------------------------
+
+
+@given(
+    rises=st.lists(st.lists(st.integers(0, 3), min_size=40, max_size=40), min_size=1, max_size=3),
+    weights=st.lists(st.lists(st.integers(0, 5), min_size=40, max_size=40), min_size=3, max_size=3),
+    prices=st.none() | st.lists(st.integers(0, 9), min_size=40, max_size=40),
+    number=st.integers(1, 40),
+)
+def test_paths_are_the_least_of_all(
+    rises: list[list[int]], weights: list[list[int]], prices: list[int] | None, number: int
+) -> None:
+    """Divide and conquer against the recurrence as it is written, for sets with other weights and other times."""
+    graphs, sets = 6, len(rises)
+    sums, times = (
+        np.array([[0.0, *np.cumsum(row[:number])] for row in rows[:sets]], dtype=np.float64)
+        for rows in (weights, rises)
+    )
+    price = None if prices is None else np.array([0.0, *prices[:number]])
+    for which, paths in enumerate(best_paths(sums, times, graphs, price)):
+
+        def step(i: int, j: int, which: int = which) -> float:
+            least = (sums[which, j] - sums[which, i]) * times[which, j]
+            return float(least + (0 if price is None else price[j]))
+
+        before = [0.0] + [math.inf] * number
+        for level in range(1, graphs + 1):
+            before = [0.0, *(min(before[i] + step(i, j) for i in range(j)) for j in range(1, number + 1))]
+            assert paths.cost[level].tolist() == pytest.approx(before)
+            sizes = paths.sizes(level, number)
+            assert len(sizes) <= level
+            assert sizes == sorted(set(sizes))
+            assert sum(step(i, j) for i, j in pairwise([0, *sizes])) == pytest.approx(before[number])
+
+
+@settings(max_examples=80, deadline=None)
+@given(instance=ONE_LANE)
+def test_one_lane_is_exact_for_every_number_of_graphs(instance: Instance) -> None:
+    problem, every = instance.problem(), brute_force(instance)
+    if not problem.demands:
+        assert every.expected.min() == every.expected.max()
+        return
+    found = Search(problem, Limits(6), curve=True)
+    assert found.bound.tolist() == found.value.tolist(), "it says so"
+    for graphs in range(1, 7):
+        assert found.value[graphs] / problem.weight == pytest.approx(every.best(Limits(graphs)))
+        keys = instance.keys(problem, found.chosen(graphs))
+        assert len(keys) <= graphs
+        assert expected_step(serve(keys, instance.traffic, instance.times)) == pytest.approx(
+            found.value[graphs] / problem.weight
+        )
+
+
+def line(points: dict[int, float], eager: dict[int, float], counts: dict[int, float]) -> Instance:
+    """Decode batches only."""
+    traffic = Traffic.of({Batch(n, n, True): w for n, w in counts.items()}, "by hand")
+    times = StepTimes.measured({(FULL, 0): points, (NONE, 0): eager}, "by hand")
+    return Instance(lanes_of(DECODE_ONLY, (0,)), bounds(1, 64, 64), traffic, times)
+
+
+def best_sizes(instance: Instance, limits: Limits, costs: GraphCosts | None = None) -> list[int]:
+    problem = instance.problem(costs)
+    return [key.num_tokens for _, key in instance.keys(problem, best_plan(problem, limits).chosen)]
+
+
+def test_a_size_on_a_flat_step_gives_way_to_a_larger_one() -> None:
+    """Up to 8 tokens a graph takes 3: one graph at 8 serves all that three would."""
+    instance = line({1: 3, 8: 3, 16: 5}, {1: 20}, {1: 5, 3: 5, 8: 5, 16: 1})
+    assert best_sizes(instance, Limits(2)) == [8, 16]
+
+
+def test_a_size_on_a_flat_step_stays_where_it_is_the_largest_that_can_be_paid_for() -> None:
+    """4 and 8 tokens take as long, but the memory of 8 is above the budget."""
+    instance = line({1: 3, 8: 3}, {1: 20}, {2: 1, 4: 5, 8: 5})
+    costs = Costs(pool=10, static=0, workspace=0, each=1, seconds=0.1, slope=0, once=0)
+    assert best_sizes(instance, Limits(2, memory=45), costs) == [4]
+    assert best_sizes(instance, Limits(2, memory=81), costs) == [8]
+
+
+def test_a_size_on_a_flat_step_stays_where_larger_batches_are_faster_eagerly() -> None:
+    """Eager steps are noisy: 4 tokens take 9, but 5 to 8 tokens with other adapters take 4."""
+    counts = {Batch(4, 4, True, 0): 9, Batch(8, 8, True, 1): 9}
+    times = StepTimes.measured({(FULL, 0): {1: 5}, (FULL, 1): {1: 5}, (NONE, 0): {1: 9}, (NONE, 1): {1: 4}}, "by hand")
+    lanes = lanes_of(DECODE_ONLY, (1,))
+    instance = Instance(lanes, bounds(1, 8, 8), Traffic.of(counts, "by hand"), times)
+    assert best_sizes(instance, Limits(2)) == [4]
+
+
+def test_sizes_that_are_no_faster_than_eager_steps_are_no_candidates() -> None:
+    instance = line({1: 3, 8: 8, 16: 16}, {1: 8, 8: 8, 16: 16}, {1: 1, 4: 1, 7: 1, 8: 1, 16: 1})
+    assert instance.problem().lanes[0].sizes.tolist() == [0, 1, 4, 7]
+    assert best_sizes(instance, Limits(9)) == [1, 4, 7]
+
+
+def test_speculative_batches_are_rounded_up_to_whole_requests() -> None:
+    traffic = Traffic.of({Batch(3, 1, True): 1, Batch(7, 2, True): 1, Batch(30, 10, True): 1}, "by hand")
+    times = StepTimes.measured({(FULL, 0): {1: 3, 30: 9}, (NONE, 0): {1: 20}}, "by hand")
+    instance = Instance(lanes_of(DECODE_ONLY, (0,)), bounds(3, 4, 64), traffic, times)
+    assert instance.problem().lanes[0].sizes.tolist() == [0, 3, 9], "at most 4 requests"
+
+
+# --- several lanes --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(instance=TWO_LANES, graphs=st.integers(1, 6))
+def test_two_lanes_are_exact(instance: Instance, graphs: int) -> None:
+    problem, every = instance.problem(), brute_force(instance)
+    if not problem.demands:
+        return
+    best = best_plan(problem, Limits(graphs))
+    expected = every.best(Limits(graphs))
+    assert best.least / problem.weight == pytest.approx(expected)
+    assert best.bound == pytest.approx(best.least, rel=1e-8), "it is proven"
+    keys = instance.keys(problem, best.chosen)
+    assert len(keys) <= graphs
+    assert expected_step(serve(keys, instance.traffic, instance.times)) == pytest.approx(expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(instance=TWO_LANES | FOUR_LANES, effort=st.sampled_from([1, 300, 700, 1 << 24]))
+def test_curves_of_several_lanes_are_within_their_gap(instance: Instance, effort: int) -> None:
+    """However little effort is made, the bound is below and the value above the truth; two lanes are proven."""
+    problem, every = instance.problem(), brute_force(instance)
+    if not problem.demands:
+        return
+    found = Search(problem, Limits(5), curve=True, effort=effort)
+    for graphs in range(1, 6):
+        truth = every.best(Limits(graphs)) * problem.weight
+        assert found.bound[graphs] <= truth * (1 + 1e-9)
+        assert found.value[graphs] >= truth * (1 - 1e-9)
+        chosen = found.chosen(graphs)
+        assert sum(map(len, chosen)) <= graphs
+        assert problem.total_of(chosen) == pytest.approx(found.value[graphs])
+    if effort > 700 and len(problem.lanes) <= 2:
+        assert found.value == pytest.approx(found.bound, rel=1e-3)
+    assert (np.diff(found.value) <= 1e-9 * found.value[0]).all(), "a graph more does not hurt"
+
+
+@settings(max_examples=60, deadline=None)
+@given(instance=FOUR_LANES, costs=LINES, limits=BUDGETS)
+def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limits: Limits) -> None:
+    """The ends are improved one at a time, which may stop short; a plan of one kind of graph is never missed."""
+    problem, every = instance.problem(costs), brute_force(instance, costs)
+    if not problem.demands:
+        return
+    best = best_plan(problem, limits)
+    truth = every.best(limits) * problem.weight
+    assert best.bound <= truth * (1 + 1e-9)
+    assert best.least >= truth * (1 - 1e-9)
+    check_within(instance, problem, best.chosen, costs, limits, problem.total_of(best.chosen))
+    one_lane = min(every.best(limits, [lane]) for lane in instance.lanes) * problem.weight
+    assert best.least <= one_lane * (1 + 1e-9)
+
+
+def test_a_graph_that_is_slower_than_eager_may_save_from_a_slower_one() -> None:
+    """4 uniform tokens take 5 eagerly, 6 in a FULL graph, 10 in the PIECEWISE graph that mixed batches need."""
+    traffic = Traffic.of({Batch(4, 4, True): 1, Batch(8, 2, False): 9}, "by hand")
+    times = StepTimes.measured({(FULL, 0): {1: 6}, (PIECEWISE, 0): {1: 10}, (NONE, 0): {4: 5, 8: 20}}, "by hand")
+    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times)
+    problem = instance.problem()
+    assert [best_plan(problem, Limits(k)).least for k in (1, 2)] == [100.0, 96.0]
+
+
+def test_uniform_batches_without_a_full_graph_fall_to_piecewise() -> None:
+    """One graph: PIECEWISE at 8 serves both kinds, FULL the uniform ones alone."""
+    traffic = Traffic.of({Batch(8, 8, True): 1, Batch(8, 2, False): 1}, "by hand")
+    times = StepTimes.measured({(FULL, 0): {1: 3}, (PIECEWISE, 0): {1: 5}, (NONE, 0): {1: 20}}, "by hand")
+    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times)
+    problem = instance.problem()
+    assert [best_plan(problem, Limits(k)).least / problem.weight for k in (1, 2, 3)] == [5.0, 4.0, 4.0]
+    (key,) = instance.keys(problem, best_plan(problem, Limits(1)).chosen)
+    assert key[0] is PIECEWISE
+
+
+def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
+    """Without adapters a step takes 10, with LoRA kernels 11. One graph serves all; with two, each kind has its own."""
+    traffic = Traffic.of({Batch(8, 8, True, 0): 3, Batch(8, 8, True, 2): 1}, "by hand")
+    times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 3): {1: 11}, (NONE, 0): {1: 50}}, "by hand")
+    instance = Instance(lanes_of(FULL, (0, 3)), bounds(1, 8, 8), traffic, times)
+    problem = instance.problem()
+    found = [instance.keys(problem, best_plan(problem, Limits(k)).chosen) for k in (1, 2)]
+    assert [[key.num_active_loras for _, key in keys] for keys in found] == [[3], [0, 3]]
+    assert best_plan(problem, Limits(2)).least / problem.weight == pytest.approx((3 * 10 + 11) / 4)
+
+
+def test_batches_that_no_lane_may_serve_run_eagerly() -> None:
+    traffic = Traffic.of({Batch(4, 2, False): 1, Batch(4, 4, True): 1}, "by hand")
+    times = StepTimes.measured({(FULL, 0): {1: 3}, (NONE, 0): {1: 20}}, "by hand")
+    instance = Instance(lanes_of(DECODE_ONLY, (0,)), bounds(1, 8, 8), traffic, times)
+    assert best_plan(instance.problem(), Limits(3)).least == 23.0
+
+
+# --- budgets --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(instance=ONE_LANE | TWO_LANES, costs=LINES, limits=BUDGETS)
+def test_budgets_are_exact_where_keys_of_a_mode_cost_the_same(instance: Instance, costs: Costs, limits: Limits) -> None:
+    problem, every = instance.problem(costs), brute_force(instance, costs)
+    if not problem.demands:
+        return
+    best = best_plan(problem, limits)
+    assert best.least / problem.weight == pytest.approx(every.best(limits))
+    assert best.bound == pytest.approx(best.least, rel=1e-8)
+    check_within(instance, problem, best.chosen, costs, limits, best.least)
+
+
+@settings(max_examples=80, deadline=None)
+@given(instance=ONE_LANE | TWO_LANES | FOUR_LANES, costs=SLOPES, limits=BUDGETS)
+def test_budgets_of_unequal_keys_are_within_their_gap(instance: Instance, costs: Costs, limits: Limits) -> None:
+    problem, every = instance.problem(costs), brute_force(instance, costs)
+    if not problem.demands:
+        return
+    best = best_plan(problem, limits)
+    truth = every.best(limits) * problem.weight
+    assert best.bound <= truth * (1 + 1e-9)
+    assert problem.total_of(best.chosen) >= truth * (1 - 1e-9)
+    check_within(instance, problem, best.chosen, costs, limits, problem.total_of(best.chosen))
+
+
+def check_within(
+    instance: Instance, problem: Problem, chosen: Chosen, costs: Costs, limits: Limits, total: float
+) -> None:
+    """The plan costs what its costs say, is within the limits, and takes the time that it is said to take."""
+    keys = instance.keys(problem, chosen)
+    cost = costs.of(keys)
+    assert limits.pays_for(len(keys), cost.total_bytes, cost.seconds)
+    assert problem.costs_of(chosen) == pytest.approx((len(keys), cost.total_bytes, cost.seconds))
+    expected = expected_step(serve(keys, instance.traffic, instance.times))
+    assert expected == pytest.approx(total / problem.weight)
+
+
+def test_what_the_first_graph_takes_once_counts_once() -> None:
+    instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 9), 1))
+    costs = Costs(pool=0, static=0, workspace=0, each=0, seconds=0.5, slope=0, once=2.0)
+    for seconds, graphs in ((2.4, 0), (2.5, 1), (3.4, 2), (4.0, 4)):
+        best = best_plan(instance.problem(costs), Limits(8, seconds=seconds))
+        assert len(best.chosen[0]) == graphs
+        assert best.bound == pytest.approx(best.least)
+
+
+def test_workspaces_and_buffers_count_once() -> None:
+    instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 9), 1))
+    costs = Costs(pool=2, static=1, workspace=50, each=10, seconds=0, slope=0, once=0)
+    for memory, sizes in ((61, []), (63, [1]), (84, [8]), (94, [4, 8])):
+        problem = instance.problem(costs)
+        best = best_plan(problem, Limits(8, memory=memory))
+        assert [key.num_tokens for _, key in instance.keys(problem, best.chosen)][-1:] == sizes[-1:]
+        assert len(best.chosen[0]) == len(sizes)
+        assert best.bound == pytest.approx(best.least)
+
+
+def test_a_size_on_a_flat_step_stays_where_the_larger_one_costs_more() -> None:
+    """4 and 8 tokens take as long; beside 16, the seconds of 4 can be paid for, those of 8 cannot."""
+    instance = line({1: 3, 8: 3, 16: 9}, {1: 20}, {4: 5, 8: 5, 16: 9})
+    costs = Costs(pool=0, static=0, workspace=0, each=0, seconds=1, slope=1, once=0)
+    assert best_sizes(instance, Limits(8, seconds=17 + 5), costs) == [4, 16]
+    assert best_sizes(instance, Limits(8, seconds=17 + 9), costs) == [8, 16]
+
+
+def test_without_effort_the_bound_stays_below() -> None:
+    """The best end of the FULL lane, 4, lies between the two that are tried first, 0 and 8."""
+    traffic = Traffic.of({Batch(4, 4, True): 5, Batch(8, 8, True): 5, Batch(8, 2, False): 5}, "by hand")
+    times = StepTimes.measured(
+        {(FULL, 0): {4: 3, 5: 15, 8: 15}, (PIECEWISE, 0): {1: 5, 8: 5}, (NONE, 0): {1: 20}}, "by hand"
+    )
+    problem = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times).problem()
+    lazy, whole = Search(problem, Limits(2), effort=1), Search(problem, Limits(2))
+    assert whole.value[2] == whole.bound[2] == 5 * 3 + 10 * 5
+    assert lazy.value[2] == 75.0
+    assert lazy.bound[2] <= whole.value[2]
+
+
+@pytest.mark.parametrize("proven", [0.0005, 0.3])
+def test_a_curve_does_not_claim_more_than_it_proves(proven: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points of a curve are searched to within 0.05%; a single number of graphs is searched to the end."""
+    monkeypatch.setattr("cgplan.optimizer.search.CURVE_PROVEN", proven)
+    rng = np.random.default_rng(5)
+    counts = {Batch(n, n, True): float(rng.integers(1, 99)) for n in range(1, 41)}
+    counts |= {Batch(n, 1, False): float(rng.integers(1, 99)) for n in range(1, 61)}
+    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 40, 60), Traffic.of(counts, "random"), StepTimes.default())
+    problem = instance.problem()
+    curve = Search(problem, Limits(16), curve=True)
+    for graphs in range(1, 17):
+        best = best_plan(problem, Limits(graphs))
+        assert best.bound == pytest.approx(best.least, rel=1e-8)
+        assert curve.bound[graphs] <= best.least * (1 + 1e-9)
+        assert best.least * (1 - 1e-9) <= curve.value[graphs] <= best.least * (1 + proven) / (1 - proven)
+
+
+def test_a_tolerance_saves_graphs() -> None:
+    instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 33), 1))
+    problem = instance.problem()
+    exact, rough = (best_plan(problem, Limits(20), tolerance=t) for t in (0.0, 0.1))
+    assert len(rough.chosen[0]) < len(exact.chosen[0]) == 20
+    assert problem.total_of(rough.chosen) <= 1.1 * problem.total_of(exact.chosen)
+    assert rough.least == exact.least
