@@ -280,7 +280,7 @@ class CompilationConfig(Section):
     """
     compiler: Literal["eager", "inductor"] = "eager"
     """How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each distinct segment
-    once for all sizes (needs a GPU). inductor traces the model in every mode.
+    of a trace once (needs a GPU). inductor traces the model in every mode.
     """
     use_inductor_graph_partition: Flag = False
     """With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops and at

@@ -113,10 +113,6 @@ class PiecewiseBackend:
 
         return forward_of_pieces
 
-    def note_miss(self, failure: Any) -> None:
-        """Called by Dynamo with a guard that did not hold."""
-        self.missed = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
-
 
 class _TraceWrapper(BreakableCUDAGraphWrapper):
     """One trace of a model under torch.compile, which may choose another trace later."""

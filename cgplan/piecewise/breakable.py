@@ -17,8 +17,9 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
+from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
-from cgplan.piecewise.eager_piece import EagerPiece, TorchState
+from cgplan.piecewise.eager_piece import EagerPiece
 
 PATIENCE = 60.0  # seconds that a capture waits for one in another thread
 _turn = threading.Lock()  # of the capture that is open in this process
@@ -87,8 +88,8 @@ class BreakableCUDAGraphCapture:
         self._derived: dict[str, Any] = {}
         self._broken_in: str | None = None
         self._is_ready = False
-        self._steps: list[tuple[Callable[[], object], TorchState | None]] = []
-        self._states: set[TorchState] = set()
+        self._steps: list[tuple[Callable[[], object], AmbientState | None]] = []
+        self._states: set[AmbientState] = set()
         self._others: list[BreakableCUDAGraphCapture] = []
         _living.add(self)
 
@@ -208,7 +209,7 @@ class BreakableCUDAGraphCapture:
         """
         if not self._is_ready:
             raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
-        context, now = current_forward_context(), TorchState.now(self._backend.device.type)
+        context, now = current_forward_context(), AmbientState.now(self._backend.device.type)
         before = {} if context is None else context.derived
         try:
             if context is not None:
@@ -221,7 +222,7 @@ class BreakableCUDAGraphCapture:
                 if state is None or state == now:
                     step()
                 else:
-                    with state.restored():
+                    with _in_state(state, self._backend.device.type):
                         step()
         finally:
             if context is not None:
@@ -323,6 +324,13 @@ def standing_in(capture: Any) -> Iterator[None]:
         yield
     finally:
         _active.capture = before
+
+
+@contextmanager
+def _in_state(state: AmbientState, device: str) -> Iterator[None]:
+    autocast = torch.autocast(device, dtype=state.autocast, enabled=state.autocast is not None)
+    with torch.inference_mode(state.inference), torch.set_grad_enabled(state.grad), autocast:
+        yield
 
 
 @contextmanager

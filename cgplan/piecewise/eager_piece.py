@@ -20,11 +20,8 @@ Note [State that a piece leaves behind]
 
 from __future__ import annotations
 
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import Enum
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +31,10 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import tensors_in
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
+from cgplan.graphs.ambient import AmbientState
 
 _LEAF = tree_flatten(None)[1]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
-_WHOLE = (type, Enum, torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 class EagerPiece:
@@ -55,7 +52,7 @@ class EagerPiece:
     def __init__(self, name: str, line: str, function: Callable[..., Any], backend: GraphBackend, pool: Any) -> None:
         self.name = name
         self.line = line
-        self.state = TorchState.now(backend.device.type)
+        self.state = AmbientState.now(backend.device.type)
         self._function = function
         self._backend = backend
         self._pool = pool
@@ -119,23 +116,23 @@ class EagerPiece:
 
         Called once, inside that segment's capture, see Note [Output slots].
         """
-        blocks = {address: (self._new_slot(memory), _Block()) for address, memory in self._shared.items()}
+        blocks = {address: (self._new_slot(memory), list[Any]()) for address, memory in self._shared.items()}
         handed, copies, results = [], [], list[_Result]()
         for leaf, is_kept in zip(self._flat, self._is_kept, strict=True):
             handed.append(leaf)
             if not isinstance(leaf, torch.Tensor):
-                results.append(Constant(leaf, None if type(leaf) in _SCALARS else _contents(leaf, ())))
+                results.append(Constant(leaf, _numbers_in(leaf)))
             elif is_kept:
                 results.append(PassThrough(leaf.data_ptr(), _facts(leaf)))
             else:
                 block = None if _repeats(leaf) else blocks.get(_address(leaf))
                 handed[-1] = plain = self._new_slot(leaf) if block is None else _view_like(block[0], leaf)
-                with torch.inference_mode(False):
-                    slot = self._backend.borrow(plain)
+                slot = self._borrowed(plain)
                 if block is not None:  # after borrowing, which would lose the bits
                     handed[-1], slot = _with_bits(plain, leaf), _with_bits(slot, leaf)
                 copied = CopiedResult(slot)
-                results.append(copied if block is None or not leaf.numel() else block[1].part(copied, leaf))
+                shares = block is not None and leaf.numel() > 0
+                results.append(AliasedResult.of(copied, leaf, block[1]) if block and shares else copied)
                 copies.append((slot, leaf.detach()))
         self._results = results
         is_single = self._spec == _LEAF and isinstance(results[0], CopiedResult)
@@ -143,10 +140,10 @@ class EagerPiece:
         del self._flat, self._is_kept, self._shared
         for module, name, value in self._bound:
             slot = self._new_slot(value)
-            copies.append((self._backend.borrow(slot), value.detach()))
-            self._lent.append((module, name, slot, value))
             setattr(module, name, slot)
-        self._bound = [(module, name, CopiedResult(self._backend.borrow(slot))) for module, name, slot, _ in self._lent]
+            self._lent.append((module, name, slot, value))
+            copies.append((self._borrowed(slot), value.detach()))
+        self._bound = [(module, name, CopiedResult(self._borrowed(slot))) for module, name, slot, _ in self._lent]
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
@@ -204,7 +201,7 @@ class EagerPiece:
             if not kept.accept(value):
                 apart = isinstance(kept, AliasedResult) and kept.copied.fits(value)
                 also = ", which does not share memory with other results as it did," if apart else ""
-                raise self._changed(f"{described(value)}{also}", kept.describe())
+                raise self._changed(f"{described(value)}{also}", str(kept))
 
     def _check(self, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
@@ -223,6 +220,10 @@ class EagerPiece:
     def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
             return self._backend.slot(value)
+
+    def _borrowed(self, slot: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self._backend.borrow(slot)
 
     def _refuse_changed_arguments(self, before: Sequence[Any], after: Sequence[Any]) -> None:
         """Values may be taken out of lists and dicts that the piece was given, but none put in."""
@@ -264,47 +265,41 @@ class CopiedResult(NamedTuple):
         self.slot.copy_(value.detach() if value.requires_grad else value)
         return True
 
-    def describe(self) -> str:
-        """In words."""
+    def __str__(self) -> str:
         return described(self.slot)
 
 
-class _Block:
-    """The one memory of several fresh results: where the first of them lay when it was last returned."""
-
-    def __init__(self) -> None:
-        self.place = (0, 0)  # address of the storage, and bytes from there
-        self._begin: int | None = None
-
-    def part(self, copied: CopiedResult, result: torch.Tensor) -> AliasedResult:
-        """The next of the results, as it was returned at capture."""
-        begin, is_first = _begin_of(result), self._begin is None
-        if self._begin is None:
-            self._begin = begin
-        return AliasedResult(copied, self, is_first, begin - self._begin, _layout_of(result))
-
-
 class AliasedResult(NamedTuple):
-    """A fresh tensor that is a view of one memory with others: it is copied if it lies to the others as at capture."""
+    """A fresh tensor that is a view of one memory with others: it is copied if it lies to the first as at capture.
+
+    ``first`` is shared by them: (address of the memory, byte at which the first begins), at capture, then of each run.
+    """
 
     copied: CopiedResult
-    block: _Block
-    is_first: bool
+    first: list[Any]
     distance: int  # from the first, in bytes
+    is_first: bool
     layout: tuple[Any, ...]
 
+    @classmethod
+    def of(cls, copied: CopiedResult, result: torch.Tensor, first: list[Any]) -> AliasedResult:
+        """The next of the results of one memory, as it was returned at capture."""
+        is_first = not first
+        if is_first:
+            first[:] = _address(result), _begin_of(result)
+        return cls(copied, first, _begin_of(result) - first[1], is_first, _layout_of(result))
+
     def accept(self, value: Any) -> bool:
-        """As CopiedResult's, once those before it in the block were asked."""
+        """As CopiedResult's, once those before it were asked."""
         if not self.copied.fits(value) or value.layout is not torch.strided:
             return False
-        place = value.untyped_storage().data_ptr(), _begin_of(value) - self.distance
+        place = [_address(value), _begin_of(value) - self.distance]
         if self.is_first:
-            self.block.place = place
-        return place == self.block.place and _layout_of(value) == self.layout and self.copied.accept(value)
+            self.first[:] = place
+        return place == self.first and _layout_of(value) == self.layout and self.copied.accept(value)
 
-    def describe(self) -> str:
-        """In words."""
-        return f"{self.copied.describe()}, in one memory with another result"
+    def __str__(self) -> str:
+        return f"{self.copied}, in one memory with another result"
 
 
 class PassThrough(NamedTuple):
@@ -317,8 +312,7 @@ class PassThrough(NamedTuple):
         """Whether ``value`` is that memory again."""
         return isinstance(value, torch.Tensor) and value.data_ptr() == self.address and _facts(value) == self.facts
 
-    def describe(self) -> str:
-        """In words."""
+    def __str__(self) -> str:
         return f"its own argument's memory, or a module's, at {self.address:#x}, of shape {list(self.facts[0])}"
 
 
@@ -326,48 +320,23 @@ class Constant(NamedTuple):
     """A value that is not a tensor: the segments were captured with it."""
 
     value: Any
-    contents: object  # of a mutable object at capture
+    numbers: str
 
     def accept(self, value: Any) -> bool:
-        """Whether ``value`` is equal, with the contents of the capture; NaN equals NaN."""
+        """Whether ``value`` is equal, with the numbers in its attributes; NaN equals NaN."""
         mine = self.value
-        if self.contents is not None and _contents(value, ()) != self.contents:
+        if _numbers_in(value) != self.numbers:
             return False
         try:
             return mine is value or (type(mine) is type(value) and bool(mine == value or (mine != mine != value)))
         except Exception:  # whatever a foreign class raises when it is compared
             return False
 
-    def describe(self) -> str:
-        """In words."""
-        return described(self.value) + ("" if self.contents is None else " with other contents")
+    def __str__(self) -> str:
+        return described(self.value) + (f" with {self.numbers}" if self.numbers else "")
 
 
 _Result = CopiedResult | AliasedResult | PassThrough | Constant
-
-
-class TorchState(NamedTuple):
-    """Torch's thread-local state that a model may set around a piece: on replay its ``with`` blocks do not run."""
-
-    device: str
-    grad: bool
-    inference: bool
-    autocast: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device: str) -> TorchState:
-        """The state of this thread."""
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device)
-        return cls(device, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, dtype)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """A block in this state."""
-        autocast = torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
-            yield
 
 
 def described(value: Any) -> str:
@@ -378,26 +347,12 @@ def described(value: Any) -> str:
     return f"{value!r:.200}"
 
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size)
-
-
-def _contents(value: Any, outside: tuple[Any, ...]) -> object:
-    """Numbers, strings, containers, attributes and slots inside an object, as a value to compare; tensors, modules and
-    functions by identity.
-    """
-    if type(value) in _SCALARS:
-        return type(value), repr(value)
-    if isinstance(value, _WHOLE) or any(value is other for other in outside):
-        return id(value)
-    outside = (*outside, value)
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(_contents(item, outside) for item in value)
-    parts: list[Any] = [*value.items()] if isinstance(value, dict) else []
-    parts += list(value) if isinstance(value, list | tuple | bytearray) else []
-    parts += vars(value).items() if hasattr(value, "__dict__") else []
-    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    parts += [(name, getattr(value, name)) for name in slots if name != "__dict__" and hasattr(value, name)]
-    return type(value), tuple(_contents(part, outside) for part in parts)
+def _numbers_in(value: Any) -> str:
+    """Numbers, flags and strings in the attributes of an object, to compare."""
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, dict):
+        return ""
+    return repr({name: item for name, item in held.items() if item is None or isinstance(item, int | float | str)})
 
 
 def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Module, str], Any]:

@@ -125,17 +125,13 @@ def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in named):
             raise ConfigError(f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named)))
-    found = {id(module): name for name, module in reversed(named.items()) if _matches_any(name, patterns)}
+    found = {id(module): name for name, module in reversed(named.items()) if _matches(name, *patterns)}
     return ModuleBreaks({name: named[name] for name in reversed(found.values())})
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
+def _matches(name: str, *patterns: str) -> bool:
+    parts, split = name.split("."), [pattern.split(".") for pattern in patterns]
+    return any(len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)) for wanted in split)
 
 
 def _near(pattern: str, names: list[str]) -> str:

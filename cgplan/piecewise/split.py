@@ -222,49 +222,37 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx.Node]) -> None:
-    """Refuse names of operators that do not exist or do not occur."""
+    """Raise ConfigError for names of operators that do not exist or do not occur."""
     if splitting_ops is None:
         return
     occurring = {name for node in nodes for name in _names(node)}
     listed = sorted({name for name in occurring if not name.endswith(".default") and not name.startswith("python::")})
-    for wanted in splitting_ops:
-        if wanted in occurring:
-            continue
-        hint = _near(wanted, listed)
-        if "::" not in wanted:
-            hint = f"Operators are named namespace::name, as in aten::softmax. {hint}"
+    for wanted in (name for name in splitting_ops if name not in occurring):
         what = "does not occur in the model" if _exists(wanted) else "does not exist"
-        raise ConfigError(
-            f"compilation.splitting_ops: the operator {wanted!r} {what}",
-            remedy=f"{hint}The model's operators are {', '.join(listed)}.",
-        )
+        raise _refused(wanted, what, listed, f"The model's operators are {', '.join(listed)}.")
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
     """Refuse names that no operator has, ahead of any trace. Whether the others occur, the trace says.
 
-    Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is what
-    ``F.softsign`` is called in a trace. An operator of a library has to be registered by now.
+    Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is the
+    name of ``F.softsign`` in a trace. An operator of a library has to be registered by now.
 
     Raises:
         ConfigError: there is no such operator.
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
-        if _exists(wanted) or any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
-            continue
-        hint = _near(wanted, {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()})
-        raise ConfigError(
-            f"compilation.splitting_ops: the operator {wanted!r} does not exist",
-            remedy=f"{hint}Operators are named namespace::name, as in aten::softmax; import what registers one of a "
-            "library before the capture.",
-        )
+        if not _exists(wanted) and not any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
+            known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+            raise _refused(wanted, "does not exist", known, "Import the library that registers it before the capture.")
 
 
-def _near(wanted: str, names: Collection[str]) -> str:
-    """A question after the names that are nearest, to stand ahead of other words; empty if none is near."""
-    near = difflib.get_close_matches(wanted, names, n=2)
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+def _refused(wanted: str, what: str, known: Collection[str], then: str) -> ConfigError:
+    near = difflib.get_close_matches(wanted, known, n=2)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    form = "" if _exists(wanted) else "Operators are named namespace::name, as in aten::softmax. "
+    return ConfigError(f"compilation.splitting_ops: the operator {wanted!r} {what}", remedy=f"{form}{hint}{then}")
 
 
 def _exists(name: str) -> bool:

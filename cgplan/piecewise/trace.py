@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -15,7 +17,7 @@ from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import CompilationConfig, Config, validate_config
-from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
+from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -59,13 +61,14 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             compilation.use_inductor_graph_partition,
         )
         super().__init__(model, backend=backend, options=self.splitter.options)
+        self._config = config
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._reader = BatchReader(config.inputs, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
         own = _with_own_code(model)
         self._code = own.__code__
-        noted = weakref.WeakMethod(self.splitter.note_miss)  # Dynamo never lets go of what it tells of guards
-        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=_weakly(noted))(own)
+        note = partial(_note_miss, weakref.ref(self.splitter))  # Dynamo never lets go of it
+        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note)(own)
         # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
         weakref.finalize(self, forget_trace, self._code, self.splitter).atexit = False
 
@@ -165,9 +168,14 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self, entry: Any, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         roots = super()._roots(entry, context, args, kwargs)
-        if context.scope is None and not isinstance(self.runnable, FunctionType):  # a runner looks at the model itself
-            roots["model"] = getattr(self.runnable, "__self__", self.runnable)
+        if isinstance(model := getattr(self.runnable, "__self__", self.runnable), torch.nn.Module):
+            roots["model"] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return roots
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PiecewiseModel:
+        """The same for a copy of the model, which has captured nothing."""
+        made = memo[id(self)] = PiecewiseModel(copy.deepcopy(self.runnable, memo), self._config, self.backend)
+        return made
 
 
 def compile_piecewise(
@@ -188,30 +196,17 @@ def compile_piecewise(
             does not occur.
         ModelError: the model cannot be called, or comes from compile_piecewise. One under torch.compile is split as the
             model that it holds.
-        BackendError: ``backend`` is none.
         CaptureError: at the first capture, where the model cannot be traced.
     """
     if isinstance(config, Mapping):
         config = validate_config(dict(config))
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"compile_piecewise was given a {type(config).__name__} as its configuration",
-            remedy="Pass a cgplan.Config, or a mapping such as {'inputs': {...}, 'compilation': {...}}.",
-        )
-    if backend is not None and not isinstance(backend, GraphBackend):
-        raise BackendError(
-            f"{backend!r:.100} is no backend", remedy='Make one with cgplan.backends.select_backend("auto").'
-        )
     compilation = config.compilation
     mode, way = compilation.cudagraph_mode, compilation.piecewise
-    found = None
-    if "cudagraph_mode" in compilation.model_fields_set and not mode.has_mode(CUDAGraphMode.PIECEWISE):
-        found = f"cudagraph_mode is {mode}"  # the default is a session's
-    elif compilation.splitting_modules:
-        found = "splitting_modules are given"
-    elif way not in ("auto", "ops"):
-        found = f"piecewise is {way}"
-    if found is not None:
+    is_own = "cudagraph_mode" in compilation.model_fields_set  # the default is a session's
+    found = f"cudagraph_mode is {mode}" if is_own and not mode.has_mode(CUDAGraphMode.PIECEWISE) else ""
+    found = found or ("splitting_modules are given" if compilation.splitting_modules else "")
+    found = found or (f"piecewise is {way}" if way not in ("auto", "ops") else "")
+    if found:
         raise ConfigError(
             f"compile_piecewise splits at operators and captures PIECEWISE graphs, but compilation.{found}",
             remedy="Leave it out, or use cgplan.capture, which knows all modes and ways.",
@@ -230,12 +225,10 @@ def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
     splitter.compiled.clear()
 
 
-def _weakly(method: weakref.WeakMethod[Any]) -> Callable[[Any], None]:
-    def call(argument: Any) -> None:
-        if (found := method()) is not None:
-            found(argument)
-
-    return call
+def _note_miss(splitter: weakref.ref[PiecewiseBackend], failure: Any) -> None:
+    """Dynamo tells of a guard that does not hold."""
+    if (found := splitter()) is not None:
+        found.missed = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
 
 
 def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:

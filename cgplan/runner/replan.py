@@ -221,7 +221,13 @@ class OnDemand:
         if not self._points:
             return StepTimes.default()
         notes = ["attention over real sequences takes longer"]
-        return StepTimes.measured(self._points, "the runner, on padding", notes)
+        times: dict[tuple[CUDAGraphMode, int], Mapping[int, float]] = {**self._points}
+        full, piecewise = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+        for mode, other in ((full, piecewise), (piecewise, full)):
+            if not any(name[0] is mode for name in times):  # no graph of it is captured
+                times |= {(mode, name[1]): found for name, found in self._points.items() if name[0] is other}
+                notes.append(f"{mode} steps were not timed: {other} steps stand in")
+        return StepTimes.measured(times, "the runner, on padding", notes)
 
     def _costs(self) -> GraphCosts:
         report = self.live.report

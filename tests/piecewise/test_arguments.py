@@ -93,12 +93,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         ConfigError,
         "did you mean 'compilation'",
     ),
-    "one section": (
-        lambda: compile_piecewise(Model(), cgplan.CompilationConfig()),
-        ConfigError,
-        "a CompilationConfig as",
-    ),  # type: ignore[arg-type]
-    "no configuration": (lambda: compile_piecewise(Model(), None), ConfigError, "a NoneType as"),  # type: ignore[arg-type]
     "no model": (lambda: compile_piecewise(3, CONFIG), ModelError, "the model is 3"),  # type: ignore[arg-type]
     "the mode NONE": (lambda: told(cudagraph_mode="NONE"), ConfigError, "but compilation.cudagraph_mode is NONE"),
     "the mode FULL": (lambda: told(cudagraph_mode="FULL"), ConfigError, "but compilation.cudagraph_mode is FULL"),
@@ -109,7 +103,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     ),
     "wrappers for operators": (lambda: told(piecewise="wrappers"), ConfigError, "compilation.piecewise is wrappers"),
     "compiled twice": (lambda: compile_piecewise(compiled(), CONFIG), ModelError, "compile_piecewise before"),
-    "a backend's name": (lambda: compiled(backend="cuda"), BackendError, "'cuda' is no backend"),
     "an input by position": (lambda: compiled()(X), InputError, "no positional arguments"),
     "no input": (lambda: compiled()(), InputError, "'x' is missing"),
     "two inputs": (lambda: compiled()(x=X, y=X), InputError, "unknown input 'y'"),

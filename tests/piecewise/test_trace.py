@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -11,30 +12,57 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import same
+from pieces import open_runner, randn
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import cgplan
 from cgplan import (
     AddressError,
     BatchDescriptor,
+    BreakableCUDAGraphCapture,
+    CaptureError,
+    CaptureSession,
     CUDAGraphMode,
+    CUDAGraphWrapper,
     GraphRunner,
+    HostSyncError,
     Input,
     InputError,
+    ModelError,
+    NumbersError,
+    build_plan,
     forward_context,
+    get_forward_context,
 )
 from cgplan.backends import GraphBackend
-from cgplan.backends.context import get_forward_context
+from cgplan.config import validate_config
 from cgplan.piecewise import backend as splitter
 from cgplan.piecewise.backend import PiecewiseBackend, cgplan_backend
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.trace import PiecewiseModel
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
+ATTENTION = "aten::scaled_dot_product_attention"
+
+
 _LIBRARY = torch.library.Library("recorded", "FRAGMENT")
+
+
 _LIBRARY.define("middle(Tensor x, Tensor scale) -> Tensor")
 _LIBRARY.define("parts(Tensor x, SymInt rows) -> (Tensor, Tensor)")
+_LIBRARY.define("plus_metadata(Tensor x) -> Tensor")
+_LIBRARY.impl("plus_metadata", lambda x: x + get_forward_context().metadata["bias"], "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::plus_metadata", lambda x: torch.empty_like(x), lib=_LIBRARY)
+_LIBRARY.define("put_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
+_LIBRARY.impl("put_", lambda x, y: x.add_(y), "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::put_", lambda x, y: x, lib=_LIBRARY)
+_LIBRARY.define("into_(Tensor(a!) x, Tensor y) -> ()")
+_LIBRARY.impl("into_", lambda x, y: x.add_(y) is None or None, "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::into_", lambda x, y: None, lib=_LIBRARY)
+
+
 _looks: list[Callable[[Tensor], None]] = []
 
 
@@ -51,20 +79,12 @@ def _parts(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 for _name, _kernel in (("middle", _middle), ("parts", _parts)):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("recorded::middle", lambda x, scale: torch.empty_like(x), lib=_LIBRARY)
-torch.library.register_fake(
-    "recorded::parts", lambda x, rows: (torch.empty_like(x), x.new_empty(x.shape[0])), lib=_LIBRARY
-)
-_LIBRARY.define("plus_metadata(Tensor x) -> Tensor")
-_LIBRARY.impl("plus_metadata", lambda x: x + get_forward_context().metadata["bias"], "CompositeExplicitAutograd")
-torch.library.register_fake("recorded::plus_metadata", lambda x: torch.empty_like(x), lib=_LIBRARY)
-_LIBRARY.define("put_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
-_LIBRARY.impl("put_", lambda x, y: x.add_(y), "CompositeExplicitAutograd")
-torch.library.register_fake("recorded::put_", lambda x, y: x, lib=_LIBRARY)
-_LIBRARY.define("into_(Tensor(a!) x, Tensor y) -> ()")
-_LIBRARY.impl("into_", lambda x, y: x.add_(y) is None or None, "CompositeExplicitAutograd")
-torch.library.register_fake("recorded::into_", lambda x, y: None, lib=_LIBRARY)
+
+
 middle, parts = torch.ops.recorded.middle, torch.ops.recorded.parts
+
+
+put_, into_ = torch.ops.recorded.put_, torch.ops.recorded.into_
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +119,7 @@ class Model(nn.Module):
         return {"y": y + h, "sums": middle(y, self.scale), "again": y}
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+def open_model(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     return cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
@@ -114,7 +134,7 @@ def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation:
     )
 
 
-def batch(backend: GraphBackend, rows: int) -> Tensor:
+def rows_of(backend: GraphBackend, rows: int) -> Tensor:
     return torch.randn(rows, 4, device=backend.device)
 
 
@@ -124,13 +144,27 @@ def test_a_replay_enters_neither_dynamo_nor_the_model(
 ) -> None:
     model = Model(backend).eval()
     choose = random.Random(0)
-    with closing(open_runner(backend, model, address_check=policy)) as runner:
+    with closing(open_model(backend, model, address_check=policy)) as runner:
         for _ in range(50):
-            x = batch(backend, choose.randint(1, 16))
+            x = rows_of(backend, choose.randint(1, 16))
             with replays_alone(monkeypatch):
                 found = runner(x=x)
             same(found, runner.run_eagerly(x=x))
         assert not runner.stats.eager
+
+
+def test_a_copy_of_a_compiled_model_has_captured_nothing(backend: GraphBackend) -> None:
+    compiled = compiled_by(backend, Model(backend).eval(), "recorded::middle", "recorded::parts")
+    x = rows_of(backend, 4)
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        wanted = compiled(x=x)["y"].clone()
+        copied = copy.deepcopy(compiled)
+        assert not copied.entries
+        with torch.no_grad():
+            copied.unwrap().first.weight.zero_()
+        for _ in range(2):
+            same(copied(x=x)["y"], copied.unwrap()(x)["y"])
+            same(compiled(x=x)["y"], wanted)
 
 
 def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBackend) -> None:
@@ -148,7 +182,7 @@ def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBacken
         },
         backend=backend,
     )
-    x = batch(backend, 4)
+    x = rows_of(backend, 4)
 
     def call() -> Tensor:
         with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
@@ -171,7 +205,7 @@ def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBacken
 def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBackend, policy: str) -> None:
     model = Model(backend).eval()
     compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts", address_check=policy)
-    x = batch(backend, 8)
+    x = rows_of(backend, 8)
 
     def call(rows: int, descriptor: BatchDescriptor, mode: CUDAGraphMode = PIECEWISE) -> Tensor:
         with torch.no_grad(), forward_context(mode, descriptor):
@@ -200,7 +234,7 @@ def test_a_descriptor_of_other_requests_than_the_inputs_is_refused(backend: Grap
         {"inputs": inputs, "compilation": {"splitting_ops": ["recorded::middle"], "cudagraph_capture_sizes": [4, 8]}},
         backend=backend,
     )
-    x, starts = batch(backend, 4), torch.arange(5, device=backend.device)
+    x, starts = rows_of(backend, 4), torch.arange(5, device=backend.device)
     with torch.no_grad():
         wanted = compiled(x=x, starts=starts).clone()
         for descriptor in (BatchDescriptor(8, 4), BatchDescriptor(8, None)):  # nothing counts tokens
@@ -221,22 +255,22 @@ def test_an_error_in_a_piece_passes_and_the_next_call_is_right(backend: GraphBac
     def explode(_: Tensor) -> None:
         raise Boom
 
-    with closing(open_runner(backend, Model(backend).eval())) as runner:
-        x = batch(backend, 3)
+    with closing(open_model(backend, Model(backend).eval())) as runner:
+        x = rows_of(backend, 3)
         for _ in range(3):
             runner(x=x)
         _looks.append(explode)
         with pytest.raises(Boom):
             runner(x=x)
         _looks.clear()
-        x = batch(backend, 4)
+        x = rows_of(backend, 4)
         assert torch.equal(runner(x=x)["y"], runner.run_eagerly(x=x)["y"])
 
 
 def test_pieces_see_the_context_of_their_call(backend: GraphBackend) -> None:
     seen: list[Any] = []
-    with closing(open_runner(backend, Model(backend).eval())) as runner:
-        x = batch(backend, 4)
+    with closing(open_model(backend, Model(backend).eval())) as runner:
+        x = rows_of(backend, 4)
         runner(x=x), runner(x=x)
         _looks.append(lambda _: seen.append(cgplan.get_forward_context()))
         runner(x=x), runner(x=x)
@@ -268,7 +302,7 @@ def test_a_call_with_gradients_is_captured_by_a_trace_of_its_own(backend: GraphB
     model = Model(backend).eval()
     options = {"splitting_ops": ["recorded::middle", "recorded::parts"]}
     split = torch.compile(model, backend=cgplan_backend, options=options, dynamic=True)
-    x = batch(backend, 4)
+    x = rows_of(backend, 4)
     wanted = model(x)["y"].detach()
     for grad in (False, True, False, True):
         with torch.set_grad_enabled(grad):
@@ -285,18 +319,10 @@ def test_pieces_run_in_the_grad_mode_that_the_model_sets(backend: GraphBackend) 
                 h = middle(h, h)
             return h * 2
 
-    with closing(open_runner(backend, Switches().eval(), splitting_ops=["recorded::middle"])) as runner:
-        x = batch(backend, 4)
+    with closing(open_model(backend, Switches().eval(), splitting_ops=["recorded::middle"])) as runner:
+        x = rows_of(backend, 4)
         for _ in range(3):
             assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
-
-
-def test_debug_mode_compares_replays(backend: GraphBackend) -> None:
-    with closing(open_runner(backend, Model(backend).eval(), debug=True)) as runner:
-        x = batch(backend, 4)
-        wanted = runner.run_eagerly(x=x)["y"].clone()
-        for _ in range(3):
-            assert torch.equal(runner(x=x)["y"], wanted)
 
 
 @pytest.mark.parametrize("way", ["ops", "modules"])
@@ -314,7 +340,7 @@ def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend, way:
     split: dict[str, Any] = {"splitting_ops": ["aten::softmax"], "splitting_modules": []}
     if way == "modules":
         split = {"splitting_modules": ["attend"], "splitting_ops": None}
-    with closing(open_runner(backend, Layers().eval(), **split)) as runner:
+    with closing(open_model(backend, Layers().eval(), **split)) as runner:
         record = runner.report.records[0]
         nodes = record.segment_nodes
         assert record.graphs == 4
@@ -325,11 +351,6 @@ def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend, way:
     kind = "operators" if backend.device.type == "cpu" else "nodes"
     assert f"{kind} each" in shown
     assert f"{nodes[0]} x3, {nodes[3]} (num_tokens 16)" in shown
-
-
-# --- results that are handed through ----------------------------------------------------------------------------
-
-put_, into_ = torch.ops.recorded.put_, torch.ops.recorded.into_
 
 
 class Steps(nn.Module):
@@ -420,14 +441,14 @@ def test_results_that_are_handed_on_and_written_to(backend: GraphBackend, steps:
     model = Steps(backend, steps)
     used = [f"recorded::{n}" for n in ("middle", "parts", "put_", "into_") if n in steps.__code__.co_names]
     compiled, held = compiled_by(backend, model, *used), []
-    inputs = {rows: batch(backend, rows) for rows in (4, 8)}
+    inputs = {rows: rows_of(backend, rows) for rows in (4, 8)}
     with torch.no_grad():
         for _ in range(4):
             for rows, x in inputs.items():
-                wanted = model(x.copy_(batch(backend, rows)).clone())
+                wanted = model(x.copy_(rows_of(backend, rows)).clone())
                 with forward_context(PIECEWISE, BatchDescriptor(rows)):
                     same(compiled(x=x), wanted)
-                held.append(batch(backend, rows))  # so that the allocator gives other memory next time
+                held.append(rows_of(backend, rows))  # so that the allocator gives other memory next time
     compiled.forget()
 
 
@@ -448,17 +469,14 @@ def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_p
     """The last operator writes into what a segment made and returns it; what becomes of that object is the caller's."""
     model = Steps(backend, steps)
     compiled = compiled_by(backend, model, "recorded::put_")
-    x = batch(backend, 4)
+    x = rows_of(backend, 4)
     for _ in range(4):
-        wanted = model(x.copy_(batch(backend, 4)).clone())
+        wanted = model(x.copy_(rows_of(backend, 4)).clone())
         with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
             found = compiled(x=x)
         same(found, wanted)
         found[0].unsqueeze_(0) if change == "unsqueeze_" else getattr(found[0], change)()
     compiled.forget()
-
-
-# --- models that are dropped -------------------------------------------------------------------------------------
 
 
 def scaled_and_doubled(x: Tensor, scale: Tensor) -> Tensor:
@@ -467,7 +485,7 @@ def scaled_and_doubled(x: Tensor, scale: Tensor) -> Tensor:
 
 def captured_by(backend: GraphBackend, model: nn.Module) -> Any:
     compiled = compiled_by(backend, model, "recorded::middle")
-    x = batch(backend, 8)
+    x = rows_of(backend, 8)
     with torch.no_grad():
         wanted = model(x)
         same(compiled(x=x), wanted)
@@ -531,7 +549,461 @@ def test_a_compiled_model_may_be_dropped_anywhere(
         compiled = captured_by(backend, model)
         _looks.append(drop)
         with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(8)):
-            compiled(x=batch(backend, 8))
+            compiled(x=rows_of(backend, 8))
     assert not kept
     gc.collect()
     assert gone() is None
+
+
+# --- whole models ---
+
+
+@pytest.mark.parametrize(
+    ("branch", "traces"),
+    [
+        (lambda rows: rows > 4, 3),
+        (lambda rows: rows != 2, 3),
+        (lambda rows: rows == 1, 2),
+        (lambda rows: rows % 4 != 0, 3),
+        (lambda rows: 3 <= rows <= 5, 4),
+    ],
+)
+def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
+    backend: GraphBackend, branch: Callable[[int], bool], traces: int
+) -> None:
+    """Each key holds what the trace for its size launched; a padded batch runs what its key was captured with."""
+
+    def model(x: Tensor) -> Tensor:
+        return x.softmax(-1) * 2 if branch(x.shape[0]) else (x + 1).softmax(-1) * 3
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert len(runner._graphed.route.splitter.traces) <= traces  # type: ignore[union-attr]
+    for rows in (8, 1, 4, 2, 4, 8, 2, 1, 9):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: GraphBackend) -> None:
+    calls = []
+
+    def model(x: Tensor) -> Tensor:
+        calls.append(0)
+        return x.softmax(-1) * len(calls)
+
+    sizes = list(range(1, 12))
+    with pytest.raises(CaptureError, match=r"no trace holds for the next key: .*calls\.append") as caught:
+        open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=sizes)
+    assert "splitting_modules" in caught.value.remedy
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+class Writing(nn.Module):
+    """Writes rows into a cache, as attention does into its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("cache", torch.zeros(9, 8))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        if self.way == "set":
+            self.cache[slots] = x
+        elif self.way == "index_put_":
+            self.cache.index_put_((slots,), x)
+        elif self.way == "index_copy_":
+            self.cache.index_copy_(0, slots, x)
+        else:
+            self.cache.scatter_(0, slots[:, None].expand(-1, 8), x)
+        return (x + self.cache[slots]).softmax(-1) * 2
+
+
+@pytest.mark.parametrize("way", ["set", "index_put_", "index_copy_", "scatter_"])
+def test_rows_that_are_written_by_index(backend: GraphBackend, way: str) -> None:
+    inputs = {
+        "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
+        "slots": Input(shape=("num_tokens",), dtype="int64", pad=8),
+    }
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 4], "splitting_ops": ["aten::softmax"]}
+    model, other = (Writing(way).to(backend.device) for _ in range(2))
+    runner = cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
+    for rows in (1, 3, 4, 6, 1):
+        x, slots = torch.randn(rows, 8).to(backend.device), torch.randperm(8)[:rows].to(backend.device)
+        torch.testing.assert_close(runner(x=x, slots=slots), other(x, slots))
+        torch.testing.assert_close(model.cache[:8], other.cache[:8])
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(width, width), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear((x * 2).softmax(-1)) * self.scale
+
+
+def test_models_that_differ_in_width_and_numbers_are_captured_one_after_the_other(backend: GraphBackend) -> None:
+    """Dynamo takes what differed from the last trace of the same code for a variable."""
+    for width, scale in ((8, 0.5), (16, 0.25), (4, 3.0)):
+        model = Scaled(width, scale).to(backend.device)
+        runner = open_runner(backend, model, width=width, splitting_ops=["aten::softmax"])
+        x = torch.randn(3, width).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_a_model_may_write_into_what_an_eager_piece_returned(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = (x * 2).softmax(-1)
+        view = y.view(-1)
+        y.mul_(3)
+        return y.softmax(-1) + view.view_as(y)
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    for rows in (8, 1, 3):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend) -> None:
+    """num_reqs + 1 offsets and num_reqs lengths in one operator; and a branch on their number against the tokens'."""
+    inputs = {
+        "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
+        "starts": Input(shape=("num_reqs + 1",), dtype="int64", pad="last"),
+        "lens": Input(shape=("num_reqs",), dtype="int64", pad=0),
+    }
+
+    def model(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return x.softmax(-1) * (starts[1:] - starts[:-1] + lens).sum()
+
+    def branches(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return x.softmax(-1) * (2 if lens.shape[0] == x.shape[0] else 3) + starts[0]
+
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8], "splitting_ops": ["aten::softmax"]}
+    config = validate_config(
+        {"inputs": inputs, "compilation": compilation, "scheduler": {"max_num_seqs": 4}, "device": backend.device.type}
+    )
+    for forward in (model, branches):
+        runner = CaptureSession(build_plan(config), forward, backend, config).run()
+        for tokens in (4, 8):
+            batch = {
+                "x": torch.randn(tokens, 8).to(backend.device),
+                "starts": torch.tensor([0, 2, 3, 4, tokens]).to(backend.device),
+                "lens": torch.tensor([4, 9, 1, 0]).to(backend.device),
+            }
+            torch.testing.assert_close(runner(**batch), forward(**batch))
+
+
+def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: GraphBackend) -> None:
+    model = Scaled(8, 2.0).to(backend.device)
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    model.scale = 5.0
+    x, large = torch.randn(3, 8).to(backend.device), torch.randn(9, 8).to(backend.device)
+    assert torch.equal(runner(x=large), model(large))
+    torch.testing.assert_close(runner.run_eagerly(x=x), model(x))
+    checked = open_runner(backend, model, splitting_ops=["aten::softmax"], debug=True)
+    model.scale = 7.0
+    with pytest.raises(NumbersError):
+        checked(x=x)
+
+
+def test_replays_do_not_need_what_dynamo_keeps(backend: GraphBackend) -> None:
+    class Constant(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=x.device)
+
+    model = Constant(8, 2.0).to(backend.device)
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    torch._dynamo.reset()
+    gc.collect()
+    for rows in (3, 1, 8, 9):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+    runner.recapture()
+    torch.testing.assert_close(runner(x=x[:4]), model(x[:4]))
+
+
+def traces_left() -> tuple[int, int]:
+    """Backends of traces that are alive, and all backends that Dynamo has registered."""
+    gc.collect()
+    alive = sum(type(found) is PiecewiseBackend for found in gc.get_objects())
+    return alive, sum(found is not None for found in torch._dynamo.eval_frame.cached_backends.values())
+
+
+def test_recaptures_and_closed_runners_leave_no_trace_behind(backend: GraphBackend) -> None:
+    """Dynamo registers the backends of traces, under ids that differ from torch to torch."""
+    model = Scaled(8, 2.0).to(backend.device)
+    before = traces_left()
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    captured = traces_left()
+    assert captured == (before[0] + 1, before[1] + 1)
+    for _ in range(3):
+        runner.recapture()
+    assert traces_left() == captured
+    runner.close()
+    del runner
+    assert traces_left() == before
+
+
+def test_a_runner_that_its_model_holds_is_collected(backend: GraphBackend) -> None:
+    model: Any = Scaled(8, 2.0).to(backend.device)
+    model.runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_check_of_a_maximum_is_no_branch(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        if x.shape[0] > 16:
+            raise ValueError("more than 16 rows")
+        return x * 2
+
+    runner = open_runner(backend, model)
+    for rows in (3, 8, 16):
+        x = torch.randn(rows, 8).to(backend.device)
+        assert torch.equal(runner(x=x), x * 2)
+    with pytest.raises(ValueError, match="more than 16 rows"):
+        runner(x=torch.randn(17, 8).to(backend.device))
+
+
+def test_a_graph_break_names_the_line(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        print("breaks")
+        torch._dynamo.graph_break()
+        return x * 2
+
+    with pytest.raises(CaptureError, match=r"cannot be traced as one graph, at .*test_trace.py:\d+") as caught:
+        open_runner(backend, model)
+    assert "splitting_modules" in caught.value.remedy
+
+
+def test_wrappers_inside_a_traced_model_are_pointed_out(backend: GraphBackend) -> None:
+    inner = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, backend=backend)
+    with pytest.raises(CaptureError, match="graph wrappers of its own") as caught:
+        open_runner(backend, lambda x: inner(x) + 1)
+    assert "piecewise: wrappers" in caught.value.remedy
+
+
+def test_what_an_operator_raises_in_a_trace_is_told_with_its_line(backend: GraphBackend) -> None:
+    weight = torch.ones(7, 8, device=backend.device)
+
+    def model(x: Tensor) -> Tensor:
+        return torch.softmax(x, -1) @ weight
+
+    said = r"at .*test_trace\.py:\d+: `return torch\.softmax\(x, -1\) @ weight`: RuntimeError: .*7x8"
+    with pytest.raises(ModelError, match=said):
+        open_runner(backend, model, splitting_ops=["aten::softmax"])
+
+
+def test_an_operator_that_fails_in_the_trace_alone_is_told_with_its_line(backend: GraphBackend) -> None:
+    def fake(x: Tensor) -> Tensor:
+        raise RuntimeError("no fake today")
+
+    with torch.library._scoped_library("pwfake", "FRAGMENT") as library:
+        library.define("half(Tensor x) -> Tensor")
+        library.impl("half", lambda x: x / 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("pwfake::half", fake, lib=library)
+
+        def model(x: Tensor) -> Tensor:
+            y: Tensor = torch.ops.pwfake.half(torch.softmax(x, -1))
+            return y
+
+        said = r"the model runs, but cannot be traced, at .*test_trace\.py:\d+: .*no fake today"
+        with pytest.raises(CaptureError, match=said) as caught:
+            open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert "register_fake" in caught.value.remedy
+
+
+def test_one_model_is_captured_again_and_again(backend: GraphBackend) -> None:
+    """Dynamo would stop after eight traces of one function."""
+    model, x = Scaled(8, 2.0).to(backend.device), torch.randn(3, 8).to(backend.device)
+    for _ in range(9):
+        runner = open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[4])
+        torch.testing.assert_close(runner(x=x), model(x))
+        runner.close()
+
+
+class Cached(nn.Module):
+    """A cache with as many rows as the largest batch has: a trace at that size could take the one for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 1, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = x[:, None, None]
+        rows = self.cache[: x.shape[0]]
+        rows.scatter_(2, torch.ones_like(states, dtype=torch.int64), states * 2)
+        return F.scaled_dot_product_attention(states, rows[:, :, :4], rows[:, :, :4])[:, 0, 0] * 3
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 12),
+    reason="torch 2.11 does not trace this slice: attention asks for its size",
+)
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_a_dimension_that_is_as_long_as_the_largest_batch(backend: GraphBackend, compiler: str) -> None:
+    if compiler == "inductor" and backend.device.type == "cpu":
+        pytest.skip("inductor needs a GPU")
+    model = Cached().to(backend.device)
+    runner = open_runner(backend, model, compiler=compiler)
+    for rows in (1, 3, 8, 2):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
+
+
+@torch.library.custom_op("cgplan_test::up_to_eight", mutates_args=())
+def up_to_eight(x: Tensor) -> Tensor:
+    if len(x) > 8:
+        raise torch.OutOfMemoryError("out of memory")
+    return x.clone()
+
+
+@up_to_eight.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_trace_that_runs_out_of_memory_is_made_with_fewer_rows(backend: GraphBackend) -> None:
+    config = validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+            "compilation": {
+                "cudagraph_mode": "PIECEWISE",
+                "cudagraph_capture_sizes": [4, 8, 32],
+                "splitting_ops": ["aten::softmax"],
+            },
+            "budget": {"max_graphs": 10},
+            "device": backend.device.type,
+        }
+    )
+    runner = CaptureSession(build_plan(config), lambda x: torch.softmax(up_to_eight(x), -1) * 2, backend, config).run()
+    assert runner.plan.capture_sizes == (4, 8)
+    for count in (3, 8):
+        x = rows8(backend, count)
+        torch.testing.assert_close(runner(x=x), torch.softmax(x, -1) * 2)
+    runner.close()
+
+
+def branches_on_a_value(x: Tensor) -> Tensor:
+    if x.max().item() > 5:
+        return x.softmax(1)
+    return x.softmax(1) * 2
+
+
+def test_code_that_depends_on_a_value_is_named(backend: GraphBackend) -> None:
+    with pytest.raises(HostSyncError, match=r"depends on a value .*test_trace\.py:\d+: `if x\.max\(\)\.item"):
+        open_runner(backend, branches_on_a_value, splitting_ops=["aten::softmax"])
+
+
+def rows8(backend: GraphBackend, count: int) -> Tensor:
+    return torch.randn(count, 8, device=backend.device)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}, ATTENTION),
+    "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}, ATTENTION),
+    "BertModel": ("BertConfig", SMALL, ATTENTION),
+    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}, "aten::conv1d"),
+}
+
+
+class Ids(nn.Module):
+    """A model of transformers, called with ids alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.options = {} if "Bert" in type(model).__name__ else {"use_cache": False}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, **self.options)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers_by_operators(backend: GraphBackend, kind: str) -> None:
+    """One row is a trace, more rows are another one."""
+    transformers = pytest.importorskip("transformers")
+    config, sizes, op = KINDS[kind]
+    torch.manual_seed(0)
+    model = Ids(getattr(transformers, kind)(getattr(transformers, config)(**sizes))).eval().to(backend.device)
+    runner = cgplan.capture(
+        model,
+        {"ids": Input(shape=("num_tokens", 16), dtype="int64", pad=0)},
+        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 4, 2, 1], "splitting_ops": [op]},
+        device=backend.device.type,
+    )
+    assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
+    assert {(r.graphs, r.eager_pieces) for r in runner.report.records} == {(3, 2)}
+    for rows in (8, 3, 1, 2, 5, 4, 1, 8):
+        ids = torch.randint(0, 61, (rows, 16), device=backend.device)
+        torch.testing.assert_close(runner(ids=ids), model(ids).detach(), atol=1e-4, rtol=1e-4)
+    assert not runner.stats.eager
+    runner.close()
+
+
+class Block(nn.Module):
+    def __init__(self, backend: GraphBackend, function: Callable[..., Any] = torch.softmax) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.eval().to(backend.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return self.down(self.function(h, -1)), h
+
+
+def by_segment(h: Tensor) -> Tensor:
+    a = torch.softmax(h, -1)
+    h.unsqueeze_(0)
+    b = a * 2 + h.sum()
+    return b + torch.softmax(h, 1)[0] * 3
+
+
+def by_strides(h: Tensor) -> Tensor:
+    a = torch.softmax(h, -1)
+    h.transpose_(0, 1)
+    b = a * 2
+    return b + torch.softmax(h, 0).t() * 3
+
+
+def by_view(h: Tensor) -> Tensor:
+    view = h.detach()
+    a = torch.softmax(h, -1)
+    view.t_()
+    b = a * 2
+    return b + torch.softmax(view, 0).t() * 3
+
+
+def by_itself(h: Tensor) -> Tensor:
+    a = torch.softmax(h, -1)
+    h.contiguous().unsqueeze_(0)  # which is h
+    b = a * 2 + h.sum()
+    return b + torch.softmax(h, 1)[0] * 3
+
+
+def by_squeeze(h: Tensor) -> Tensor:
+    h = h.unsqueeze(0) * 1
+    a = torch.softmax(h, -1)
+    h.squeeze_(0)
+    return (a * 2)[0] + torch.softmax(h, -1)
+
+
+def in_a_piece(h: Tensor) -> Tensor:
+    return h.t_().softmax(0).t()
+
+
+@pytest.mark.parametrize("function", [by_segment, by_strides, by_view, by_itself, by_squeeze, in_a_piece])
+def test_a_piece_may_change_the_shape_of_a_tensor_that_another_one_made(
+    backend: GraphBackend, function: Callable[[Tensor], Tensor]
+) -> None:
+    ops = ["aten::softmax", *(["aten::t_"] if function is in_a_piece else [])]
+    model = Block(backend, lambda h, _: function(h))
+    runner = open_runner(backend, lambda x: model(x)[0], 4, splitting_ops=ops, cudagraph_capture_sizes=[4])
+    for seed in range(4):
+        x = randn(backend, 4, 4, seed=seed)
+        torch.testing.assert_close(runner(x=x), model(x)[0].detach())
