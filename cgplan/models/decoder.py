@@ -6,10 +6,10 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
@@ -30,8 +30,7 @@ from cgplan.models.layers import (
 from cgplan.models.loading import parse_dtype
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(BaseModel):
     """Shape of a decoder. The defaults make one that a CPU runs in about a millisecond.
 
     Attributes:
@@ -56,81 +55,57 @@ class DecoderConfig:
         seed: Of the random weights.
     """
 
-    vocab_size: int = 512
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    intermediate_size: int = 256
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    vocab_size: PositiveInt = 512
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = Field(32, multiple_of=2)
+    intermediate_size: PositiveInt = 256
+    rope_theta: PositiveFloat = Field(10000.0, strict=False)  # YAML 1.1 reads 1e6 as text
+    rms_norm_eps: PositiveFloat = Field(1e-6, strict=False)
     qk_norm: bool = True
     tie_word_embeddings: bool = True
-    block_size: int = 16
-    num_blocks: int = 128
-    max_loras: int = 0
-    lora_rank: int = 8
+    block_size: PositiveInt = 16
+    num_blocks: PositiveInt = 128
+    max_loras: NonNegativeInt = 0
+    lora_rank: PositiveInt = 8
     logits: bool = True
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     dtype: str = "float32"
-    seed: int = 0
+    seed: NonNegativeInt = 0
 
     @classmethod
     def parse(cls, kwargs: Mapping[str, Any]) -> DecoderConfig:
         """Config from plain values. Raises ModelError on an unknown name, a wrong type or an impossible shape."""
-        known = {field.name: field.default for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+        try:
+            config = cls(**kwargs)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            if first["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(name, cls.model_fields, n=1)
                 hint = f"Did you mean `{near[0]}`? " if near else ""
-                raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {', '.join(known)}.")
-            values[name] = _coerce(name, value, type(known[name]))
-        config = cls(**values)
-        config._check()
-        return config
-
-    def _check(self) -> None:
-        may_be_zero = {"max_loras", "seed"}
-        for name, value in vars(self).items():
-            low = name in may_be_zero and value >= 0
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0 and not low:
-                raise ModelError(f"the decoder's {name} is {value}", remedy="Give a number above 0.")
-        if self.num_heads % self.num_kv_heads:
+                known = ", ".join(cls.model_fields)
+                raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {known}.") from None
+            raise ModelError(f"the decoder's {name} is {first['input']!r}", remedy=f"{first['msg']}.") from None
+        splits = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+        for divisor, names in {"num_kv_heads": ("num_heads",), "tensor_parallel": splits}.items():
+            for name in names:
+                if (value := getattr(config, name)) % (by := getattr(config, divisor)):
+                    raise ModelError(
+                        f"{divisor} {by} does not divide {name} {value}",
+                        remedy=f"Choose {name} as a multiple of {divisor}.",
+                    )
+        if config.tensor_parallel > 1 and config.max_loras:
             raise ModelError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
-                remedy="Choose num_heads as a multiple of num_kv_heads.",
-            )
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim {self.head_dim} is odd", remedy="Rotary positions need an even head_dim.")
-        self._check_split()
-
-    def _check_split(self) -> None:
-        parts = self.tensor_parallel
-        for name in ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size"):
-            if getattr(self, name) % parts:
-                raise ModelError(
-                    f"tensor_parallel {parts} does not divide {name} {getattr(self, name)}",
-                    remedy="Start as many ranks as divide the heads, hidden_size and intermediate_size.",
-                )
-        if parts > 1 and self.max_loras:
-            raise ModelError(
-                f"tensor_parallel is {parts} and max_loras {self.max_loras}: adapters are not split over ranks",
+                f"tensor_parallel is {config.tensor_parallel} and max_loras {config.max_loras}: adapters are not split "
+                "over ranks",
                 remedy="Leave LoRA out, or run the model in one process.",
             )
-
-
-def _coerce(name: str, value: object, kind: type) -> object:
-    """``value`` as ``kind``. Text is taken for a float, because YAML 1.1 reads 1e6 as text."""
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    elif isinstance(value, kind) and (kind is not int or not isinstance(value, bool)):
-        return value
-    raise ModelError(f"the decoder's {name} is {value!r}", remedy=f"Give a value of type {kind.__name__}.")
+        return config
 
 
 class Decoder(nn.Module):
@@ -246,7 +221,7 @@ class Decoder(nn.Module):
                 remedy="Choose a slot from 0 to max_loras - 1, or build the decoder with more.",
             )
         projections = dict(self._projections())
-        adapters: dict[str, dict[str, Tensor]] = {}
+        adapters: dict[str, dict[str, Tensor]] = {name: {} for name in projections}
         for name, tensor in state.items():
             projection, _, part = name.rpartition(".")
             if projection not in projections or part not in ("lora_A", "lora_B"):
@@ -255,11 +230,12 @@ class Decoder(nn.Module):
                     f"the adapter's {name!r} fits no projection",
                     remedy=f"The nearest is {near[0]}.lora_A." if near else "Name <projection>.lora_A and .lora_B.",
                 )
-            adapters.setdefault(projection, {})[part] = tensor
-        for projection, adapter in adapters.items():
-            _check_adapter(projection, adapter, projections[projection], self.config.lora_rank)
-        for projection, module in projections.items():
-            module.load(slot, adapters.get(projection, {}))
+            adapters[projection][part] = tensor
+        for name, adapter in adapters.items():
+            if adapter:
+                _check_adapter(name, adapter, projections[name], self.config.lora_rank)
+        for name, module in projections.items():
+            module.load(slot, adapters[name])
 
     def remove_lora(self, slot: int) -> None:
         """Zero a slot, in place: from the next replay on its rows are the base model's. Raises ModelError where there
@@ -320,7 +296,7 @@ def first_layers(model: Decoder, num_layers: int) -> Decoder:
     if not 1 <= num_layers <= most:
         raise ModelError(f"no first {num_layers} layers: the decoder has {most}", remedy=f"Choose from 1 to {most}.")
     with torch.device(model.norm.weight.device):
-        draft = build(**{**vars(model.config), "num_layers": num_layers, "max_loras": 0})
+        draft = build(**{**model.config.model_dump(), "num_layers": num_layers, "max_loras": 0})
     weights = model.state_dict()
     draft.to(model.norm.weight.dtype).load_state_dict({name: weights[name] for name in draft.state_dict()}, assign=True)
     return draft
@@ -377,46 +353,28 @@ def example_batch(
             f"and {config.num_blocks} blocks at {columns} a request",
             remedy="Give as many context_lens as query_lens, and room for all of them.",
         )
-    generator = torch.Generator().manual_seed(seed)
-    tables = _example_tables(config.num_blocks, real, reqs, columns, generator)
-    input_ids = torch.randint(config.vocab_size, (used,), generator=generator, device="cpu")
-    positions, slots = _example_places(context_lens, totals, tables[:real].long(), config.block_size)
-    ends = torch.tensor([0, *itertools.accumulate(query_lens)], device="cpu")
+    generator, size = torch.Generator().manual_seed(seed), config.block_size
     more_rows, more_reqs = rows - used, reqs - real
-    metadata = {
-        "slot_mapping": pad(slots, (0, more_rows), value=-1),
-        "block_tables": tables,
-        "seq_lens": pad(torch.tensor(totals, device="cpu"), (0, more_reqs)).int(),
-        "query_start_loc": pad(ends, (0, more_reqs), value=used).int(),
-    }
-    if config.max_loras:
-        metadata["lora_ids"] = torch.full((rows,), -1, device="cpu")
+    with torch.device("cpu"):
+        # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
+        blocks = torch.randperm(config.num_blocks, generator=generator)[: columns * real].view(columns, real).T
+        input_ids = torch.randint(config.vocab_size, (used,), generator=generator)
+        places = [torch.arange(context, total) for context, total in zip(context_lens, totals, strict=True)]
+        slots = [row[place // size] * size + place % size for place, row in zip(places, blocks, strict=True)]
+        none = torch.empty(0, dtype=torch.int64)  # a batch may have no request
+        ends = torch.tensor([0, *itertools.accumulate(query_lens)])
+        metadata = {
+            "slot_mapping": pad(torch.cat([none, *slots]), (0, more_rows), value=-1),
+            "block_tables": pad(blocks, (0, 0, 0, more_reqs)).int(),
+            "seq_lens": pad(torch.tensor(totals), (0, more_reqs)).int(),
+            "query_start_loc": pad(ends, (0, more_reqs), value=used).int(),
+        }
+        if config.max_loras:
+            metadata["lora_ids"] = torch.full((rows,), -1)
     device = model.norm.weight.device
     moved = {name: tensor.to(device) for name, tensor in metadata.items()}
-    ids, places = (pad(tensor, (0, more_rows)).to(device) for tensor in (input_ids, positions))
-    return ExampleBatch(ids, places, moved)
-
-
-def _example_tables(num_blocks: int, real: int, reqs: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Shuffled block tables [reqs, columns] int32 on the CPU; rows from ``real`` on are padding, 0."""
-    tables = torch.zeros(reqs, columns, dtype=torch.int32, device="cpu")
-    # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
-    blocks = torch.randperm(num_blocks, generator=generator, device="cpu")[: columns * real]
-    tables[:real] = blocks.view(columns, real).T.int()
-    return tables
-
-
-def _example_places(
-    context_lens: Sequence[int], totals: Sequence[int], tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Position and cache slot of each new token, both [tokens] int64 on the CPU."""
-    places = [torch.arange(context, total, device="cpu") for context, total in zip(context_lens, totals, strict=True)]
-    slots = [
-        table[place // block_size] * block_size + place % block_size
-        for place, table in zip(places, tables, strict=True)
-    ]
-    none = torch.empty(0, dtype=torch.int64, device="cpu")  # a batch may have no request
-    return torch.cat([none, *places]), torch.cat([none, *slots])
+    ids, positions = (pad(t, (0, more_rows)).to(device) for t in (input_ids, torch.cat([none, *places])))
+    return ExampleBatch(ids, positions, moved)
 
 
 __all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch", "first_layers"]

@@ -341,7 +341,7 @@ def test_mixed_adapters_equal_a_loop_over_requests() -> None:
 
 def merged(model: Decoder, slot: int) -> Decoder:
     """The decoder without LoRA whose weights have the slot's adapter in them; slot -1: none."""
-    other = build(**{**vars(model.config), "max_loras": 0}).to(model.norm.weight.dtype)
+    other = build(**{**model.config.model_dump(), "max_loras": 0}).to(model.norm.weight.dtype)
     other.load_state_dict(model.state_dict())
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
     for name, projection in adapted.items() if slot >= 0 else ():
@@ -514,7 +514,8 @@ def test_lora_mistakes() -> None:
         ({"num_layers": 0}, "num_layers is 0"),
         ({"max_loras": -1}, "max_loras is -1"),
         ({"num_heads": 4, "num_kv_heads": 3}, "does not divide"),
-        ({"head_dim": 5}, "is odd"),
+        ({"head_dim": 5}, "head_dim is 5"),
+        ({"seed": -1}, "seed is -1"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
     ],
 )
