@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
     from cgplan.measure.bench import bench
     from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
-    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, in_breakable_capture
     from cgplan.piecewise.breaks import eager_break_during_capture
-    from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
     from cgplan.piecewise.trace import compile_piecewise
+    from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
     from cgplan.runner.runner import GraphRunner
     from cgplan.runner.session import CaptureSession
@@ -105,6 +105,7 @@ __all__ = [
     "eager_break_during_capture",
     "forward_context",
     "get_forward_context",
+    "in_breakable_capture",
     "load_config",
 ]
 
@@ -114,8 +115,8 @@ _HOMES = {
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.api": ("capture",),
     "cgplan.measure.bench": ("bench",),
-    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture",),
-    "cgplan.piecewise.modules": ("BreakableCUDAGraphWrapper",),
+    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture", "in_breakable_capture"),
+    "cgplan.piecewise.wrapper": ("BreakableCUDAGraphWrapper",),
     "cgplan.piecewise.breaks": ("eager_break_during_capture",),
     "cgplan.backends.context": ("forward_context", "get_forward_context"),
     "cgplan.runner.runner": ("GraphRunner",),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +14,8 @@ import cgplan
 from cgplan.backends.tape import TapeBackend
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import DistributedConfig
-from cgplan.distributed import AllReduce, GraphBufferRegistry, RankedCapture, in_step, open_all_reduce, open_ranks
+from cgplan.distributed import AllReduce, RankedCapture, in_step, open_all_reduce, open_ranks
 from cgplan.distributed.all_reduce import GLOO_DTYPES
-from cgplan.distributed.kernels import CpuKernels
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import RegistrationError
 from cgplan.planning import build_plan
@@ -109,11 +106,11 @@ def eagerly_instead(rank: int) -> tuple[Said, int]:
     return said, wrong
 
 
-def comes_late(rank: int) -> tuple[list[Said], list[float]]:
+def comes_late(rank: int, all_reduce: str) -> tuple[list[Said], list[float]]:
     """Rank 1 comes to an all-reduce when rank 0 has given up, and both go on; what they say, and wrong sums."""
     said, wrong = [], []
     try:
-        with session(rank) as (_, reducer, _):
+        with session(rank, compilation={"all_reduce": all_reduce}) as (_, reducer, _):
             reducer(torch.ones(8))
             if rank == 1:
                 time.sleep(patience() + 0.5)
@@ -195,21 +192,6 @@ def out_of_memory_beside_a_sum(rank: int, all_reduce: str, dtype: torch.dtype) -
     return keys, sums
 
 
-def captured_after_a_left_sum(rank: int) -> list[Said]:
-    """Rank 1 leaves out a call; once rank 0 has given it up, all capture again."""
-    with session(rank, compilation={"all_reduce": "nccl"}) as (ranks, _, capture):
-        runner = capture.run()
-        if rank == 0:
-            said = tried(lambda: runner(x=torch.ones(2, 8)))
-        else:
-            time.sleep(patience() + 2)  # what gloo waits for it, and rank 0 looks for a lost rank
-            said = "ok", None
-        again = tried(runner.recapture)
-        check_runner(runner, rank, ranks.world_size)
-        runner.close()
-    return [said, again]
-
-
 def refused_dtype(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[Said, float]:
     """A sum of a dtype that gloo does not take, and one after it."""
     with session(rank, compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
@@ -262,6 +244,19 @@ def wrong_arguments(rank: int) -> list[Said]:
     return said
 
 
+def late_for_a_batch(rank: int) -> list[Said]:
+    """Rank 1 comes to the second batch when the others have given it up; what the batches say. Then all close."""
+    with session(rank, distributed={"data_parallel_sync": True}) as (ranks, _, capture):
+        runner = capture.run()
+        call, said = in_step(runner, ranks), list[Said]()
+        for turn in range(3):
+            if rank == 1 and turn == 1:
+                time.sleep(patience() + 1)
+            said.append(tried(lambda: call(x=torch.ones(2, 8)).isfinite().all().item()))
+        runner.close()
+    return said
+
+
 def used_after_close(rank: int, all_reduce: str) -> list[Said]:
     with session(rank, compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
         runner = capture.run()
@@ -294,7 +289,7 @@ def breaks_on_one_rank(rank: int) -> Said:
         return captured_again(capture, rank, ranks.world_size)
 
 
-def interrupted(rank: int, method: str) -> Said:
+def interrupted(rank: int) -> Said:
     """Rank 1 is interrupted in a step of the registration."""
 
     def interrupt(*_: Any) -> None:
@@ -303,7 +298,7 @@ def interrupted(rank: int, method: str) -> Said:
     def run() -> None:
         with session(rank) as (_, _, capture):
             if rank == 1:
-                setattr(GraphBufferRegistry, method, interrupt)
+                SharedMemoryTransport.export = interrupt
             capture.run()
 
     return tried(run)
@@ -334,16 +329,6 @@ def differs(rank: int) -> list[Said]:
             said.append(tried(lambda given=inputs[rank], sums=wanted: torch.allclose(runner(x=given), sums, rtol=1e-5)))
         runner.close()
     return said
-
-
-def keeper_is_frozen(rank: int) -> tuple[Said, Said]:
-    """Rank 0, which keeps the store, is stopped: nothing that is asked of the store is answered any more."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        said = tried(lambda: runner(x=torch.ones(1, 8)))
-        return said, tried(runner.close)
 
 
 def opened_again(rank: int) -> list[Said]:
@@ -385,36 +370,3 @@ def handles_stay_open(rank: int) -> list[Said]:
         runner = capture.run()
         SharedMemoryTransport.close = close
         return [tried(runner.close), captured_again(capture, rank, ranks.world_size)]
-
-
-def killed_beside_one_that_ends(rank: int) -> Said:
-    """Rank 2 is killed, rank 1 catches the error that it gets and ends well; what rank 0 hears of it, later."""
-    with session(rank) as (ranks, reducer, _):
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0:
-            ranks.watch._lock.acquire()  # it does not look for a while
-            time.sleep(1.5)
-            ranks.watch._lock.release()
-        return tried(lambda: reducer(torch.ones(8)))
-
-
-def replays_after_a_loss(rank: int) -> tuple[list[Said], int]:
-    """Rank 1 is killed; what rank 0's calls raise once it knows, and how many sums they begin."""
-    with session(rank) as (ranks, _, capture):
-        runner = capture.run()
-        check_runner(runner, rank, ranks.world_size)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while ranks.watch.lost is None:
-            time.sleep(0.02)
-        real, begun = CpuKernels.run, [0]
-
-        def run(*args: Any) -> None:
-            begun[0] += 1
-            real(*args)
-
-        CpuKernels.run = run
-        said = [tried(lambda rows=rows: runner(x=torch.ones(rows, 8))) for rows in (1, 2, 4)]
-        runner.close()
-    return said, begun[0]

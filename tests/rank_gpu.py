@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,20 +104,6 @@ def late_at_random(rank: int, device: str) -> int:
         reducer.check()
         runner.close()
     return wrong
-
-
-def lost_while_replaying(rank: int, device: str) -> Said:
-    """Rank 1 is killed between replays; rank 0 only ever calls its runner."""
-    with opened_on(device) as (ranks, reducer, config):
-        runner = session_of(ranks, reducer, config).run()
-        for turn in range(100_000):
-            if rank == 1 and turn == 20:
-                os.kill(os.getpid(), signal.SIGKILL)
-            said = tried(lambda: float(runner(x=torch.ones(2, 8, device=ranks.device)).sum()))
-            if said[0] != "ok":
-                break
-        runner.close()
-    return said
 
 
 def one_allocation(rank: int, device: str) -> int:

@@ -22,7 +22,6 @@ from cgplan.captures.budget import BudgetGuard
 from cgplan.config import Config, DistributedConfig, load_config
 from cgplan.distributed import (
     AllReduce,
-    GraphBufferRegistry,
     RankedCapture,
     Ranks,
     agree_on_model,
@@ -35,7 +34,6 @@ from cgplan.distributed import (
 )
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, ModelError, RegistrationError
-from cgplan.graphs.rebound import StateSnapshot
 from cgplan.models.decoder import Decoder, build, example_batch
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
@@ -269,46 +267,12 @@ class Counter:
         self.calls += 1
 
 
-def counts_its_calls(rank: int) -> Any:
+def counts_its_calls(rank: int) -> None:
     """Rank 1's model has a number that changes, rank 0's has none: only rank 1 looks who reads it."""
     with session(rank, Counter() if rank == 1 else None) as (ranks, _, capture):
         runner = capture.run()
         check_runner(runner, rank, ranks.world_size)
-        warnings = [said for said in runner.report.warnings if "forward" in said]
         runner.close()
-    return warnings
-
-
-def state_of_a_model(rank: int) -> Any:
-    """What of a model's state has changed, once ranks have summed and have shown a sign of life."""
-    with opened() as (ranks, reducer):
-        model = Doubling(reducer)
-        state = StateSnapshot(model)
-        model(torch.ones(2, 8))
-        sent = ranks.watch._beats
-        while ranks.watch._beats == sent:
-            time.sleep(0.02)
-    return state.changed()
-
-
-def raises_in(rank: int, phase: str) -> Any:
-    """Rank 1 raises once; afterwards all capture again, because all ranks are still there."""
-    left = [1 if rank == 1 else 0]
-
-    def trouble(where: str) -> None:
-        if where == phase and left[0]:
-            left[0] -= 1
-            raise ValueError("a defect of the model")
-
-    with session(rank, trouble) as (ranks, _, capture):
-        try:
-            capture.run()
-        except CgplanError as error:
-            said = (type(error).__name__, error.message)
-        runner = capture.run()
-        check_runner(runner, rank, ranks.world_size)
-        runner.close()
-    return said
 
 
 def raises_in_registration(rank: int, method: str) -> Any:
@@ -358,17 +322,13 @@ def killed_in(rank: int, victim: int, phase: str) -> Any:
         if rank == victim and where == phase:
             die()
 
-    steps = {
-        "counts": "_agree_on_rows", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
-        "seal": "_seal", "leave": "_leave_peers",
-    }  # fmt: skip
-    if rank == victim and phase in steps:
-        setattr(GraphBufferRegistry, steps[phase], lambda *_: die())
     if phase == "rendezvous" and rank == victim:
         die()
     with session(rank, trouble) as (_, _, capture):
         if phase == "opened" and rank == victim:
             die()
+        if phase == "open" and rank == victim:
+            SharedMemoryTransport.open = lambda *_: die()
         runner = capture.run()
         for turn in range(2000 if phase == "replay" else 2):
             if phase == "replay" and rank == victim and turn == 20:
@@ -403,26 +363,6 @@ def budget_of_one(rank: int) -> Any:
         keys = [key.num_tokens for _, key in runner.plan.keys]
         runner.close()
     return keys
-
-
-def stands_still(rank: int) -> Any:
-    """Rank 1 does not come to a replay, although it is alive."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        if rank == 1:
-            time.sleep(patience() + 1)
-        runner(x=torch.ones(1, 8))
-        runner.close()
-
-
-def frozen(rank: int) -> Any:
-    """Rank 1 is stopped, and shows no sign of life."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        runner(x=torch.ones(1, 8))
-        runner.close()
 
 
 def replay_before_registration(rank: int) -> Any:
@@ -533,36 +473,25 @@ def choice(rank: int, wanted: str, hosts: int = 1) -> Any:
 
 
 def several_steps(rank: int) -> Any:
-    """Ranks that come to different steps, and one that does not come."""
+    """Ranks that come to different steps, and one that is late."""
     ranks = open_ranks(DistributedConfig(timeout=patience()), "cpu")
     assert ranks is not None
     said = []
+
+    def tried(step: str, error: CgplanError | None = None) -> None:
+        try:
+            ranks.agree(step, error=error)
+        except CgplanError as raised:
+            said.append((type(raised).__name__, raised.message))
+
     with ranks:
-        try:
-            ranks.agree("tea" if rank else "coffee")
-        except CgplanError as error:
-            said.append((type(error).__name__, error.message))
-        try:
-            with ranks.step("a step"):
-                raise ModelError("the same everywhere")
-        except CgplanError as error:
-            said.append((type(error).__name__, error.message))
-        try:
-            if rank == 1:
-                time.sleep(patience() + 1)
-            ranks.agree("breakfast")
-        except CgplanError as error:
-            said.append((type(error).__name__, error.message))
-            raise
+        tried("tea" if rank else "coffee")
+        tried("a step", ModelError("the same everywhere"))
+        if rank == 1:
+            time.sleep(patience() + 1)
+        tried("breakfast")
+        tried("lunch")
     return said
-
-
-def sleeps(rank: int) -> None:
-    """Meets the others, and works until it is killed."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        while True:
-            runner(x=torch.ones(2, 8))
 
 
 # --- the decoder, split over ranks ---
@@ -682,31 +611,14 @@ def data_parallel(
     return (ran, runner.stats.record()) if settings.get("stats") else ran
 
 
-def late_for_a_batch(rank: int) -> list[str]:
-    """Rank 1 comes to the second batch when the others have given it up; what the batches say. Then all close."""
-    said: list[str] = []
-    with session(rank, distributed={"timeout": patience(), "data_parallel_sync": True}) as (ranks, _, capture):
-        runner = capture.run()
-        call = in_step(runner, ranks)
-        for turn in range(3):
-            if rank == 1 and turn == 1:
-                time.sleep(patience() + 1)
-            try:
-                said.append(str(call(x=torch.ones(2, 8)).unique().tolist()))
-            except CgplanError as error:
-                said.append(f"{type(error).__name__}: {error.message}")
-        runner.close()
-    return said
-
-
 # --- two GPUs ---
 
 
 @contextmanager
-def on_gpus(all_reduce: str = "custom", debug: bool = False) -> Iterator[tuple[Ranks, AllReduce]]:
+def on_gpus(all_reduce: str = "custom") -> Iterator[tuple[Ranks, AllReduce]]:
     config = Config(
         device="cuda",
-        compilation={"all_reduce": all_reduce, "debug": debug},
+        compilation={"all_reduce": all_reduce},
         distributed={"timeout": patience()},
     )
     ranks = open_ranks(config.distributed, "cuda")
@@ -780,18 +692,19 @@ def gpu_unregistered(rank: int) -> Any:
     return said
 
 
-def gpu_alone(rank: int, bounded: bool) -> None:
+def gpu_alone(rank: int, is_killed: bool) -> None:
     """Rank 1 does not come to an all-reduce: it sleeps, or is killed."""
-    with on_gpus(debug=bounded) as (ranks, reducer):
+    with on_gpus() as (ranks, reducer):
         x = torch.ones(1 << 16, device=ranks.device)
         reducer(x)
         torch.cuda.synchronize()
         if rank == 1:
-            time.sleep(45 if bounded else 2)
-            if not bounded:
+            time.sleep(1 if is_killed else 5 * patience())
+            if is_killed:
                 die()
-            return
-        reducer(x)
+            os._exit(0)
+        total = reducer(x)
+        assert total.isnan().all(), "no sum that could be taken for a right one"
         reducer.check()
 
 

@@ -36,8 +36,6 @@ OWED = {  # arrows against the order, each with the mechanism that will end it
     "cgplan.backends.tape -> cgplan.graphs.operator_log",
     "cgplan.backends.tape -> cgplan.graphs.plain_code",
     "cgplan.backends.tape_recorder -> cgplan.graphs.operator_log",
-    "cgplan.models.decoder -> cgplan.distributed",
-    "cgplan.piecewise.traces -> cgplan.captures.model_graphs",
     "cgplan.planning.difference -> cgplan.optimizer.evidence",
 }
 TINY = {"units.py", "optimizer/products.py", "backends/blame.py"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -162,3 +162,39 @@ def get_forward_context() -> ForwardContext:
             remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
         )
     return context
+
+
+class RankSum(Protocol):
+    """Sums tensors over ranks, for models that are split; ``cgplan.distributed.AllReduce`` is one.
+
+    Attributes:
+        number: The ``group`` of ``torch.ops.cgplan.all_reduce(x, group)``.
+        rank, world_size: This process's rank, and the number of ranks.
+    """
+
+    number: int
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+R = TypeVar("R", bound=RankSum)
+_rank_sum: ContextVar[RankSum | None] = ContextVar("cgplan_rank_sum", default=None)
+
+
+@contextmanager
+def all_reduce_by(reducer: R) -> Iterator[R]:
+    """A block in which models are built that sum over ranks by this all-reduce."""
+    token = _rank_sum.set(reducer)
+    try:
+        yield reducer
+    finally:
+        _rank_sum.reset(token)
+
+
+def current_all_reduce() -> RankSum | None:
+    """The all-reduce of the block, None outside of one."""
+    return _rank_sum.get()

@@ -31,8 +31,7 @@ from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreig
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
 from cgplan.backends.quiet import collector_quiet
 from cgplan.buffers.copier import Copier, TorchCopier
-from cgplan.buffers.copy_kernel import load_copy_kernel
-from cgplan.buffers.kernel_copying import KernelCopier
+from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
@@ -71,6 +70,7 @@ class CudaPool:
 
     Attributes:
         handles: Of all memory that it consists of; the last one is captured into.
+        backend: The backend that made it.
         ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
@@ -79,6 +79,7 @@ class CudaPool:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     listed: tuple[Any, int] | None = None
     is_spoiled: bool = False
+    backend: Any = None
 
     @property
     def handle(self) -> Any:
@@ -178,7 +179,7 @@ class CudaBackend(GraphBackend):
 
     def new_pool(self) -> CudaPool:
         """An empty pool."""
-        return CudaPool((torch.cuda.graph_pool_handle(),))
+        return CudaPool((torch.cuda.graph_pool_handle(),), backend=self)
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pools."""
@@ -275,7 +276,7 @@ class CudaBackend(GraphBackend):
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
-        kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
+        kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
             return TorchCopier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)

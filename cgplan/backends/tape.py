@@ -60,6 +60,7 @@ class TapeBackend(GraphBackend):
     def new_pool(self) -> TapePool:
         """An empty pool."""
         pool = TapePool(self._pool_limit)
+        pool.backend = self
         self._pools[pool] = weakref.WeakSet()
         return pool
 

@@ -44,10 +44,14 @@ class TapePool:
     Args:
         limit: Bytes that the pool may reserve, None for no limit. Beyond it ``take`` raises torch.OutOfMemoryError,
             as a GPU would.
+
+    Attributes:
+        backend: The backend that made it.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
+        self.backend: object = None
         self._segments: list[_Segment] = []
         self._aliases: dict[int, torch.UntypedStorage] = {}  # by address of the storage that takes the block
 

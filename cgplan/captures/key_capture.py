@@ -130,9 +130,8 @@ class KeyCapture:
         try:
             cold = look_at_state()
             start = time.perf_counter()
-            graphed.trace(descriptor)
             for _ in range(graphed.config.compilation.cudagraph_num_of_warmups):
-                graphed.run_eager(descriptor, graphed.views(descriptor))
+                graphed.warm_up(mode, descriptor)
             backend.synchronize()
             warm = time.perf_counter()
             before = (backend.memory(), graphed.pools.nbytes)
@@ -166,8 +165,7 @@ class KeyCapture:
         after = (backend.memory(), graphed.pools.nbytes)
         reading = (read - warm) + (time.perf_counter() - done)
         captured = sum(entry.capture_seconds for entry in entries)
-        pieces = graphed.route.pieces if mode is CUDAGraphMode.PIECEWISE else ()  # of a trace; else entries hold them
-        eager = sum(piece.eager for piece in pieces) or sum(entry.eager_pieces for entry in entries)
+        eager = sum(entry.eager_pieces for entry in entries)
         return CapturedKey(mode, descriptor, tuple(entries), eager, before, after, warm - start, captured, reading)
 
     def _run_watched(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, views: dict[str, torch.Tensor]) -> Any:

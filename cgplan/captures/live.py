@@ -76,9 +76,8 @@ class LiveGraphs:
         return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
 
     def retry_failed(self) -> None:
-        """Forget which keys could not be captured, and that the model could not be traced."""
+        """Forget which keys could not be captured."""
         self.failed.clear()
-        self.graphed.first_trace.forget_failure()
 
     def check(self, key: Key) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then. Where

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
@@ -20,11 +19,10 @@ from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.ambient import AmbientState, generators_of, random_state_kept, refuse_other_generators
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.rebound import StateSnapshot
-from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import calls_breaks
 from cgplan.piecewise.routes import choose_route
-from cgplan.piecewise.trace import FirstTrace
 from cgplan.planning import Plan
 
 
@@ -51,13 +49,12 @@ class GraphedModel:
     Attributes:
         plan, config: What is captured.
         backend: The device.
-        most_tokens: Tokens of the largest key that the static buffers hold, and that a trace is made for.
+        most_tokens: Tokens of the largest key that the static buffers hold.
         pools: Where it is captured.
         wrapper: Holds the FULL graphs; in other modes it passes through.
         buffers: Static buffers for the largest key.
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
-        first_trace: Makes the trace where the route does.
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
         generators: The random generators of its own that the model draws from.
@@ -85,7 +82,7 @@ class GraphedModel:
         self.model = model
         self.find_generators()
         self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
-        self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
+        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
         self.returns_nothing = False
         self.notes: list[str] = []
         self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
@@ -99,9 +96,6 @@ class GraphedModel:
         self._refusal: CgplanError | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
-        self.first_trace = FirstTrace(plan, config, backend, self._ambient, is_made=self.route.splitter is None)
-        # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
-        self._own = model if config.compilation.compiler == "eager" else self.route.forward
 
     def find_generators(self) -> None:
         """Note the generators that the model holds now, for captures from now on; graphs that are there keep theirs."""
@@ -144,9 +138,20 @@ class GraphedModel:
         finally:
             self.seal()
 
-    def trace(self, descriptor: BatchDescriptor) -> None:
-        """Trace the model where its route does, unless that is done; ahead of a capture. Raises as FirstTrace.make."""
-        self.first_trace.make(partial(self._run, self.route.forward, CUDAGraphMode.NONE), descriptor, self.generators)
+    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Run what a key captures, without capturing; where a trace is captured, it is found or made here."""
+        call = self.route.whole if mode is CUDAGraphMode.FULL else self.route.warm
+        self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+
+    def entry(self, key: Key) -> CUDAGraphEntry | None:
+        """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose
+        ``graph.replay`` runs eager pieces, the forward context has to be set. None where there is none, or where the
+        model's own code runs between graphs (``piecewise: wrappers``).
+        """
+        mode, descriptor = key
+        wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
+        entry = None if wrapper is None else wrapper.entries.get(descriptor)
+        return entry if entry is not None and entry.scope is self.scope else None
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
@@ -261,20 +266,15 @@ class GraphedModel:
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors, compiled if inductor compiles it for capture, and can."""
-        own = self._own
-        if own is not self.model:
-            try:
-                self.trace(descriptor)
-            except CgplanError:  # then no graph rounds otherwise
-                own = self.model
-        return self._run(own, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors."""
+        return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         if self.scope.is_open and self._before is None:  # after the first warm-up: what captures move is no state
             self._before, self._bound = self._state_now(watches=True), None
-        output = self._run(self.wrapper, mode, descriptor, tensors)
+        call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
+        output = self._run(call, mode, descriptor, tensors)
         if self._bound is None and (now := self._state_now(before=self._before)) is not None:
             self._bound = now.ignored  # of two buffers in turn, say, which a second run would bring to their places
         return output

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from cgplan.config.schema import ModelConfig
 from cgplan.distributed import (
     AllReduce,
     RankedCapture,
-    Ranks,
     agree_on_model,
     agree_on_plan,
     agree_on_setup,
@@ -192,7 +189,6 @@ def captured_on_ranks(
     ranks = open_ranks(config.distributed, config.device)
     if ranks is None:
         raise RankFailedError("there are no other ranks", remedy="Start the command with torchrun.")
-    ranks.watch.tell(lambda failure: _end_soon(ranks, failure))
     with ranks:
         backend = select_backend(str(ranks.device))
         agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
@@ -225,22 +221,3 @@ def _captured_by_ranks(loaded: LoadedConfig, plan: Plan, model: Callable[..., An
             progress=lambda at: step(at.index, at.total, f"{at.mode} {at.descriptor}"),
             together=RankedCapture(ranks, reducer, loaded.config),
         ).run()
-
-
-def _end_soon(ranks: Ranks, failure: RankFailedError) -> None:
-    """End this process if it has not ended by itself soon after a rank was lost: it may wait for the device for ever.
-
-    torch's watchdog does the same for NCCL; kernels inside of a graph are not in its sight.
-    """
-    if ranks.watch.lost is None:
-        return
-
-    def end() -> None:
-        sys.stderr.write(f"error: rank {ranks.rank}: {failure}\n")
-        sys.stderr.flush()
-        os._exit(failure.exit_code)
-
-    least = 5.0 if ranks.watch.has_left else 1.0  # it ends by itself, with a word and a code of its own
-    timer = threading.Timer(max(least, ranks.timeout / 4), end)
-    timer.daemon = True
-    timer.start()

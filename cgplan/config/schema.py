@@ -459,7 +459,8 @@ class Config(Section):
         if twice:
             raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
         reserved = sorted(
-            {"uniform_decode", "num_active_loras", "padded", "self"} & (set(self.inputs) | set(self.metadata))
+            {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
+            & (set(self.inputs) | set(self.metadata))
         )
         if reserved:
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")

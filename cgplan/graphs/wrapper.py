@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,13 +23,15 @@ from cgplan.backends.context import (
     current_forward_context,
 )
 from cgplan.backends.host_sync import tensors_in
-from cgplan.buffers.handed_outputs import HandedOutput
+from cgplan.buffers.outputs import renewed
 from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.frozen import Given
 from cgplan.graphs.operator_log import marked
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+
+logger = logging.getLogger(__name__)
 
 
 def _is_count(value: object) -> bool:
@@ -50,12 +53,14 @@ class CUDAGraphOptions:
             Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
             buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
             see ``policy``.
+        debug_log_enable: Whether each capture is logged, at level DEBUG.
     """
 
     borrow_outputs: bool = True
     num_of_warmups: int = 1
     copied_arguments: tuple[int, ...] = ()
     address_check: AddressPolicy = "first"
+    debug_log_enable: bool = True
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are not as described."""
@@ -105,7 +110,7 @@ class CUDAGraphEntry:
         descriptor: The batch that it serves.
         graph: What the wrapper replays: the backend's graph, or a breakable capture.
         output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        handed: Gives the output to code of the user, which may change the tensor objects, see HandedOutput.
+        handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
@@ -121,7 +126,7 @@ class CUDAGraphEntry:
     descriptor: BatchDescriptor
     graph: Any
     output: Any
-    handed: HandedOutput
+    handed: Callable[[], Any]
     slots: Mapping[int, torch.Tensor]
     manifest: AddressManifest | None
     capture_seconds: float
@@ -272,6 +277,10 @@ class CUDAGraphWrapper:
             vars(made)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
         return made
 
+    def unwrap(self) -> Callable[..., Any]:
+        """The wrapped callable itself, which never captures."""
+        return self.runnable
+
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
@@ -376,6 +385,8 @@ class CUDAGraphWrapper:
             self._backend = scope.backend  # another object of the same device has other pools and another stream
         refuse_nested(self.backend)
         self.options.check_copied(args)
+        if self.options.debug_log_enable:
+            logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
@@ -400,7 +411,7 @@ class CUDAGraphWrapper:
             slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
         read, parts = frozenset(watched.read), self._parts(graph)
         ambient = AmbientState.now(self.backend.device.type)
-        handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
+        handed, pooled = renewed(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
         made = (slots, None, seconds, self.backend, scope, read, *parts)
         entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
         if (policy := self.options.policy(scope)) != "off":
@@ -448,6 +459,6 @@ class CUDAGraphWrapper:
         return self._own_pool
 
 
-_NO_OUTPUT = HandedOutput(None, ())
+_NO_OUTPUT = renewed(None)
 
 __all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

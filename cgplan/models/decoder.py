@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
-from cgplan.distributed import current_all_reduce
+from cgplan.backends.context import current_all_reduce
 from cgplan.errors import InputError, ModelError
 from cgplan.models.layers import (
     ColumnParallel,
@@ -249,13 +249,13 @@ def _split(parts: int) -> Split:
     if parts == 1:
         return Split()
     reducer = current_all_reduce()
-    found = 1 if reducer is None else reducer.ranks.world_size
+    found = 1 if reducer is None else reducer.world_size
     if reducer is None or found != parts:
         raise ModelError(
             f"the decoder is split over {parts} ranks (tensor_parallel), and {found} run",
             remedy=f"Start it with torchrun --nproc-per-node {parts}, or set tensor_parallel to {found}.",
         )
-    return Split(parts, reducer.ranks.rank, reducer.number)
+    return Split(parts, reducer.rank, reducer.number)
 
 
 def _check_adapter(name: str, adapter: Mapping[str, Tensor], projection: Projection, max_rank: int) -> None:

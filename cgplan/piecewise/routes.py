@@ -19,9 +19,10 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
+from cgplan.piecewise.modules import ModuleBreaks, break_at_modules
 from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 
@@ -32,14 +33,18 @@ class SplitRoute:
 
     Attributes:
         name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
-        forward: What is called: the model, or what stands for it.
-        splitter: The torch.compile backend that splits it, where it is traced.
+        forward: What PIECEWISE keys run: the model, or a wrapper around it.
+        whole: What FULL keys capture, and warm up with.
+        warm: What PIECEWISE keys warm up with.
+        splitter: The torch.compile backend that splits the model, where it is traced.
         breaks: The modules that it breaks at, where it is not.
         operators: What a capture of a model that is not traced has called.
     """
 
     name: str
     forward: Callable[..., Any]
+    whole: Callable[..., Any]
+    warm: Callable[..., Any]
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
     operators: OperatorCounts | None = None
@@ -48,6 +53,13 @@ class SplitRoute:
     def pieces(self) -> Sequence[Piece]:
         """The parts of a traced model, once it is traced; empty otherwise."""
         return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
+
+    @property
+    def chain(self) -> BreakableCUDAGraphWrapper | None:
+        """The wrapper whose captures are whole forwards; None where the model's own code runs between graphs."""
+        is_partitioned = self.splitter is not None and self.splitter.partition
+        is_chain = isinstance(self.forward, BreakableCUDAGraphWrapper) and self.name in ("ops", "modules")
+        return self.forward if is_chain and not is_partitioned else None  # type: ignore[return-value]
 
     @contextmanager
     def noting_operators(self) -> Iterator[None]:
@@ -69,7 +81,7 @@ class SplitRoute:
         sides = {False: Counter(seen.captured), True: Counter() if by_name else Counter(seen.eager)}
         for piece in self.pieces:
             sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
-        if capture := next(iter(self._captures), None):
+        if by_name and (capture := next(iter(self._captures), None)):
             sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
         elif self.breaks:
             sides[True].update(self.breaks.outer)
@@ -86,14 +98,13 @@ class SplitRoute:
     @property
     def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
         """What was captured by breaks."""
-        wrapper = self.forward
-        return [e.graph for e in wrapper.entries.values()] if isinstance(wrapper, BreakableCUDAGraphWrapper) else []
+        return [e.graph for e in self.chain.entries.values()] if self.chain else []
 
     def warnings(self) -> list[str]:
         """What the user should know about the split, once keys are captured."""
         if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
             return ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
-        if not self._captures:
+        if self.name != "modules" or not self._captures:
             return []
         run = {p.name for capture in self._captures for p in capture.segments if isinstance(p, EagerPiece)}
         if not run:
@@ -140,10 +151,11 @@ def choose_route(
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
         if piecewise and compilation.capture_policy == "lazy":  # the trace, which looks closer, is made on demand
             refuse_unknown_ops(compilation.splitting_ops)
-        compiled = PiecewiseModel(model, config, backend, plan.max_capture_size)
-        return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
+        split = PiecewiseModel(model, config, backend)
+        whole = split.traced if compilation.compiler == "inductor" else model
+        return SplitRoute("ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter)
     if not piecewise or name == "wrappers":
-        return SplitRoute("wrappers" if piecewise else "full", model)
+        return SplitRoute("wrappers" if piecewise else "full", model, model, model)
     breaks: ModuleBreaks | None = None
     if compilation.splitting_modules:
         if not isinstance(model, torch.nn.Module):
@@ -153,7 +165,8 @@ def choose_route(
             )
         breaks = break_at_modules(model, compilation.splitting_modules)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
-    route = SplitRoute("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
+    wrapper = BreakableCUDAGraphWrapper(model, backend=backend, options=options)
+    route = SplitRoute("modules", wrapper, model, model, breaks=breaks)
     if breaks is not None:
         breaks.remove_after(route)  # of a runner that nobody closed
     return route

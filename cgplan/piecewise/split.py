@@ -46,11 +46,13 @@ class Piece:
         name: Of the submodule that holds it.
         eager: Whether it runs between segments (it holds splitting operators) or is captured.
         operators: Names of its operators, in order.
+        title: For messages: its first splitting operator.
     """
 
     name: str
     eager: bool
     operators: tuple[str, ...]
+    title: str = ""
 
 
 @dataclass(slots=True)
@@ -102,11 +104,15 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
     runs = _merge_idle(_runs(gm.graph.nodes, lambda node: bool(_names(node) & wanted)))
     piece_of = {node: index for index, run in enumerate(runs) for node in run.nodes}
     split = split_module(gm, None, lambda node: piece_of[node], keep_original_order=True)  # type: ignore[arg-type]
-    calls = [node for node in split.graph.nodes if node.op == "call_module"]
-    eager = {f"submod_{index}": run.eager for index, run in enumerate(runs)}
-    return split, tuple(
-        Piece(str(call.target), eager[str(call.target)], _operators(getattr(split, str(call.target)))) for call in calls
-    )
+    pieces = []
+    for call in (node for node in split.graph.nodes if node.op == "call_module"):
+        run = runs[int(str(call.target).removeprefix("submod_"))]
+        first = next((node for node in run.nodes if _names(node) & wanted), run.nodes[0])
+        call.stack_trace = first.stack_trace  # messages name the user's line of a piece
+        operators = _operators(getattr(split, str(call.target)))
+        pieces.append(Piece(str(call.target), run.eager, operators, operator_name(first) or ""))
+    split.recompile()
+    return split, tuple(pieces)
 
 
 def _names(node: fx.Node) -> set[str]:
@@ -177,9 +183,7 @@ def _works(node: fx.Node) -> bool:
     """Whether a node launches something: not a view, a size or an allocation."""
     value, name = value_of(node), operator_name(node) or ""
     bare = name.partition("::")[2]
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        return True
-    if isinstance(node.target, torch._ops.OpOverloadPacket) and node.target.default._schema.is_mutable:
+    if any(overload._schema.is_mutable for overload in _overloads(node.target)):
         return True
     if bare.endswith("_") or bare in ("setitem", "copy_") or node.kwargs.get("out") is not None:
         return True
@@ -190,6 +194,16 @@ def _works(node: fx.Node) -> bool:
         return value is None and name.startswith("aten::")  # returns nothing, so it writes somewhere
     given = {storage for arg in node.all_input_nodes for storage in storages_of(arg)}
     return any(storage not in given for storage in storages_of(node))
+
+
+def _overloads(target: Any) -> list[torch._ops.OpOverload]:
+    """The overloads that a target may call, but for those that write to results they are given."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if not isinstance(target, torch._ops.OpOverloadPacket):
+        return []
+    found = [getattr(target, name) for name in target.overloads()]
+    return [o for o in found if not any(argument.is_out for argument in o._schema.arguments)]
 
 
 def storages_of(node: fx.Node) -> list[int]:

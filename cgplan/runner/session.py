@@ -21,10 +21,10 @@ from cgplan.captures.model_graphs import GraphedModel
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError, RankFailedError
+from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
-from cgplan.piecewise.traces import refuse_lost_sizes
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.reports.records import CaptureReport, SplitRecord
 from cgplan.runner.runner import GraphRunner
@@ -116,9 +116,7 @@ class CaptureSession:
         lazy = policy == "lazy"
         with nullcontext() if lazy else use.held(self._name):
             live = self._captured(self._plan, () if lazy else None)
-            runner = GraphRunner(live, self._captured, use, self._name)
-        self._together.tell_of_losses(runner.refuse)
-        return runner
+            return GraphRunner(live, self._captured, use, self._name)
 
     def _check_plan(self) -> None:
         """Raise PlanError unless the plan is of this configuration."""
@@ -183,7 +181,6 @@ class CaptureSession:
             guard.begin()
             captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
             guard.rest()
-            refuse_lost_sizes(graphed)
             graphed.buffers.restore()
             self._backend.synchronize()
         self._together.end()
@@ -321,7 +318,7 @@ def describe_split(
 
     Raises:
         ConfigError: a splitting op, or a module pattern, that does not occur in the model.
-        CaptureError: the model cannot be traced as one graph, or branches on the number of rows.
+        CaptureError: the model cannot be traced as one graph.
         ModelError: the model itself failed.
     """
     plan = build_plan(config)
@@ -335,7 +332,8 @@ def describe_split(
     mode, smallest = piecewise[-1]
     try:
         if graphed.route.splitter is not None:
-            graphed.trace(smallest)
+            with random_state_kept(graphed.backend.device, graphed.generators):
+                graphed.warm_up(mode, smallest)
         return graphed.route.describe()
     except Exception as error:
         failure = explain_eager_failure(error, f"{mode} {smallest}")

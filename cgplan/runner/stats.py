@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from cgplan.errors import CgplanError, InputError
+from cgplan.errors import CgplanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import Mode
@@ -125,11 +125,7 @@ class RunnerStats:
 
     @time_every.setter
     def time_every(self, calls: int) -> None:
-        try:
-            calls = operator.index(calls)
-        except TypeError:
-            raise InputError(f"time_every is {calls!r}", remedy="Pass an int: one call of so many is timed.") from None
-        self._time_every = calls
+        self._time_every = operator.index(calls)
         self.until_timed = calls - 1 if calls > 0 else NEVER
 
     def add_time(self, nanoseconds: int) -> None:
@@ -139,20 +135,18 @@ class RunnerStats:
         self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
 
     def count_of(
-        self,
-        num_tokens: int,
-        num_reqs: int | None,
-        uniform: bool,
-        num_active_loras: int,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        reason: MissReason | None,
+        self, route: Route, mode: CUDAGraphMode, descriptor: BatchDescriptor, reason: MissReason | None
     ) -> BatchCount:
-        """The count of a batch, to add to. Beyond 100,000 different ones, new batches are told by tokens alone."""
-        asked: Asked = (num_tokens, num_reqs, uniform, num_active_loras, mode, descriptor, reason)
+        """The count of a batch that this key serves, to add to. Beyond 100,000 different batches, new ones are told by
+        tokens alone.
+        """
+        batch = route.batch
+        asked: Asked = (
+            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, mode, descriptor, reason
+        )  # fmt: skip
         found = self._counts.get(asked)
         if found is None and len(self._counts) >= MOST_BATCHES:
-            asked = (num_tokens, None, *asked[2:])
+            asked = (batch.num_tokens, None, *asked[2:])
             found = self._counts.get(asked)
         if found is None:
             found = self._counts[asked] = BatchCount(*asked)
@@ -169,10 +163,7 @@ class RunnerStats:
             return
         for route, calls in ((ran, -1), (asked, 1)):
             if route is not None:
-                batch, loras = route.batch, route.num_active_loras
-                self.count_of(
-                    batch.num_tokens, batch.num_reqs, route.uniform, loras, ran.mode, ran.descriptor, None
-                ).calls += calls
+                self.count_of(route, ran.mode, ran.descriptor, None).calls += calls
 
     @property
     def counts(self) -> list[BatchCount]:
@@ -314,20 +305,10 @@ class StatsCollector:
         runners: Their stats by name; the name becomes the label ``runner``.
 
     Raises:
-        InputError: that is no dict of stats by name (of runners themselves, say).
         CgplanError: prometheus_client is not installed.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
-        parts: list[tuple[object, type]] = [(runners, Mapping)]
-        if isinstance(runners, Mapping):
-            parts = [part for name, stats in runners.items() for part in ((name, str), (stats, RunnerStats))]
-        wrong = [type(value).__name__ for value, kind in parts if not isinstance(value, kind)]
-        if wrong:
-            raise InputError(
-                f"metrics of stats by name were asked for, and a {wrong[0]} was given",
-                remedy='Give a dict, as in StatsCollector({"target": runner.stats}).',
-            )
         self._runners = dict(runners)
         try:
             from prometheus_client import core

@@ -109,13 +109,10 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     ),
     "wrappers for operators": (lambda: told(piecewise="wrappers"), ConfigError, "compilation.piecewise is wrappers"),
     "compiled twice": (lambda: compile_piecewise(compiled(), CONFIG), ModelError, "compile_piecewise before"),
-    "a size in words": (lambda: compiled(max_tokens="four"), ConfigError, "max_tokens is 'four'"),
-    "no size": (lambda: compiled(max_tokens=0), ConfigError, "max_tokens is 0"),
     "a backend's name": (lambda: compiled(backend="cuda"), BackendError, "'cuda' is no backend"),
     "an input by position": (lambda: compiled()(X), InputError, "no positional arguments"),
     "no input": (lambda: compiled()(), InputError, "'x' is missing"),
     "two inputs": (lambda: compiled()(x=X, y=X), InputError, "unknown input 'y'"),
-    "a list": (lambda: compiled()(x=[1.0]), InputError, "is a list, not a tensor"),
     "a number": (lambda: compiled()(x=torch.tensor(1.0)), InputError, r"has shape \[\]"),
     "another type": (lambda: compiled()(x=X.double()), InputError, "dtype torch.float64"),
     "a sparse input": (lambda: compiled()(x=X.to_sparse()), InputError, "torch.sparse_coo"),
@@ -149,7 +146,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     ),
     "options as a dict": (lambda: CUDAGraphWrapper(abs, FULL, options={}), CgplanError, "where a CUDAGraphOptions"),  # type: ignore[arg-type]
     "backend by name": (lambda: BreakableCUDAGraphWrapper(abs, backend="cpu"), CgplanError, "where a GraphBackend"),  # type: ignore[arg-type]
-    "key_fn": (lambda: BreakableCUDAGraphWrapper(abs, key_fn=3), CgplanError, "key_fn is 3"),  # type: ignore[arg-type]
     "policy": (lambda: CUDAGraphOptions(address_check="often"), ConfigError, "first or always"),  # type: ignore[arg-type]
     "warm-ups": (lambda: CUDAGraphOptions(num_of_warmups=-1), ConfigError, "num_of_warmups is -1"),
     "one position": (lambda: CUDAGraphOptions(copied_arguments=0), ConfigError, "a tuple of positions"),  # type: ignore[arg-type]
@@ -159,21 +155,15 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         CaptureError,
         "which is 7",
     ),
-    "capture on a name": (lambda: BreakableCUDAGraphCapture("cpu", None), CgplanError, "'cpu', which is no backend"),  # type: ignore[arg-type]
+    "capture on a name": (lambda: BreakableCUDAGraphCapture("cpu", None), CgplanError, "needs a backend, found 'cpu'"),  # type: ignore[arg-type]
     "capture without a pool": (lambda: captured(print, pool=3), BackendError, "3 is no pool"),
     "a foreign pool": (
         lambda: captured(print, pool=select_backend("cpu").new_pool()),
         BackendError,
         "is no pool of this",
     ),
-    "no function": (
-        lambda: captured(lambda capture: capture.add_eager(3)),
-        CaptureError,
-        "has to be a function, found 3",
-    ),  # type: ignore[arg-type]
-    "no tensor": (lambda: captured(lambda capture: capture.new_slot(3)), CaptureError, "3, which is no tensor"),  # type: ignore[arg-type]
     "never entered": (
-        lambda: BreakableCUDAGraphCapture(select_backend("cpu"), None).__exit__(None, None, None),
+        lambda: BreakableCUDAGraphCapture(select_backend("cpu")).__exit__(None, None, None),
         CaptureError,
         "left before it began",
     ),
@@ -211,31 +201,6 @@ def test_a_tensor_in_place_of_its_declaration_is_not_printed_whole() -> None:
 def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     sizes = {"cudagraph_capture_sizes": [2, 4], **compilation}
     return cgplan.capture(model, CONFIG["inputs"], compilation=sizes, device="cpu")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"uniform_decode": "yes"}, "uniform_decode is 'yes'"),
-        ({"uniform_decode": []}, r"uniform_decode is \[\]"),
-        ({"uniform_decode": 2}, "uniform_decode is 2"),
-        ({"num_active_loras": "two"}, "num_active_loras is 'two'"),
-        ({"num_active_loras": None}, "num_active_loras is None"),
-        ({"num_active_loras": 0.5}, "num_active_loras is 0.5"),
-        ({"num_active_loras": False}, "num_active_loras is False, a bool"),
-    ],
-)
-def test_words_of_a_call(given: dict[str, Any], said: str) -> None:
-    runner = open_runner(Model())
-    runner(x=X)  # False is equal to the adapters of this batch
-    for call in (runner, runner.run_eagerly):
-        with pytest.raises(InputError, match=said):
-            call(x=X, **given)
-    with pytest.raises(InputError, match=f"{next(iter(given))} is '"):
-        runner.stage(2, **{name: str(value) for name, value in given.items()})
-    assert torch.equal(runner(x=X), Model()(X))
-    numpy = pytest.importorskip("numpy")
-    runner(x=X, uniform_decode=numpy.bool_(True), num_active_loras=numpy.int64(0))
 
 
 @pytest.mark.parametrize("name", [None, 3, "", b"kv"])
@@ -312,12 +277,11 @@ def test_a_model_under_torch_compile_is_split_as_the_model_that_it_holds() -> No
     split: Any = compile_piecewise(torch.compile(model), {**CONFIG, "device": "cpu"})
     x = X.clone()
     with torch.no_grad():
-        split(x=x)
-        assert [piece.eager for piece in split.backend.pieces[0]] == [False, True, False]
         for _ in range(3):
             x.copy_(torch.randn(2, 3))
             with forward_context(CUDAGraphMode.PIECEWISE, BatchDescriptor(2)):
                 assert torch.equal(split(x=x), model(x))
+    assert [piece.eager for piece in split.splitter.pieces[0]] == [False, True, False]
 
 
 @pytest.mark.parametrize("by", ["torch.compile", "compile_piecewise"])
@@ -361,11 +325,7 @@ def open_compiled(backend: GraphBackend, sizes: list[int], *, mark: bool = False
     )
 
 
-def test_sizes_that_another_trace_would_answer_are_refused_at_capture(backend: GraphBackend) -> None:
-    """The first size is traced as a constant; the second trace, with a free number of rows, fits it too."""
-    with pytest.raises(CaptureError, match=r"compiled the model 2 times .* num_tokens=8 is answered by code") as caught:
-        open_compiled(backend, [4, 8])
-    assert "maybe_mark_dynamic" in caught.value.remedy
+def test_one_trace_of_torch_compile_for_all_sizes(backend: GraphBackend) -> None:
     runner = open_compiled(backend, [1, 2, 4, 8], mark=True)
     for rows in (8, 4, 1, 2, 3, 8, 1, 7):
         x = torch.randn(rows, 3, device=backend.device)
@@ -379,7 +339,7 @@ def test_a_model_that_torch_compile_traced_anew_says_so(backend: GraphBackend) -
     x = torch.randn(8, 3, device=backend.device)
     assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
     runner(x=torch.randn(16, 3, device=backend.device))
-    with pytest.raises(SealedError, match=r"compiled the model anew since the captures.* num_tokens=8") as caught:
+    with pytest.raises(SealedError, match=r"answers num_tokens=8 by a trace that has captured no") as caught:
         runner(x=x)
     assert "Capture the model itself" in caught.value.remedy
     runner.close()
@@ -439,14 +399,9 @@ def breaks_by_value(x: Tensor) -> Tensor:
     return attend(x * 2) * 3 if bool((x > 0).any()) else x * 2
 
 
-def breaks_by_size(x: Tensor) -> Tensor:
-    return attend(x * 2) * 3 if len(x) > 4 else x * 2
-
-
-@pytest.mark.parametrize("model", [breaks_by_value, breaks_by_size, lambda x: x])
-def test_a_mark_that_padding_does_not_reach_can_be_said(model: Callable[..., Any]) -> None:
+def test_a_mark_that_padding_does_not_reach_can_be_said() -> None:
     with pytest.raises(CaptureError) as caught:
-        open_runner(model, cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[4, 8])
+        open_runner(breaks_by_value, cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[4, 8])
     assert "functions under eager_break_during_capture" in str(caught.value.remedy)
     assert "piecewise: modules" in str(caught.value.remedy)
 
@@ -502,19 +457,15 @@ class ReadsContext(Model):
 def test_reading_the_context_in_traced_code_names_the_users_line() -> None:
     with pytest.raises(CgplanError, match=r"no forward context is set, at .*test_arguments\.py:\d+: .*# this line"):
         ReadsContext()(X)
-    for call in (
-        lambda: compile_piecewise(ReadsContext(), CONFIG)(x=X),
-        lambda: open_runner(ReadsContext(), **CONFIG["compilation"]),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(CaptureError, match=r"in code that is traced, at .*test_arguments\.py:\d+: .*# this line"):
-            call()
+    with pytest.raises(CaptureError, match=r"in code that is traced, at .*test_arguments\.py:\d+: .*# this line"):
+        open_runner(ReadsContext(), **CONFIG["compilation"])  # type: ignore[arg-type]
 
 
 # --- what torch._dynamo.reset() leaves -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
-def test_after_dynamo_forgets_a_replay_is_right_or_refused(backend: GraphBackend, mode: str) -> None:
+def test_replays_are_right_after_dynamo_forgets(backend: GraphBackend, mode: str) -> None:
     model = Model().eval()
     runner = cgplan.capture(
         model,
@@ -528,10 +479,6 @@ def test_after_dynamo_forgets_a_replay_is_right_or_refused(backend: GraphBackend
         torch._dynamo.reset()
         for rows in (1, 2, 3, 4):
             x = torch.randn(rows, 3, device=backend.device)
-            if mode == "PIECEWISE":
-                with pytest.raises(CaptureError, match="traced a second time"):
-                    runner(x=x)
-                break
             assert torch.equal(runner(x=x), model(x))
         assert torch.equal(runner.run_eagerly(x=x), model(x)), "the model's own code runs, no trace"
         if mode == "PIECEWISE":

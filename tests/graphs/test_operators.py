@@ -24,7 +24,7 @@ from cgplan.graphs.written import WrittenState
 from cgplan.models.loading import load_model
 from cgplan.piecewise.backend import cgplan_backend
 from cgplan.piecewise.breaks import eager_break_during_capture
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.session import CaptureSession
 

@@ -34,7 +34,6 @@ from cgplan.config import Input, validate_config
 from cgplan.models import decoder
 from cgplan.piecewise.backend import PiecewiseBackend, cgplan_backend
 from cgplan.piecewise.split import Piece
-from cgplan.piecewise.trace import forget_trace
 from cgplan.runner.session import CaptureSession
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
@@ -247,7 +246,9 @@ def test_segments_do_not_take_the_memory_that_they_read(backend: GraphBackend) -
     assert runner.report.split.eager == {}
 
 
-def replay_random_batches(backend: GraphBackend, mode: str, batches: int = 20, **compilation: Any) -> GraphRunner:
+def replay_random_batches(
+    backend: GraphBackend, mode: str, batches: int = 20, close: dict[str, float] | None = None, **compilation: Any
+) -> GraphRunner:
     """Capture the decoder and compare replays with its own code on the same padded batch, bit for bit."""
     model = decoder.build(num_layers=2).to(backend.device)
     rows, reqs = "num_tokens", "num_reqs"
@@ -277,51 +278,53 @@ def replay_random_batches(backend: GraphBackend, mode: str, batches: int = 20, *
         after = [cache.clone() for cache in caches]
         for cache, old in zip(caches, before, strict=True):
             cache.copy_(old)
-        assert torch.equal(found, runner.run_eagerly(**tensors))
+        torch.testing.assert_close(found, runner.run_eagerly(**tensors), **(close or {"rtol": 0, "atol": 0}))
         # The last block takes what padding rows write; real blocks must be the same to the last bit.
         assert all(torch.equal(cache[:-1], new[:-1]) for cache, new in zip(caches, after, strict=True))
     assert bool(runner.stats.replays) == (mode != "NONE")
     return runner
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
-
-
-def test_a_branch_on_the_number_of_rows_is_refused(backend: GraphBackend) -> None:
-    def model(x: Tensor) -> Tensor:
-        return x * 2 if x.shape[0] > 4 else x * 3
-
-    with pytest.raises(CaptureError, match="depends on the number of rows"):
-        open_runner(backend, model)
+# --- what Python code may depend on ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "branch",
+    ("branch", "traces"),
     [
-        lambda rows: rows != 6,
-        lambda rows: rows % 6 != 0,
-        lambda rows: rows == 1,
-        lambda rows: rows > 1,
-        lambda rows: 3 <= rows <= 5,
+        (lambda rows: rows > 4, 3),
+        (lambda rows: rows != 2, 3),
+        (lambda rows: rows == 1, 2),
+        (lambda rows: rows % 4 != 0, 3),
+        (lambda rows: 3 <= rows <= 5, 4),
     ],
 )
-def test_every_size_has_to_take_the_same_way(backend: GraphBackend, branch: Callable[[int], bool]) -> None:
+def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
+    backend: GraphBackend, branch: Callable[[int], bool], traces: int
+) -> None:
+    """Each key holds what the trace for its size launched; a padded batch runs what its key was captured with."""
+
     def model(x: Tensor) -> Tensor:
-        return x.softmax(-1) * 2 if branch(x.shape[0]) else x.softmax(-1) * 3
+        return x.softmax(-1) * 2 if branch(x.shape[0]) else (x + 1).softmax(-1) * 3
 
-    with pytest.raises(CaptureError, match="depends on the number of rows"):
-        open_runner(backend, model, splitting_ops=["aten::softmax"])
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert len(runner._graphed.route.splitter.traces) <= traces  # type: ignore[union-attr]
+    for rows in (8, 1, 4, 2, 4, 8, 2, 1, 9):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
 
 
-@pytest.mark.parametrize("branch", [lambda rows: rows == 1, lambda rows: rows > 4])
-def test_the_remedy_names_what_asks_for_one_row(backend: GraphBackend, branch: Callable[[int], bool]) -> None:
+def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: GraphBackend) -> None:
+    calls = []
+
     def model(x: Tensor) -> Tensor:
-        return x.softmax(-1) * 2 if branch(x.shape[0]) else x.softmax(-1) * 3
+        calls.append(0)
+        return x.softmax(-1) * len(calls)
 
-    with pytest.raises(CaptureError, match="depends on the number of rows") as caught:
-        open_runner(backend, model, splitting_ops=["aten::softmax"])
-    assert ("`tensor[index] = rows`" in caught.value.remedy) == branch(1)
-    assert "Avoid the branch" in caught.value.remedy
+    sizes = list(range(1, 12))
+    with pytest.raises(CaptureError, match=r"no trace holds for the next key: .*calls\.append") as caught:
+        open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=sizes)
+    assert "splitting_modules" in caught.value.remedy
+    assert torch._dynamo.config.recompile_limit == 8
 
 
 class Writing(nn.Module):
@@ -352,11 +355,6 @@ def test_rows_that_are_written_by_index(backend: GraphBackend, way: str) -> None
     }
     compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 4], "splitting_ops": ["aten::softmax"]}
     model, other = (Writing(way).to(backend.device) for _ in range(2))
-    if way == "set":
-        with pytest.raises(CaptureError, match="depends on the number of rows") as caught:
-            cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
-        assert "index_put_, index_copy_ and scatter_ do not" in caught.value.remedy
-        return
     runner = cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
     for rows in (1, 3, 4, 6, 1):
         x, slots = torch.randn(rows, 8).to(backend.device), torch.randperm(8)[:rows].to(backend.device)
@@ -392,14 +390,17 @@ def test_a_capture_of_one_row_alone(backend: GraphBackend) -> None:
         assert torch.equal(runner(x=x), model(x))
 
 
-def test_writing_into_what_an_eager_piece_returned_is_refused(backend: GraphBackend) -> None:
+def test_a_model_may_write_into_what_an_eager_piece_returned(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         y = (x * 2).softmax(-1)
+        view = y.view(-1)
         y.mul_(3)
-        return y
+        return y.softmax(-1) + view.view_as(y)
 
-    with pytest.raises(CaptureError, match=r"writes into what an eager piece returned: aten::mul_, at .*line \d+"):
-        open_runner(backend, model, splitting_ops=["aten::softmax"])
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    for rows in (8, 1, 3):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
 
 
 def test_views_made_between_eager_operators_may_be_written_to(backend: GraphBackend) -> None:
@@ -418,7 +419,7 @@ def test_views_made_between_eager_operators_may_be_written_to(backend: GraphBack
 
 
 def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend) -> None:
-    """num_reqs + 1 offsets, num_reqs lengths: their difference in size is no branch. One against tokens is."""
+    """num_reqs + 1 offsets and num_reqs lengths in one operator; and a branch on their number against the tokens'."""
     inputs = {
         "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
         "starts": Input(shape=("num_reqs + 1",), dtype="int64", pad="last"),
@@ -432,16 +433,18 @@ def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend)
         return x.softmax(-1) * (2 if lens.shape[0] == x.shape[0] else 3) + starts[0]
 
     compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8], "splitting_ops": ["aten::softmax"]}
-    config = validate_config({"inputs": inputs, "compilation": compilation, "device": backend.device.type})
-    runner = CaptureSession(build_plan(config), model, backend, config).run()
-    batch = {
-        "x": torch.randn(5, 8).to(backend.device),
-        "starts": torch.tensor([0, 2, 5]).to(backend.device),
-        "lens": torch.tensor([4, 9]).to(backend.device),
-    }
-    torch.testing.assert_close(runner(**batch), model(**batch))
-    with pytest.raises(CaptureError, match="depends on the number of rows"):
-        CaptureSession(build_plan(config), branches, backend, config).run()
+    config = validate_config(
+        {"inputs": inputs, "compilation": compilation, "scheduler": {"max_num_seqs": 4}, "device": backend.device.type}
+    )
+    for forward in (model, branches):
+        runner = CaptureSession(build_plan(config), forward, backend, config).run()
+        for tokens in (4, 8):
+            batch = {
+                "x": torch.randn(tokens, 8).to(backend.device),
+                "starts": torch.tensor([0, 2, 3, 4, tokens]).to(backend.device),
+                "lens": torch.tensor([4, 9, 1, 0]).to(backend.device),
+            }
+            torch.testing.assert_close(runner(**batch), forward(**batch))
 
 
 def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: GraphBackend) -> None:
@@ -457,14 +460,20 @@ def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: G
         checked(x=x)
 
 
-def test_what_dynamo_forgets_has_to_be_captured_again(backend: GraphBackend) -> None:
-    model = Scaled(8, 2.0).to(backend.device)
+def test_replays_do_not_need_what_dynamo_keeps(backend: GraphBackend) -> None:
+    class Constant(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=x.device)
+
+    model = Constant(8, 2.0).to(backend.device)
     runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
     torch._dynamo.reset()
-    with pytest.raises(CaptureError, match="traced a second time"):
-        runner(x=torch.randn(3, 8).to(backend.device))
-    large = torch.randn(9, 8).to(backend.device)
-    assert torch.equal(runner(x=large), model(large))
+    gc.collect()
+    for rows in (3, 1, 8, 9):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+    runner.recapture()
+    torch.testing.assert_close(runner(x=x[:4]), model(x[:4]))
 
 
 def test_runners_leave_nothing_behind(backend: GraphBackend) -> None:
@@ -507,24 +516,6 @@ def test_recaptures_and_closed_runners_leave_no_trace_behind(backend: GraphBacke
     runner.close()
     del runner
     assert traces_left() == before
-
-
-@pytest.mark.parametrize("compile_by", [torch.compile, torch._dynamo.optimize], ids=["wrapped", "as it is"])
-def test_a_trace_is_forgotten_however_its_backend_is_registered(
-    backend: GraphBackend, compile_by: Callable[..., Any]
-) -> None:
-    def forward(x: Tensor) -> Tensor:
-        return x * 2
-
-    mine, other = (PiecewiseBackend(backend=backend) for _ in range(2))
-    registered = torch._dynamo.eval_frame.cached_backends
-    compile_by(backend=other)(forward)
-    before = dict(registered)
-    compile_by(backend=mine)(forward)
-    assert len(registered) == len(before) + 1
-    for _ in range(2):  # the second time there is nothing
-        forget_trace(forward.__code__, mine)
-        assert registered == before
 
 
 def test_a_runner_that_its_model_holds_is_collected(backend: GraphBackend) -> None:
@@ -801,14 +792,13 @@ def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition:
     )
     splitter = runner._graphed.route.splitter
     assert splitter is not None
-    # the first segment, those between two attentions, the last one; or the forward as a whole
-    assert splitter.compilations == (1 if partition else 3)
+    # Twice, as one row is a trace of its own: the first segment, those between two attentions, the last one; or the
+    # forward as a whole.
+    assert len(splitter.compiled) == 2 * (1 if partition else 3)
     generator = torch.Generator().manual_seed(1)
     for rows in (1, 8, 3, 2, 5, 8, 1, 4, 7, 6):
         x = torch.randn(rows, 8, generator=generator).to(backend.device)
-        found = runner(x=x)
-        assert torch.equal(found, runner.run_eagerly(x=x))
-        torch.testing.assert_close(found, model(x), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
     assert not runner.stats.eager
     if mode == "PIECEWISE" and not partition:  # inductor decomposes attention over heads of this size
         assert {r.graphs for r in runner.report.records} == {5}
@@ -819,7 +809,10 @@ def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition:
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
     """Attention writes into a buffer that inductor allocates, and into the cache."""
-    replay_random_batches(select_backend("cuda"), mode, compiler="inductor", use_inductor_graph_partition=partition)
+    close = {"rtol": 1e-3, "atol": 1e-4}
+    replay_random_batches(
+        select_backend("cuda"), mode, close=close, compiler="inductor", use_inductor_graph_partition=partition
+    )
 
 
 @pytest.mark.gpu
@@ -898,13 +891,9 @@ def test_a_trace_on_demand_is_made_in_the_inference_mode_of_the_session(backend:
     model = Softmax(backend.device)
     runner = lazy(backend, model)
     with torch.inference_mode():
-        if first == "graphed":  # captured, but what Dynamo traced is bound to the mode
-            with pytest.raises(CaptureError, match="traced with inference mode off and is called with inference mode"):
-                runner(x=rows_of(backend, 2))
-        else:
-            count, call = EAGER[first]
-            x = rows_of(backend, count)
-            torch.testing.assert_close(call(runner, x), model(x))
+        count, call = (2, lambda runner, x: runner(x=x)) if first == "graphed" else EAGER[first]
+        x = rows_of(backend, count)
+        torch.testing.assert_close(call(runner, x), model(x))
     for count in (2, 4):
         x = rows_of(backend, count)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
@@ -953,13 +942,13 @@ def test_what_runs_eagerly_needs_no_trace_and_a_trace_that_fails_is_remembered(b
         assert key.detail.startswith(f"capture of PIECEWISE {key.descriptor}: the model cannot be traced as one graph")
     model.breaks = False
     runner(x=rows_of(backend, 4))
-    assert len(runner.report.failed) == 3, "not traced again by itself"
+    runner(x=rows_of(backend, 2))
+    assert runner.plan.capture_sizes == (4,), "a key that failed is not tried again by itself"
     runner.retry_failed()
     for count in (4, 2):
         x = rows_of(backend, count)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
     assert runner.plan.capture_sizes == (2, 4)
-    assert len(runner._graphed.route.pieces) == 3
     runner.close()
 
 

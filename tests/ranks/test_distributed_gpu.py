@@ -39,7 +39,7 @@ def test_sums_of_sizes_that_fill_no_block_and_no_slice(one_shot_bytes: int) -> N
 
 def test_a_rank_that_raises_behind_queued_sums() -> None:
     """Both ranks' kernels wait for others that never come; all end them, raise the same, and sum rightly again."""
-    found = values(run_ranks(2, late.raises_behind_queued_sums, "cuda", **LIMITS))
+    found = values(run_ranks(2, late.raises_behind_queued_sums, "cuda", patience=15, timeout=240))
     assert len({said for said, _, _ in found}) == 1
     assert "rank 1 failed in the capture pass" in found[0][0][1]
     assert [wrong for _, *wrong in found] == [[0, 0], [0, 0]]
@@ -54,12 +54,6 @@ def test_graphs_that_sum_unlike_tensors_are_not_registered(mode: CUDAGraphMode) 
 
 def test_ranks_that_are_late_at_random() -> None:
     assert values(run_ranks(2, late.late_at_random, "cuda", **LIMITS)) == [0, 0]
-
-
-def test_calls_after_a_rank_was_lost_raise() -> None:
-    """Nobody has to look at the error word for that."""
-    said = values(run_ranks(2, late.lost_while_replaying, "cuda", **LIMITS)[:1])[0]
-    assert said == ("RankFailedError", "rank 1 has ended without a word (killed, or out of memory?)")
 
 
 def test_a_handle_that_is_opened_twice() -> None:
@@ -95,19 +89,13 @@ def test_a_replay_before_registration_sets_the_error_word() -> None:
         assert said == ("RegistrationError", "a graph was replayed before its buffers were registered")
 
 
-def test_a_wait_that_is_bounded_ends() -> None:
-    """Rank 1 does not come: rank 0's kernel leaves the barrier, and says so."""
-    found = run_ranks(2, programs.gpu_alone, True, **LIMITS)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_wait_ends_after_the_timeout(is_killed: bool) -> None:
+    """Rank 1 does not come: rank 0's kernel leaves the barrier with NaN, and check() raises."""
+    found = run_ranks(2, programs.gpu_alone, is_killed, patience=5, timeout=120)
     assert (found[0].error, found[0].exit_code) == ("AllReduceError", 45), found[0].trace
     assert "timed out" in found[0].message
-
-
-def test_a_wait_ends_when_a_rank_is_killed() -> None:
-    found = run_ranks(2, programs.gpu_alone, False, **LIMITS)
-    assert found[1].exit_code == -9
-    assert found[0].error == "RankFailedError", found[0].trace
-    assert "rank 1 has ended without a word" in found[0].message
-    assert found[0].seconds < 120
+    assert found[1].exit_code == (-9 if is_killed else 0)
 
 
 def test_two_ranks_on_one_gpu() -> None:

@@ -36,7 +36,7 @@ from cgplan.errors import (
 )
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.difference import fitted
 from cgplan.runner.runner import GraphRunner
@@ -344,7 +344,6 @@ def wrong_calls() -> dict[str, tuple[Callable[[Any], dict[str, Any]], str]]:
         "more": (lambda d: good(d, extra=torch.zeros(4)), "unknown input 'extra'"),
         "missing": (lambda d: without(d, "lengths"), "input 'lengths' is missing"),
         "nothing": (lambda d: {}, "is missing"),
-        "type": (lambda d: good(d, x=[[0.0, 0.0]]), "input 'x' is a list, not a tensor"),
         "dtype": (
             lambda d: good(d, x=torch.zeros(4, 2, device=d).double()),
             "dtype torch.float64, declared",
@@ -1136,12 +1135,6 @@ def test_wrappers_without_a_backend_take_the_sessions(backend: GraphBackend) -> 
     x = batch(backend, 3)
     with torch.no_grad():
         torch.testing.assert_close(runner(x=x), second.runnable(first.runnable(x)))
-
-
-def test_positional_arguments_are_refused(backend: GraphBackend) -> None:
-    runner = open_runner(backend, lambda x: x * 2)
-    with pytest.raises(InputError, match="no positional arguments"):
-        runner(batch(backend, 3))
 
 
 def test_a_second_thread_is_refused_while_a_call_is_under_way(backend: GraphBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 import cgplan
 from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, build_plan
 from cgplan.backends import GraphBackend
-from cgplan.errors import CgplanError, InputError, TrafficError
+from cgplan.buffers.batch import Batch as Rows
+from cgplan.errors import CgplanError, TrafficError
 from cgplan.planning import MissReason
 from cgplan.runner import stats as stats_module
+from cgplan.runner.routing import Route
 from cgplan.runner.stats import BatchCount, RunnerStats, StatsCollector, StatsRecord
 from cgplan.traffic.files import read_traffic
 from cgplan.traffic.histogram import Batch, Traffic
@@ -38,6 +41,17 @@ def open_runner(backend: GraphBackend, *, reqs: bool = True, **compilation: Any)
     return cgplan.capture(
         lambda x: x * 2, {"x": ROWS}, metadata=metadata, compilation=compilation, device=backend.device.type
     )
+
+
+def count_of(
+    stats: RunnerStats,
+    tokens: int,
+    reqs: int | None,
+    mode: CUDAGraphMode,
+    descriptor: BatchDescriptor,
+    reason: MissReason | None = None,
+) -> BatchCount:
+    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), mode, descriptor, reason)
 
 
 def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
@@ -132,8 +146,7 @@ def test_any_table_is_read_back(tmp_path_factory: pytest.TempPathFactory, steps:
     for tokens, mode, calls in steps:
         reason = MissReason.TOO_LARGE if mode == "NONE" else None
         descriptor = BatchDescriptor(tokens + (0 if reason else tokens % 5))
-        count = stats.count_of(tokens, None, False, 0, CUDAGraphMode[mode], descriptor, reason)
-        count.calls += calls
+        count_of(stats, tokens, None, CUDAGraphMode[mode], descriptor, reason).calls += calls
         wanted[tokens] += calls
     if not steps:
         with pytest.raises(TrafficError):
@@ -248,7 +261,7 @@ def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytes
     monkeypatch.setattr(stats_module, "MOST_BATCHES", 5)
     stats = RunnerStats(PLAN)
     for reqs in (1, 2, 3, 4, 5, 6, 7, 2):
-        stats.count_of(8, reqs, False, 0, FULL, BatchDescriptor(8, 8), None).calls += 1
+        count_of(stats, 8, reqs, FULL, BatchDescriptor(8, 8)).calls += 1
     counts = {count.num_reqs: count.calls for count in stats.counts}
     assert counts == {1: 1, 2: 2, 3: 1, 4: 1, 5: 1, None: 2}
     assert stats.replays == {(FULL, BatchDescriptor(8, 8)): 8}
@@ -257,29 +270,23 @@ def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytes
 
 
 def test_numbers_are_read_while_other_threads_add_to_them() -> None:
-    """As a server of metrics does. Here a new batch comes whenever a count is looked at."""
-    stats = RunnerStats(PLAN)
+    """As a server of metrics does."""
+    stats, most = RunnerStats(PLAN), 3000
 
-    class Meanwhile(BatchCount):
-        @property  # type: ignore[override]
-        def calls(self) -> int:
-            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
-            return 7
+    def add() -> None:
+        for tokens in range(1, most + 1):
+            count_of(stats, tokens, None, FULL, BatchDescriptor(most)).calls += 1
 
-        @calls.setter
-        def calls(self, value: int) -> None:
-            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
-
-    asked = (1, None, False, 0, FULL, BatchDescriptor(2), None)
-    stats._counts[asked] = Meanwhile(*asked)
-    assert stats.calls == stats.real_tokens == stats.padded_rows == 7
-    assert stats.traffic().total == stats.traffic((0, {})).total == 7
-    assert stats.mark()[1][asked] == 7
-    assert "| 1               | 2             | 1            | FULL         | 7     |" in stats.table()
-    assert stats.record().replays[0].calls == 7
-    assert 'num_tokens="2",runner="runner",uniform="false"} 7.0' in stats.prometheus()
+    thread = threading.Thread(target=add)
+    thread.start()
+    while thread.is_alive():
+        for read in (stats.record, stats.table, stats.prometheus, stats.mark, lambda: stats.calls):
+            read()
+    thread.join()
+    assert stats.calls == stats.traffic().total == most
+    assert sum(stats.mark()[1].values()) == most
     stats.reset()
-    assert len(stats._counts) > 10
+    assert stats.calls == 0
 
 
 def test_json_holds_everything(called: GraphRunner) -> None:
@@ -385,16 +392,6 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     call(called, 8, 8)
     assert registry.get_sample_value("cgplan_tokens_total", labels) == 50
     assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
-
-
-def test_metrics_of_what_has_no_numbers(called: GraphRunner) -> None:
-    stats = called.stats
-    for wrong, kind in (({"a": called}, "GraphRunner"), (stats, "RunnerStats"), ({None: stats}, "NoneType")):
-        with pytest.raises(InputError, match=f"and a {kind} was given") as caught:
-            StatsCollector(wrong)  # type: ignore[arg-type]
-        assert "runner.stats" in caught.value.remedy
-    with pytest.raises(InputError):
-        called.stats.prometheus(None)  # type: ignore[arg-type]
 
 
 def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
