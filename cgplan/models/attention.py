@@ -243,12 +243,8 @@ def paged_attention(
         output.copy_(_attend_gathered(query, key_cache, value_cache, layout, scale))
 
 
-def _fake_attention(*_: Tensor | float) -> None:
-    """Shape inference: nothing is returned, so there is nothing to infer."""
-
-
 _LIBRARY.impl("attention", paged_attention, "CPU")
 _LIBRARY.impl("attention", paged_attention, "CUDA")
-torch.library.register_fake("cgplan::attention", _fake_attention, lib=_LIBRARY)
+torch.library.register_fake("cgplan::attention", lambda *_: None, lib=_LIBRARY)
 
 __all__ = ["paged_attention", "reads_pages_in_place"]

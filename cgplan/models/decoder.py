@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
@@ -17,95 +16,16 @@ from cgplan.backends.context import current_all_reduce
 from cgplan.errors import InputError, ModelError
 from cgplan.models.layers import (
     ColumnParallel,
+    DecoderConfig,
     DecoderLayer,
-    GatedMLP,
     Projection,
     RMSNorm,
     RowParallel,
-    SelfAttention,
     Split,
     Table,
     rotary_angles,
 )
 from cgplan.models.loading import parse_dtype
-
-
-class DecoderConfig(BaseModel):
-    """Shape of a decoder. The defaults make one that a CPU runs in about a millisecond.
-
-    Attributes:
-        vocab_size: Rows of the token embedding.
-        hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; divides ``num_heads``.
-        head_dim: Size of one head; even.
-        intermediate_size: Width inside the gated MLP.
-        rope_theta: Base of the rotary frequencies.
-        rms_norm_eps: Added to the mean square in every norm.
-        qk_norm: Whether each query and key head is normed before rotation, as in Qwen3.
-        tie_word_embeddings: Whether the output projection is the token embedding.
-        block_size: Tokens per block of the KV cache.
-        num_blocks: Blocks that block tables may name; one more is allocated, for padding.
-        max_loras: Adapter slots; 0 leaves LoRA out.
-        lora_rank: Largest rank of an adapter.
-        logits: Whether ``forward`` returns logits; else hidden states.
-        tensor_parallel: Ranks that the heads and the MLP are split over; 1 for one process.
-        dtype: Of weights and cache: float32, bfloat16 or float16.
-        seed: Of the random weights.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    vocab_size: PositiveInt = 512
-    hidden_size: PositiveInt = 128
-    num_layers: PositiveInt = 2
-    num_heads: PositiveInt = 4
-    num_kv_heads: PositiveInt = 2
-    head_dim: PositiveInt = Field(32, multiple_of=2)
-    intermediate_size: PositiveInt = 256
-    rope_theta: PositiveFloat = Field(10000.0, strict=False)  # YAML 1.1 reads 1e6 as text
-    rms_norm_eps: PositiveFloat = Field(1e-6, strict=False)
-    qk_norm: bool = True
-    tie_word_embeddings: bool = True
-    block_size: PositiveInt = 16
-    num_blocks: PositiveInt = 128
-    max_loras: NonNegativeInt = 0
-    lora_rank: PositiveInt = 8
-    logits: bool = True
-    tensor_parallel: PositiveInt = 1
-    dtype: str = "float32"
-    seed: NonNegativeInt = 0
-
-    @classmethod
-    def parse(cls, kwargs: Mapping[str, Any]) -> DecoderConfig:
-        """Config from plain values. Raises ModelError on an unknown name, a wrong type or an impossible shape."""
-        try:
-            config = cls(**kwargs)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            if first["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                hint = f"Did you mean `{near[0]}`? " if near else ""
-                known = ", ".join(cls.model_fields)
-                raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {known}.") from None
-            raise ModelError(f"the decoder's {name} is {first['input']!r}", remedy=f"{first['msg']}.") from None
-        splits = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
-        for divisor, names in {"num_kv_heads": ("num_heads",), "tensor_parallel": splits}.items():
-            for name in names:
-                if (value := getattr(config, name)) % (by := getattr(config, divisor)):
-                    raise ModelError(
-                        f"{divisor} {by} does not divide {name} {value}",
-                        remedy=f"Choose {name} as a multiple of {divisor}.",
-                    )
-        if config.tensor_parallel > 1 and config.max_loras:
-            raise ModelError(
-                f"tensor_parallel is {config.tensor_parallel} and max_loras {config.max_loras}: adapters are not split "
-                "over ranks",
-                remedy="Leave LoRA out, or run the model in one process.",
-            )
-        return config
 
 
 class Decoder(nn.Module):
@@ -121,29 +41,9 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        dtype, lora = parse_dtype(config.dtype), (config.max_loras, config.lora_rank)
-        split = _split(config.tensor_parallel)
+        dtype, split = parse_dtype(config.dtype), _split(config.tensor_parallel)
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                SelfAttention(
-                    config.hidden_size,
-                    config.num_heads,
-                    config.num_kv_heads,
-                    config.head_dim,
-                    norm_eps=config.rms_norm_eps if config.qk_norm else None,
-                    cache_shape=(config.num_blocks + 1, config.block_size),
-                    dtype=dtype,
-                    lora=lora,
-                    split=split,
-                ),
-                GatedMLP(config.hidden_size, config.intermediate_size, dtype, lora, split),
-                config.hidden_size,
-                config.rms_norm_eps,
-                dtype,
-            )
-            for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype, split) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed_tokens if tied else Table(config.vocab_size, config.hidden_size, dtype)
@@ -357,7 +257,9 @@ def example_batch(
     more_rows, more_reqs = rows - used, reqs - real
     with torch.device("cpu"):
         # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
-        blocks = torch.randperm(config.num_blocks, generator=generator)[: columns * real].view(columns, real).T
+        blocks = (
+            torch.randperm(config.num_blocks, generator=generator)[: columns * real].view(columns, real).T.contiguous()
+        )
         input_ids = torch.randint(config.vocab_size, (used,), generator=generator)
         places = [torch.arange(context, total) for context, total in zip(context_lens, totals, strict=True)]
         slots = [row[place // size] * size + place % size for place, row in zip(places, blocks, strict=True)]
