@@ -51,7 +51,7 @@ class Adapters:
     with the new weights, or without an adapter. A new adapter may get the slot at once.
 
     Args:
-        model: Its slots are all this object's; what they hold is not looked at. The caller owns it.
+        model: This object manages all its slots, and takes them for empty. The caller owns it.
         max_active: Distinct adapters in one batch at most, as ``lora.max_loras`` says; absent: as many as slots.
 
     Raises:
@@ -80,7 +80,7 @@ class Adapters:
         """Copy a new adapter into a slot; graphs that were captured before serve it from the next replay on.
 
         Args:
-            name: What batches call it.
+            name: The adapter's name in batches.
             weights: As ``Decoder.load_lora`` takes them, on any device.
             slot: Where to; absent: the first free one.
 

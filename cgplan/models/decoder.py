@@ -138,8 +138,8 @@ class Decoder(nn.Module):
             module.load(slot, adapters[name])
 
     def remove_lora(self, slot: int) -> None:
-        """Zero a slot, in place: from the next replay on its rows are the base model's. Raises ModelError where there
-        is no such slot.
+        """Zero a slot, in place: from the next replay on its rows are the base model's. Raises ModelError for a slot
+        that does not exist.
         """
         self.load_lora(slot, {})
 
@@ -184,9 +184,9 @@ def build(**kwargs: Any) -> Decoder:
 
 
 def first_layers(model: Decoder, num_layers: int) -> Decoder:
-    """The first layers of a decoder as one of its own: a draft for speculative decoding that needs no training.
+    """The first layers of a decoder as a second decoder: a draft for speculative decoding without training.
 
-    The weights are the given model's, not copies; the caches are its own. It has no LoRA adapters.
+    It shares the given model's weights and has separate caches. It has no LoRA adapters.
 
     Args:
         model: Where the weights come from.

@@ -2,7 +2,7 @@
 
 LoRA is an operator, ``cgplan::add_lora``. Which row has which adapter it reads from the forward context: ``lora_ids``
 [num_tokens] int64 in the metadata, -1 for none and for padding. So a traced forward holds the operator and no batch,
-and each graph captured from it holds the case of its own descriptor.
+and each graph captured from it holds the case of its descriptor.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     """Add each row's adapter to ``y``; the body of ``cgplan::add_lora``.
 
     A batch whose descriptor has no LoRA launches nothing. In any other, rows without an adapter are left as they are;
-    so are rows with a number that is no slot's, because only the device could see it.
+    so are rows whose number no slot has, because only the device could see it.
 
     Args:
         x: [num_tokens, in].
@@ -146,7 +146,7 @@ def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     others = context.derive(
         f"cgplan::add_lora {num_tokens} {slots}", x.device, lambda: _other_slots(context, num_tokens, slots)
     )
-    # All slots at once, and what belongs to other slots made exactly 0 in between. Gathering each row's matrices
+    # All slots at once; in between, products with other rows' slots become exactly 0. Gathering each row's matrices
     # (lora_a[ids]) would write and read num_tokens * rank * (in + out) elements; this reads slots * rank * (in + out),
     # for any number of rows. The products with other slots are arithmetic alone: a GPU does a hundred and more of those
     # in the time in which it moves one element, so with some tens of slots they cost less than that traffic.

@@ -1,4 +1,4 @@
-"""From ``model.target`` to a model: import it, call it on the device, and say clearly what went wrong."""
+"""From ``model.target`` to a model: import it, call it on the device, and name the user's line if that fails."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def load_model(
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Arguments of a model's forward (of the call, where it is no ``nn.Module``), less ``*args`` and ``**kwargs``."""
+    """Arguments of a model's forward (of the call, for a function), less ``*args`` and ``**kwargs``."""
     function = model.forward if isinstance(model, nn.Module) else model
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     empty = inspect.Parameter.empty

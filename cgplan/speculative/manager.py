@@ -105,26 +105,26 @@ class SpecDecodeGraphManager:
 
     Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps as one graph, with
     the choice of each token inside, and the target's pass as uniform decode with 1 + k tokens a request, with the
-    acceptance inside. What a step needs of a request (its last tokens, length and blocks) lies on the device and is
+    acceptance inside. The state of a request (its last tokens, length and blocks) lies on the device and is
     advanced there, so that a step is two replays and one small copy back. See Notes [Positions and caches] and
     [Which tokens].
 
     The engine schedules: it prefills prompts with ``prefill``, hands requests over with ``add``, runs ``step`` on any
     of them, and takes them out with ``remove``. It owns the blocks of the KV cache; both models use the same numbers,
-    each in a cache of its own. Not for use from several threads.
+    each in a separate cache. Not for use from several threads.
 
     Args:
         config: Of the target: inputs input_ids and positions, metadata as ``cgplan::attention`` reads it, sizes, modes
             and bounds, and ``speculative.num_speculative_tokens``. Limits of its budget hold for each part by itself.
         target, draft: Models with a ``config`` that says vocab_size, block_size and num_blocks, or PagedModels, on the
             device already. The caller owns them.
-        backend: The device; absent: the pool's, or what ``config.device`` says.
+        backend: The device; absent: the pool's, else ``config.device``.
         draft_tokens: Numbers of draft tokens to capture for besides the configuration's; ``step`` takes any of them.
-        pool: Where all of it captures; absent: a pool of its own.
+        pool: All parts capture into it; absent: a new pool.
         progress: Called before each key.
 
     Attributes:
-        plan: What is captured, in parts.
+        plan: The graphs, in parts.
         stats: Drafted and accepted tokens so far.
 
     Raises:
@@ -177,7 +177,7 @@ class SpecDecodeGraphManager:
             batch: The configuration's inputs and metadata, by name, as for a runner's call.
 
         Returns:
-            What the target returns; valid until the next call. The token that follows a prompt is the caller's to take
+            The target's output, valid until the next call. The token that follows a prompt is the caller's to take
             from it. Errors are those of GraphRunner's call; an InputError is raised before anything is launched.
         """
         if "uniform_decode" in batch or "num_active_loras" in batch:
@@ -228,7 +228,7 @@ class SpecDecodeGraphManager:
         self._check_blocks(blocks, request.context)
         if slot in self._changed:
             self._changed[slot][BLOCKS:] = self._padded(blocks)
-        else:  # the device may be ahead of the host: what it knows of the tokens has to stay
+        else:  # the device may be ahead of the host: its tokens have to stay
             with self._writing():
                 self._state.rows[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
         request.room = len(blocks) * self._target.block_size
@@ -286,7 +286,7 @@ class SpecDecodeGraphManager:
 
     @property
     def report(self) -> PoolReport:
-        """What the captures cost."""
+        """Memory and time of the captures."""
         reports = {name: self._managers[name].report for name in self.plan.parts}
         return PoolReport(reports, self.pool.nbytes)
 
@@ -303,7 +303,7 @@ class SpecDecodeGraphManager:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block that writes what the graphs read: refused where a call of a member of the pool would be, on a second
+        """A block that writes the state that graphs read. Fails as a call of a member of the pool does, on a second
         stream while the first one has work, say.
         """
         use = self.pool.use
@@ -341,7 +341,7 @@ class SpecDecodeGraphManager:
             )
         wrong = [block for block in blocks if not 0 <= block < most]
         if wrong:
-            raise InputError(f"there is no block {wrong[0]}", remedy=f"The cache has blocks 0 to {most - 1}.")
+            raise InputError(f"block {wrong[0]} does not exist", remedy=f"The cache has blocks 0 to {most - 1}.")
         twice = [block for block, count in Counter(blocks).items() if count > 1]
         if twice:
             raise InputError(f"block {twice[0]} was given twice", remedy="Each holds other tokens of the request.")

@@ -1,4 +1,4 @@
-"""What is captured for speculative decoding: one plan in parts, from one configuration."""
+"""The plan of speculative decoding: several parts, from one configuration."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], dr
         debug=False,  # its comparison runs the forward twice, and these advance the requests
     )
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
-    # Padding has a row of its own behind those of the requests.
+    # Padding has a separate row behind those of the requests.
     declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=config.scheduler.max_num_seqs)
     most = max(config.scheduler.max_num_batched_tokens, q * config.scheduler.max_num_seqs)
     return config.model_copy(

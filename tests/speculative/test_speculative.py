@@ -251,17 +251,6 @@ def test_steps_can_be_queued_before_the_last_ones_are_read(shared: Captured) -> 
     shared.manager.remove(slot)
 
 
-def test_blocks_that_are_given_before_the_first_step(shared: Captured) -> None:
-    [prompt], blocks = prompts(4, [3]), [30, 31]
-    logits = shared.manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], shared.manager.backend.device))
-    first = int(logits[-1].argmax())
-    slot = shared.manager.add([*prompt, first], blocks[:1])
-    shared.manager.set_blocks(slot, blocks)
-    found = [first, *(token for _ in range(4) for token in shared.manager.step([slot], 1).tokens()[0])]
-    assert len(found) >= 5
-    assert found == greedy(shared.alone, prompt, len(found))
-
-
 def test_up_to_the_end_of_the_block_table(shared: Captured) -> None:
     """Drafts that would lie behind the table's last column are written nowhere, so they spoil nothing before it."""
     [prompt], blocks = prompts(2, [CAPACITY - 6]), list(range(MAX_BLOCKS))
@@ -582,8 +571,8 @@ def test_more_requests_than_max_num_seqs(shared: Captured) -> None:
         ([1] * 34, list(range(9)), "9 blocks of 4 tokens for a request with 33 tokens", "wider block_tables"),
         ([1] * 6, [0], "1 blocks of 4 tokens for a request with 5 tokens", "room for one token more"),
         ([1] * 5, [0], "1 blocks of 4 tokens for a request with 4 tokens", "room for one token more"),
-        ([1] * 2, [NUM_BLOCKS], f"there is no block {NUM_BLOCKS}", f"0 to {NUM_BLOCKS - 1}"),
-        ([1] * 2, [-1], "there is no block -1", "The cache has blocks"),
+        ([1] * 2, [NUM_BLOCKS], f"block {NUM_BLOCKS} does not exist", f"0 to {NUM_BLOCKS - 1}"),
+        ([1] * 2, [-1], "block -1 does not exist", "The cache has blocks"),
         ([1], [0], "a request of 1 tokens", "at least one token more"),
         ([1, VOCAB], [0], f"ending in \\[1, {VOCAB}\\]", f"below {VOCAB}"),
         ([-1, 1], [0], "cannot be decoded", f"below {VOCAB}"),
