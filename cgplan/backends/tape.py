@@ -1,8 +1,8 @@
 """The CPU stand-in: records the operators of a forward and replays them on fixed memory, without its Python code.
 
-It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, whatever has become
-of the tensor; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and what
-needs the host is refused.
+It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, even if the tensor
+moved; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and operators that
+need the host are refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from threading import get_ident
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool
-from cgplan.backends.host_sync import HostGuard
-from cgplan.backends.quiet import collector_quiet
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
+from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, replay, tensor_on
 from cgplan.errors import CaptureError
-from cgplan.graphs.operator_log import marked
-from cgplan.graphs.plain_code import captures_here
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -80,6 +77,7 @@ class TapeBackend(GraphBackend):
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
             recorder = Recorder(graph.pool)
+            modes.enter_context(as_written())
             modes.enter_context(HostGuard(recorder.refusals))
             modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())
@@ -125,7 +123,7 @@ class TapeBackend(GraphBackend):
         for pool in self._pools:
             alias = pool.alias_of(storage)
             if alias is not None:
-                with _disable_current_modes():  # inside a capture this is no operator of the forward
+                with _disable_current_modes():  # inside a capture the forward did not call this
                     return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
         return tensor
 
@@ -140,7 +138,7 @@ class TapeBackend(GraphBackend):
     def slot(self, value: torch.Tensor) -> torch.Tensor:
         """Memory of the pool that holds ``value``; the copy is not recorded."""
         slot = torch.empty_like(value)
-        with _disable_current_modes(), marked("around graphs"):
+        with _disable_current_modes():
             slot.copy_(value)
         return slot
 
@@ -154,7 +152,7 @@ class TapeBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """A block without garbage collection."""
         import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
-        with collector_quiet(), captures_here():
+        with gc_paused():
             yield
 
     def supports(self, feature: Feature) -> bool:

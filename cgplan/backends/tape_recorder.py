@@ -1,4 +1,4 @@
-"""What the tape backend sees while it records: each operator, its storages, and what needs the host."""
+"""The recorder of the tape backend: each operator with its storages, and operators that need the host."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cgplan.backends.blame import current_line
-from cgplan.backends.host_sync import Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.host_sync import (
+    Refusals,
+    implemented_in_python,
+    is_composite,
+    refuse_host,
+    tensors_in,
+    written_tensors,
+)
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
-from cgplan.graphs.operator_log import ALLOCATIONS
 
-# What these operators write although their schema does not say so.
-_UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Recorder(TorchDispatchMode):
     on a GPU, too, a capture runs nothing.
 
     Attributes:
-        steps: What was recorded.
+        steps: The recorded operators.
         refusals: Operators that need the host.
     """
 
@@ -140,19 +145,10 @@ class Recorder(TorchDispatchMode):
 
     def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the bytes of outside memory that the operator is about to write."""
-        unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
-        if not (func._schema.is_mutable or unmarked):
-            return
-        for index, argument in enumerate(func._schema.arguments):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if not written and argument.name not in unmarked:
-                continue
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_in(value):
-                storage = tensor.untyped_storage()
-                inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
-                if storage._cdata in self._saved or inside:
-                    continue
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
+            if storage._cdata not in self._saved and not inside:
                 self._saved[storage._cdata] = (storage, storage.clone())
 
 
@@ -222,7 +218,7 @@ def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
     for tensor in given:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise CaptureError(
-                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {current_line()}",
+                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
                 remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
             )
 

@@ -40,7 +40,7 @@ from cgplan.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a command line asks to capture.
+    """Arguments of a capture or bench.
 
     Attributes:
         config: The YAML file; ``overrides`` win over it.

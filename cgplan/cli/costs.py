@@ -1,4 +1,4 @@
-"""What graphs cost, for a plan: from a saved report, estimated on fake tensors, or measured on the device."""
+"""Costs of graphs: from a saved report, estimated on fake tensors, or measured on the device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WORDS = ("estimate", "measure")
 
 
 class Priced(NamedTuple):
-    """What graphs cost.
+    """Costs of graphs.
 
     Attributes:
         costs: With notes on them that are for the caller to show; None where nothing is known.
-        machine: What they were measured on, None where not on a GPU.
+        machine: The machine that they were measured on, None where not on a GPU.
         failed: Keys that the report says could not be captured, and why.
     """
 
@@ -41,7 +41,7 @@ class Priced(NamedTuple):
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
-    """What graphs cost; a file is read once, as it may be a pipe.
+    """Costs of graphs from a file, which is read once as it may be a pipe, or from the model.
 
     Args:
         loaded: The configuration; its model is built for ``estimate`` and ``measure``.
@@ -49,14 +49,14 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
             configured device, and freed), the path of a capture report, or None for no costs.
 
     Raises:
-        ReportError: the file is no capture report, or has no graph of a mode that the configuration asks for.
+        ReportError: the file is not a capture report, or has no graph of a mode that the configuration asks for.
         ConfigError: there is no model to estimate or measure.
         CaptureError, ModelError, BackendError: as a capture does.
     """
     if given is None:
         return Priced(None)
     if given in WORDS:
-        with redirect_stdout(sys.stderr):  # what a model prints is not the result
+        with redirect_stdout(sys.stderr):  # a model's prints are not the result
             return _of_model(loaded, given)
     if not given or not Path(given).exists():
         near = difflib.get_close_matches(given, WORDS, n=1)
@@ -88,7 +88,7 @@ def _report(path: str) -> CaptureReport:
 
 
 def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
-    """What to know of a report whose costs are used."""
+    """Notes on a report whose costs are used."""
     if found := named(mismatches(report.plan, config)):
         yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
     if report.environment.driver is None:

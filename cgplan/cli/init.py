@@ -18,15 +18,15 @@ from cgplan.models.loading import ForwardArgument, forward_signature, load_model
 
 # Arguments that hold indices in most models, by the end of their name.
 _INDEX_NAMES = ("ids", "idx", "indices", "index", "tokens", "positions", "lengths", "lens")
-_IMAGE_SIDE = 224  # pixels; what most vision models take
+_IMAGE_SIDE = 224  # pixels, as most vision models take
 _CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 
 
 def starting_config(target: str, kwargs_text: str) -> str:
-    """YAML for a model. Raises ConfigError for kwargs that are no mapping, ModelError if the model cannot be built."""
+    """YAML for a model. Raises ConfigError for wrong kwargs, ModelError if the model cannot be built."""
     kwargs = _parse(kwargs_text)
-    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+    with redirect_stdout(sys.stderr):  # a model's prints are not the result
         model = load_model(target, kwargs, device=torch.device("cpu"))
         consumers = {} if model.module is None else _first_layers(model.module)
         arguments = forward_signature(model.forward)

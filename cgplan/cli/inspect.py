@@ -20,7 +20,6 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import resolve_sizes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.measured import case_costs
 from cgplan.reports import load_report, render
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences, titled
@@ -57,7 +56,7 @@ def inspect_config(
         from cgplan.cli.costs import costs_of  # the planner's modules, and torch for a model
 
         priced, machine, _ = costs_of(loaded, costs)
-        predicted = None if priced is None else Predicted.by(priced, plan.keys)
+        predicted = None if priced is None else priced.of(plan.keys)
         plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:
         for text in () if priced is None else priced.notes:
@@ -66,7 +65,7 @@ def inspect_config(
         return
     named = loaded.config.compilation.splitting_ops or loaded.config.compilation.splitting_modules
     if named and not split and plan.mode.has_mode(CUDAGraphMode.PIECEWISE):
-        note("note: what the model has of the splitting operators and modules is seen at capture, and with --split")
+        note("note: a capture, and --split, show which of the splitting operators and modules the model has")
     parts = [render(plan)]
     if plan.predicted is not None and plan.keys:
         parts.append(lane_table(plan))
@@ -132,7 +131,7 @@ def inspect_report(path: Path, *, as_json: bool) -> None:
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
-    """Each value with its origin: file and line, `--set`, default, or resolved; resolved values say from what."""
+    """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value names its source."""
     resolved = _resolved(loaded, plan)
 
     def with_resolution(row: Row) -> Row:
@@ -171,7 +170,7 @@ def _text(value: Any) -> str:
 
 
 def _resolved(loaded: LoadedConfig, plan: Plan) -> dict[str, tuple[str, str]]:
-    """Values that planning found or changed, by key: the value, and what it came from."""
+    """Values that planning found or changed, by key: the value and its source."""
     compilation = loaded.config.compilation
     given, asked = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
     found: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""The commands and their options. What a command needs is imported when it runs, so that `--help` is quick."""
+"""The commands and their options. Each command imports its modules when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cgplan.version import __version__
 
 
 class EngineName(StrEnum):
-    """What `cgplan plan --emit` writes for."""
+    """Engines that `cgplan plan --emit` writes for."""
 
     vllm = "vllm"
     sglang = "sglang"
@@ -118,7 +118,7 @@ def _request(
     output: Path | None,
     as_json: bool,
 ) -> Any:
-    """What capture and bench are asked for; torch is loaded with it."""
+    """Arguments of capture and bench; torch is loaded with it."""
     if plan == Path():
         raise BadParameter("--plan is empty, or the current folder: give the path of a file")
     if plan is None and force:
@@ -239,7 +239,7 @@ def plan_(
         for option, source in sources.items():
             if source is not None and source.name == "COMMANDLINE":
                 place = f"or stands before {command} and not behind it"
-                raise BadParameter(f"{option} is no option of `cgplan plan {command}`, {place}")
+                raise BadParameter(f"{option} is not an option of `cgplan plan {command}`, {place}")
         return
     if config is None:
         raise BadParameter("give --config FILE")

@@ -9,14 +9,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cgplan.errors import CgplanError, OutputPathError
-from cgplan.reports import Report, render
-from cgplan.reports.layout import TEXT_WIDTH, plain_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cgplan.reports import Report
 
 INTERNAL_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
@@ -33,6 +35,10 @@ def show(*renderables: RenderableType) -> None:
     """Print tables: in colour and the terminal's width, or as plain text where there is no terminal. COLUMNS in the
     environment wins over either's width.
     """
+    from rich.console import Console
+
+    from cgplan.reports.layout import TEXT_WIDTH, plain_text
+
     asked = os.environ.get("COLUMNS", "")
     width = int(asked) if asked.isdecimal() and int(asked) > 0 else None
     console = Console(width=width, _environ={name: os.environ[name] for name in os.environ if name != "COLUMNS"})
@@ -47,6 +53,8 @@ def show(*renderables: RenderableType) -> None:
 
 def publish(report: Report, output: Path | None, *, as_json: bool) -> None:
     """Save a report and show it. It is shown also where it could not be saved, so that nothing is lost."""
+    from cgplan.reports import render
+
     text = report.model_dump_json(indent=2) + "\n"
     try:
         if output is not None:
@@ -126,9 +134,9 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             full = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
             _end(error, show_traceback, full, OutputPathError.exit_code)
-        what = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        message = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
-        _end(error, show_traceback, f"{what}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
+        _end(error, show_traceback, f"{message}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
 
 
 def _end(error: BaseException, show_traceback: bool, message: str, exit_code: int) -> None:
@@ -155,6 +163,9 @@ def progress(doing: str) -> Iterator[Step]:
     Args:
         doing: The work under way, such as "capture"; nothing is shown where it is empty.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
 
     def line(index: int, total: int, what: str) -> None:

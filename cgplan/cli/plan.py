@@ -23,7 +23,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare, machine_changes, mismatches, named
 from cgplan.planning.engines import Engine, emit
-from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import padding_plot, pareto_plot, render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a plan is made from, besides the configuration.
+    """Files and options that a plan is made from, besides the configuration.
 
     Attributes:
         traffic: A file of traffic; None: the configuration's list or ladder decides.
@@ -60,7 +60,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan, and what can be drawn of how it was made."""
+    """A plan and its plots."""
 
     plan: Plan
     pareto: ParetoPlot | None
@@ -84,7 +84,7 @@ def run_plan(
     inputs = {given.resolve() for given in (path, *sources.files)}
     for file in filter(None, (output, plot)):
         if file.resolve() in inputs:
-            raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
+            raise OutputPathError(f"{file} is an input of the plan", remedy="Give the path of another file.")
         check_writable(file)
     if plot is not None and output is not None and plot.resolve() == output.resolve():
         raise OutputPathError(f"{plot} is to hold both the picture and the plan", remedy="Give two files.")
@@ -127,7 +127,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def announcements(plan: Plan) -> Iterator[str]:
-    """What differs from the request, for people who do not see the plan itself."""
+    """Lines on differences from the request, for people who do not see the plan itself."""
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     yield from (f"warning: {warning}" for warning in plan.warnings)
@@ -160,15 +160,18 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
 
     times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
     base = build_plan(config)
-    file, speedup = sources.traffic, sources.speedup
-    found = read_traffic(file, base, speedup=speedup) if file else synthetic_requests(config)
+    if sources.traffic is not None:
+        found = read_traffic(sources.traffic, base, speedup=sources.speedup)
+    else:
+        assert config.traffic is not None
+        found = synthetic_requests(config.traffic, base)
 
     def steps(plan: Plan) -> Traffic:
         """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
         if isinstance(found, Traffic):
             return found
         bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
-        return simulate(found.requests, bounds, step_clock(plan, times), source=found.source, notes=found.notes)
+        return simulate(found, bounds, step_clock(plan, times))
 
     traffic = steps(base)
     proposal = propose(config, traffic, times, costs, failed)
@@ -189,7 +192,7 @@ def _step_times(path: Path, config: Config, machine: Machine | None) -> StepTime
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
-    """What to know of a bench whose times are used."""
+    """Notes on a bench whose times are used."""
     if not text.lstrip().startswith("{"):
         return
     report = parse_report(text, path)
@@ -213,13 +216,13 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
         )
     plan = within_count(build_plan(loaded.config), loaded.config)
     if costs is not None:
-        plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
-    plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
+        plan = plan.model_copy(update={"predicted": costs.of(plan.keys), "machine": machine})
+    plan = plan.model_copy(update=_without_traffic(plan))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
 
 
-def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
-    """What to say of a plan that no traffic was given for."""
+def _without_traffic(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Notes and warnings of a plan without traffic."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     notes = (
@@ -232,7 +235,7 @@ def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
     unbounded = (
         (f"{named} did not bound this plan: without traffic memory and time bound the capture alone",) if limits else ()
     )
-    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(config, plan))}
+    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(plan))}
 
 
 def _evenly_padded(plan: Plan) -> PaddingPlot:

@@ -129,7 +129,7 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that names the line of a scalar that is not what its tag says, such as ``!!int abc``."""
+    """A SafeLoader that names the line of a scalar that does not fit its tag, such as ``!!int abc``."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

@@ -134,6 +134,6 @@ def _remedy(error: ValidationError, origins: Mapping[str, str]) -> str:
         if detail["type"] == "contradiction":
             names = [".".join(map(str, (*detail["loc"], key))) for key in detail["ctx"]["keys"]]
             in_file = [name for name in names if not origins.get(name, "--").startswith("--")]
-            if len(in_file) == 1:  # the other one came by an option, which is what is wanted now
+            if len(in_file) == 1:  # the other one came by an option, which is the newer wish
                 return f"Add --set {in_file[0]}=null, which takes back what {origins[in_file[0]]} says."
-    return "Correct the value; docs/config-reference.md says what each key holds."
+    return "Correct the value; docs/config-reference.md describes each key."

@@ -1,4 +1,4 @@
-"""What each key of a configuration holds, generated from the models: markdown for people, JSON schema for editors."""
+"""The reference of all keys, generated from the models: markdown for people, JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,15 @@ def markdown() -> str:
 
 
 def _schema() -> dict[str, Any]:
-    return Config.model_json_schema(schema_generator=_NamedDefaults)
+    def in_one_line(node: Any) -> Any:
+        if isinstance(node, list):
+            return [in_one_line(part) for part in node]
+        if not isinstance(node, dict):
+            return " ".join(node.split("\n")) if isinstance(node, str) else node
+        return {name: in_one_line(part) for name, part in node.items()}
+
+    schema: dict[str, Any] = in_one_line(Config.model_json_schema(schema_generator=_NamedDefaults))
+    return schema
 
 
 def _model(node: Node, models: Node) -> tuple[str, Node | None]:

@@ -1,4 +1,4 @@
-"""Values of the configuration: what each kind of field accepts, and what it says about anything else."""
+"""Values of the configuration: parsers for each kind of field, with messages for other values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def strict_size(value: object) -> object:
     return value
 
 
-DEVICE = r"auto|cpu|cuda(:\d+)?"
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(strict_size)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -94,9 +93,14 @@ def check_example(value: object) -> object:
 
 def check_device(value: object) -> object:
     """A device by torch's name, or `auto`. Raises ValueError."""
-    if not isinstance(value, str) or not re.fullmatch(DEVICE, value):
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
     return value
+
+
+Device = Annotated[
+    str, BeforeValidator(check_device), WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"})
+]
 
 
 def check_sizes(value: object) -> object:

@@ -58,7 +58,9 @@ class AllReduce(ABC):
         name: As ``compilation.all_reduce`` has it.
         number: The operator's ``group``.
         ranks: Those that sum.
+        rank, world_size: This process's number among them, and how many there are.
         backend: Of the device whose graphs sum.
+        is_closed: Whether ``close`` was called.
     """
 
     __graph_memory__ = True  # its signals and counts are no state of a model
@@ -66,21 +68,11 @@ class AllReduce(ABC):
     name: str
 
     def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
-        self.ranks, self.backend = ranks, backend
+        self.ranks, self.rank, self.world_size, self.backend = ranks, ranks.rank, ranks.world_size, backend
         self.number = next(_numbers)
         self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
-        self._is_closed = False
+        self.is_closed = False
         _live[self.number] = self
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.ranks.world_size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in new memory; like the operator, and seen by a tape or a trace as such."""
@@ -101,10 +93,10 @@ class AllReduce(ABC):
     def begin_pass(self) -> None:  # noqa: B027
         """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished sums."""
 
-    def end_pass(self) -> Registration | None:
+    def end_pass(self) -> Registration:
         """After captures, on all ranks: register the graphs' buffers. Raises as GraphBufferRegistry.register."""
         self.ranks.agree("the capture pass")
-        return None
+        return Registration()
 
     def release(self) -> None:  # noqa: B027
         """Before graphs are freed, on all ranks."""
@@ -122,12 +114,7 @@ class AllReduce(ABC):
 
     def close(self) -> None:
         """Free what is shared; graphs that reduce must be gone. A later sum raises DistributedError."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._close()
-
-    def _close(self) -> None:  # noqa: B027
-        """The part of ``close`` that differs."""
+        self.is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +256,7 @@ def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group
 
 def _at(group: int) -> AllReduce:
     found = _live.get(group)
-    if found is None or found._is_closed or found.ranks.is_closed:
+    if found is None or found.is_closed or found.ranks.is_closed:
         raise DistributedError(
             f"all-reduce {group} is closed", remedy="Keep the ranks open as long as the model is used."
         )

@@ -10,7 +10,7 @@ Note [Steps]
 
 Note [Teardown]
     What ranks share is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
-    rank closes the handles that it has opened of the others' memory; (3) a step: nobody reads my memory any more;
+    rank closes the handles that it has opened of the others' memory; (3) a step: no rank reads my memory any more;
     (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
     Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
     before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left out, the order stays.
@@ -56,12 +56,14 @@ class Ranks:
     """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
-        place: This rank's number, and where the store is.
+        place: Where the store is.
+        rank, world_size: From 0; number of ranks.
         device: This rank's GPU, or the CPU.
         presences: What each rank told when it came.
         timeout: Seconds that ranks wait for one another.
         lost: Why there are no more steps; None while all ranks are there.
         agreed_on: What the last step has raised on all ranks; None if it ended well.
+        is_closed: Whether ``close`` was called.
         group: torch's group of all ranks.
     """
 
@@ -77,33 +79,19 @@ class Ranks:
         *,
         owns_group: bool,
     ) -> None:
-        self.place, self.device, self.presences, self.timeout = place, device, presences, timeout
+        self.place, self.rank, self.world_size = place, place.rank, place.world_size
+        self.device, self.presences, self.timeout = device, presences, timeout
         self.lost: RankFailedError | None = None
         self.agreed_on: BaseException | None = None
         self.group = dist.group.WORLD
         self._store, self._owns_group = store, owns_group
         self._steps = 0
-        self._has_announced = self._closed = False
-
-    @property
-    def rank(self) -> int:
-        """From 0."""
-        return self.place.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.place.world_size
+        self._has_announced = self.is_closed = False
 
     @property
     def on_one_machine(self) -> bool:
         """Whether all ranks run on the same host."""
         return len({presence.host for presence in self.presences}) == 1
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
 
     def new_group(self) -> Any:
         """Another gloo group of all ranks; all of them call it."""
@@ -123,7 +111,7 @@ class Ranks:
             CgplanError: the given error, where all ranks failed with the same one.
             DistributedError: the ranks are closed.
         """
-        if self._closed:
+        if self.is_closed:
             raise DistributedError(f"{step}: the ranks are closed", remedy="Keep them open as long as they are used.")
         answer, self.agreed_on = _Answer(step, value), None
         if error is None:
@@ -145,8 +133,10 @@ class Ranks:
         self._steps += 1
         self._has_announced = False
         self.agreed_on = _failure_of(answers, error)
+        if self.agreed_on is error is not None:
+            raise error
         if self.agreed_on is not None:
-            raise self.agreed_on from (error if self.agreed_on is not error else None)
+            raise self.agreed_on from error
         return [found.value for found in answers]
 
     def announce(self, error: BaseException) -> None:
@@ -197,7 +187,7 @@ class Ranks:
 
         Without an error it waits for the others. Raises RankFailedError where one of them failed.
         """
-        if self._closed:
+        if self.is_closed:
             return
         failure: RankFailedError | None = None
         if error is not None:
@@ -207,7 +197,7 @@ class Ranks:
                 self.agree(_THE_END)
             except RankFailedError as raised:
                 failure = raised
-        self._closed = True
+        self.is_closed = True
         part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
         del self.group  # its threads would live into the interpreter's end
         if self._owns_group and dist.is_initialized():

@@ -45,12 +45,12 @@ class Registration:
         seconds: From the first step to the last.
     """
 
-    rows: int
-    buffers: int
-    bases: int
-    opened: int
-    mapped_bytes: int
-    seconds: float
+    rows: int = 0
+    buffers: int = 0
+    bases: int = 0
+    opened: int = 0
+    mapped_bytes: int = 0
+    seconds: float = 0.0
 
 
 class GraphBufferRegistry:
@@ -116,13 +116,7 @@ class GraphBufferRegistry:
         start = time.perf_counter()
         _compare(self._ranks.agree("the capture pass", value=self._inputs))
         self._has_begun = True
-        memories: list[ExportedMemory] = []
-        error: Exception | None = None
-        try:
-            memories = [self._transport.export(address) for address in self._addresses]
-        except Exception as raised:
-            error = raised
-        shared = self._ranks.agree("exchanging the handles", error=error, value=memories)
+        shared = self._exported("exchanging the handles", self._addresses)
         columns: list[list[int]] = []
         with self._ranks.step("opening the peers' handles"):
             for rank, theirs in enumerate(shared):
@@ -136,8 +130,8 @@ class GraphBufferRegistry:
         self.is_sealed = True
         found = Registration(
             rows=self.rows,
-            buffers=len({(memory.handle, memory.offset) for memory in memories}),
-            bases=len({memory.handle for memory in memories}),
+            buffers=len(set(shared[self._ranks.rank])),
+            bases=len({memory.handle for memory in shared[self._ranks.rank]}),
             opened=len(self._opened),
             mapped_bytes=sum(nbytes for _, nbytes in self._opened.values()),
             seconds=time.perf_counter() - start,
@@ -166,15 +160,10 @@ class GraphBufferRegistry:
 
         For memory that is there before any capture and as long as the registry: staging, signals. A step of all ranks.
         """
-        memory, error = None, None
-        try:
-            memory = self._transport.export(block.data_ptr())
-        except Exception as raised:
-            error = raised
-        shared = self._ranks.agree(f"exporting the {name}", error=error, value=memory)
         found: list[int] = []
+        shared = self._exported(f"exporting the {name}", [block.data_ptr()])
         with self._ranks.step(f"opening the {name}"):
-            for rank, theirs in enumerate(shared):
+            for rank, (theirs,) in enumerate(shared):
                 if rank == self._ranks.rank:
                     found.append(block.data_ptr())
                 else:
@@ -187,6 +176,16 @@ class GraphBufferRegistry:
         self.unregister()
         bases, self._blocks = self._blocks, []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
+
+    def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
+        """Each rank's memory at its addresses."""
+        memories: list[ExportedMemory] = []
+        error: Exception | None = None
+        try:
+            memories = [self._transport.export(address) for address in addresses]
+        except Exception as raised:
+            error = raised
+        return self._ranks.agree(step, error=error, value=memories)
 
     def _base(self, rank: int, memory: ExportedMemory) -> int:
         key = (rank, memory.handle)

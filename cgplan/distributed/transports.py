@@ -81,16 +81,13 @@ class CudaIpcTransport(MemoryTransport):
         self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of torch's allocator."""
         self._own.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
         return self._own[-1]
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
         return tensor
 
     def export(self, address: int) -> ExportedMemory:
-        """The allocation that holds an address."""
         with torch.cuda.device(self._device):
             base, nbytes = self._checked(self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
             if int(base) not in self._handles:
@@ -100,7 +97,6 @@ class CudaIpcTransport(MemoryTransport):
         return ExportedMemory(found, address - int(base), size)
 
     def open(self, memory: ExportedMemory) -> int:
-        """Map a peer's allocation into this process."""
         handle = self._runtime.cudaIpcMemHandle_t()
         handle.reserved = memory.handle
         with torch.cuda.device(self._device):
@@ -108,7 +104,6 @@ class CudaIpcTransport(MemoryTransport):
             return int(self._checked(result, "cudaIpcOpenMemHandle")[0])
 
     def close(self, base: int) -> None:
-        """Unmap it."""
         with torch.cuda.device(self._device):
             self._checked(self._runtime.cudaIpcCloseMemHandle(base), "cudaIpcCloseMemHandle")
 
@@ -117,7 +112,6 @@ class CudaIpcTransport(MemoryTransport):
         self._handles.clear()
 
     def free(self) -> None:
-        """Give all memory back to torch's allocator."""
         self.forget()
         self._own.clear()
 
@@ -174,7 +168,6 @@ class SharedMemoryTransport(MemoryTransport):
         self._opened: dict[int, mmap.mmap] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """A new block."""
         self._own.append(_Block.of(nbytes))
         return torch.frombuffer(self._own[-1].memory, dtype=torch.uint8, count=nbytes)
 
@@ -200,7 +193,6 @@ class SharedMemoryTransport(MemoryTransport):
         )
 
     def open(self, memory: ExportedMemory) -> int:
-        """Map a peer's block."""
         pid, file, nbytes = memory.handle
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
@@ -222,11 +214,9 @@ class SharedMemoryTransport(MemoryTransport):
         del self._opened[base]
 
     def forget(self) -> None:
-        """Drop the blocks of placed tensors."""
         _drop(self._placed)
 
     def free(self) -> None:
-        """Drop every block."""
         _drop(self._placed)
         _drop(self._own)
 

@@ -20,7 +20,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -31,13 +31,12 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import forward_context
-from cgplan.backends.host_sync import find_host_sync
 from cgplan.buffers.compare import deviation
 from cgplan.captures.failures import drop_locals
 from cgplan.errors import BackendError, CgplanError
-from cgplan.graphs.address_walk import Walk
-from cgplan.graphs.ambient import generators_of, random_state_kept
-from cgplan.graphs.written import WrittenState
+from cgplan.graphs.ambient import random_state_kept
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.reports.records import OURS, CaptureReport, PeerRecord, PeersRecord, Timing, WayRecord, check_peers
 from cgplan.runner.runner import GraphRunner
@@ -177,7 +176,8 @@ def bare(runner: GraphRunner) -> Baseline:
                 except CgplanError:
                     raise
                 except Exception as error:  # torch's own, which may name no operator
-                    raise find_host_sync(lambda: batch.run(model, static), backend.device) or error from None  # noqa: B023
+                    found = look(lambda: batch.run(model, static), ModelState.of({}, backend.device))  # noqa: B023
+                    raise found.host_sync or error from None
                 captured[batch.size] = graph, static, output
 
     def call(batch: BenchBatch) -> Call:
@@ -241,10 +241,9 @@ def reduce_overhead(runner: GraphRunner) -> Baseline:
     compiled: list[tuple[Callable[..., Any], Any]] = []  # (result of torch.compile, its code object)
 
     def prepare(_: Sequence[BenchBatch]) -> None:
-        walk = Walk(runner.backend.device)
-        walk.run({"model": getattr(model, "__self__", model)})
-        held = [tensor for tensor, _ in walk.tensors.values() if not hasattr(tensor, _STATIC)]
-        marked.extend(tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter))
+        device = runner.backend.device
+        held = [t for t in ModelState.of({"model": model}, device).tensors if t.device == device]
+        marked.extend(t for t in held if not hasattr(t, _STATIC) and not isinstance(t, torch.nn.Parameter))
         for tensor in marked:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -470,15 +469,14 @@ class OwnResults:
     def __init__(self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int) -> None:
         model, self._device, self._seed = runner.model, runner.backend.device, seed
         self._inputs = [(tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()]
-        self._generators = generators_of(model, self._device)
-        self._written: WrittenState | None = None
+        self._written = ModelState.of({"model": model}, self._device)
+        self._generators = self._written.generators
         self._outputs: dict[int, Any] = {}
         self._unsteady: set[int] = set()
         self._draws: set[int] = set()
-        holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         with random_state_kept(self._device, self._generators):
-            with suppress(Exception):  # a model that cannot be looked into is compared as it is
-                self._written = WrittenState(holder, lambda: [batch.run(model) for batch in batches])
+            free = runner.backend.memory().free or 4 << 30
+            look(lambda: [batch.run(model) for batch in batches], self._written, free // 4)
             for batch in batches:
                 first, second, other = (self._run(lambda: batch.run(model), seed + more) for more in (0, 0, 1))  # noqa: B023
                 self._outputs[batch.size] = first
@@ -492,8 +490,7 @@ class OwnResults:
         """Give inputs and state the values of the beginning."""
         for tensor, before in self._inputs:
             tensor.copy_(before)
-        if self._written is not None:
-            self._written.put_back()
+        self._written.restore()
 
     def compare(self, size: int, call: Call, redraws: str | None = None) -> tuple[float | None, str | None]:
         """The largest difference of a call's result from the model's own, or why there is none.

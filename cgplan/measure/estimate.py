@@ -18,17 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from cgplan.backends.backend import gc_paused
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
-    blamed_line,
     implemented_in_python,
     is_composite,
     refuse_host,
     tensors_in,
 )
-from cgplan.backends.quiet import collector_quiet
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import explain_eager_failure
 from cgplan.config import Config
@@ -70,7 +70,7 @@ def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> Estimated
     note = ""
     if config.compilation.compiler == "inductor":
         note = "recorded without inductor, which fuses operators and so needs less"
-    with collector_quiet(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
+    with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
         return EstimatedCosts([_recorded(config, model, plan, key, fake) for key in keys], config, note)
 

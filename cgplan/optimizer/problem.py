@@ -1,41 +1,19 @@
-"""What the search chooses among, as arrays: candidates of each lane, and the batches that want them."""
+"""The sizes that the search chooses among, and the batches that want them, as arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import key_of, may_serve
-from cgplan.optimizer.paths import Bools, Floats, Ints
-from cgplan.optimizer.solved import Solved
+from cgplan.optimizer.lanes import key_of, largest_of, may_serve, stride_of
+from cgplan.optimizer.paths import Floats, Ints
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import Lane
+from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of a batch: they bound the sizes too."""
-
-    query_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    def stride(self, lane: Lane) -> int:
-        """What sizes of a lane are multiples of."""
-        return self.query_len if lane.uniform else 1
-
-    def largest(self, lane: Lane) -> int:
-        """Largest capture size of a lane."""
-        limit = self.max_num_batched_tokens
-        if lane.uniform:
-            limit = min(limit, self.query_len * self.max_num_seqs)
-        return limit // self.stride(lane) * self.stride(lane)
 
 
 @dataclass(frozen=True)
@@ -58,16 +36,6 @@ class Candidates:
     pool: Floats
     static: Floats
 
-    @cached_property
-    def passing(self) -> Bools:
-        """Sizes that may stand below a larger one, where all keys cost the same: Note [Candidates] of the optimizer."""
-        return np.append(self.times[:-1] < self.times[1:], True)
-
-    @property
-    def equal_costs(self) -> bool:
-        """Whether all keys of the lane cost the same, the pool and the static buffers apart."""
-        return bool(np.ptp(self.driver[1:]) == 0 and np.ptp(self.seconds[1:]) == 0) if self.sizes.size > 1 else True
-
 
 @dataclass(frozen=True)
 class Demand:
@@ -79,7 +47,6 @@ class Demand:
         weight: Weights.
         eager: Weights times the microseconds of eager steps.
         best: Weights times the least microseconds that any lane or an eager step could take.
-        slowest, fastest: Microseconds of an eager step with so many tokens, over the adapters: [n].
     """
 
     lanes: tuple[int, ...]
@@ -87,8 +54,6 @@ class Demand:
     weight: Floats
     eager: Floats
     best: Floats
-    slowest: Floats
-    fastest: Floats
 
     def below(self, sizes: Ints) -> Ints:
         """How many entries of ``tokens`` each size holds."""
@@ -114,11 +79,6 @@ class Problem:
     workspace: float = 0.0
     once: float = 0.0
 
-    @cached_property
-    def solved(self) -> Solved:
-        """Paths of its lanes that searches have found."""
-        return Solved()
-
     @property
     def infinite_us(self) -> float:
         """Mean microseconds of a step if every batch had a graph of its own size, and ran in its best mode."""
@@ -140,19 +100,6 @@ class Problem:
             self.workspace + float(np.sort(driver)[:graphs].sum()),
             self.once + float(np.sort(seconds)[:graphs].sum()),
         )
-
-    def bound_beyond(self, graphs: int, memory: float | None) -> float:
-        """Microseconds, times weight, that no plan with at least so many graphs is below: none takes longer than its
-        best time, if it is no larger than what the memory besides the keys pays for.
-        """
-        spare = np.inf if memory is None else memory - self.cheapest(graphs)[0]
-        total = self.eager_us
-        for demand in self.demands:
-            lanes = [self.lanes[index] for index in demand.lanes]
-            largest = max(int(lane.sizes[lane.pool + lane.static <= spare].max(initial=0)) for lane in lanes)
-            held = int(demand.below(np.array([largest]))[0])
-            total += float(demand.best[held] + demand.eager[-1] - demand.eager[held])
-        return total
 
     def total_of(self, chosen: Sequence[Sequence[int]]) -> float:
         """Microseconds, times weight, if these candidates of each lane are captured."""
@@ -185,7 +132,7 @@ def problem_of(
     lanes: Sequence[Lane],
     traffic: Traffic,
     times: StepTimes,
-    bounds: Bounds,
+    plan: Plan,
     costs: GraphCosts | None,
     without: Collection[Key] = (),
 ) -> Problem:
@@ -200,10 +147,10 @@ def problem_of(
     for index in reversed(range(len(lanes))):  # where a lane may end depends on those after it
         wanted = [rows for served, rows in groups.items() if index in served]
         above = max((float(c.times[-1]) for c in found), default=0.0)
-        found.insert(0, _candidates(lanes[index], wanted, times, bounds, above, costs, without))
+        found.insert(0, _candidates(lanes[index], wanted, times, plan, above, costs, without))
     return Problem(
         lanes=tuple(found),
-        demands=tuple(_demand(served, rows, found, times, bounds) for served, rows in sorted(groups.items())),
+        demands=tuple(_demand(served, rows, found, times, plan) for served, rows in sorted(groups.items())),
         eager_us=eager_us,
         weight=traffic.total,
         workspace=float(costs.workspace_bytes) if costs is not None else 0.0,
@@ -237,7 +184,7 @@ def _candidates(
     lane: Lane,
     wanted: Sequence[_Rows],
     times: StepTimes,
-    bounds: Bounds,
+    plan: Plan,
     above: float,
     costs: GraphCosts | None,
     without: Collection[Key],
@@ -246,7 +193,7 @@ def _candidates(
 
     Where other lanes follow (their slowest graph takes ``above``), a batch may fall to one of those.
     """
-    stride, largest = bounds.stride(lane), bounds.largest(lane)
+    stride, largest = stride_of(lane, plan), largest_of(lane, plan)
     slowest: dict[int, float] = {}
     for rows in wanted:
         for tokens, eager in rows:
@@ -255,7 +202,7 @@ def _candidates(
                 slowest[size] = max(slowest.get(size, above), eager)
     batches = np.array([0, *sorted(slowest)], dtype=np.int64)
     misses = np.maximum.accumulate([0.0, *(slowest[int(size)] for size in batches[1:])])
-    allowed = np.array([not without or size == 0 or _key(lane, int(size), bounds) not in without for size in batches])
+    allowed = np.array([not without or size == 0 or key_of(lane, int(size), plan) not in without for size in batches])
     sizes, misses = batches[allowed], misses[allowed]
     curve = times.curve(lane.mode, int(sizes[-1]), lane.num_active_loras)[sizes]
     useful = np.flatnonzero(curve < misses)
@@ -263,7 +210,7 @@ def _candidates(
     sizes, curve = sizes[:keep], curve[:keep]
     if costs is None:
         return Candidates(lane, sizes, curve, *(np.zeros(keep) for _ in range(4)))
-    keys = [_key(lane, int(size), bounds) for size in sizes[1:]]
+    keys = [key_of(lane, int(size), plan) for size in sizes[1:]]
     return Candidates(
         lane=lane,
         sizes=sizes,
@@ -275,31 +222,23 @@ def _candidates(
     )
 
 
-def _key(lane: Lane, size: int, bounds: Bounds) -> Key:
-    return key_of(lane, size, query_len=bounds.query_len, max_num_seqs=bounds.max_num_seqs)
-
-
-def _demand(
-    served: tuple[int, ...], rows: _Rows, lanes: Sequence[Candidates], times: StepTimes, bounds: Bounds
-) -> Demand:
+def _demand(served: tuple[int, ...], rows: _Rows, lanes: Sequence[Candidates], times: StepTimes, plan: Plan) -> Demand:
     tokens = np.array(sorted({n for n, _ in rows}), dtype=np.int64)
     place = {int(n): index for index, n in enumerate(tokens)}
     graph = np.full(tokens.size, np.inf)
     for index in served:
         lane = lanes[index].lane
-        stride, largest = bounds.stride(lane), bounds.largest(lane)
+        stride, largest = stride_of(lane, plan), largest_of(lane, plan)
         sizes = -(-tokens // stride) * stride
         fits = sizes <= largest
         if fits.any():
             curve = times.curve(lane.mode, int(sizes[fits][-1]), lane.num_active_loras)
             graph[fits] = np.minimum(graph[fits], curve[sizes[fits]])
-    weight, eager, best, slowest = (np.zeros(tokens.size) for _ in range(4))
-    fastest = np.full(tokens.size, np.inf)
+    weight, eager, best = (np.zeros(tokens.size) for _ in range(3))
     for (n, time), count in rows.items():
         at = place[n]
         weight[at] += count
         eager[at] += count * time
         best[at] += count * min(time, graph[at])
-        slowest[at], fastest[at] = max(slowest[at], time), min(fastest[at], time)
     weight, eager, best = (np.concatenate([[0.0], np.cumsum(values)]) for values in (weight, eager, best))
-    return Demand(served, tokens, weight, eager, best, slowest, fastest)
+    return Demand(served, tokens, weight, eager, best)

@@ -1,152 +1,403 @@
-"""The search for the best sizes of all lanes under one budget: branch and bound over where the lanes end.
+"""The best sizes of all lanes within the limits, and a bound on how much better others could be.
 
 Note [Several lanes]
 ~~~~~~~~~~~~~~~~~~~~
 A batch goes to the first of its lanes whose largest size holds it. So once it is fixed where each lane *ends*, it is
-fixed which batches it runs, and the lanes have nothing to do with each other but the budget: each is Note [One lane] of
-the optimizer, exactly and for every number of graphs, and a min-plus product shares the graphs out. The last lane
-serves every batch that a graph may serve, and nothing comes after it but eager steps, so its end is found on the way.
+fixed which batches it runs, and the lanes share nothing but the limits: each is Note [One lane], exactly and for every
+number of graphs, and a min-plus product shares the graphs out. The last lane serves every batch that a graph may
+serve, and only eager steps follow it, so its end comes out of its own paths.
 
-What is left is to search over the ends of the others, and with two lanes that is one number. A *box* gives each of them
-an interval [lo, hi]. At its upper corner the answer is computed exactly. From below, the box is bounded by what is sure
-in all of it: a batch above hi passes the lane by, one up to lo is run by it (and the lane, cut at lo, costs no more
-than any that ends later), and for one in between its best time of all is counted, and no graph. Boxes whose bound is
-not below the best answer are dropped, the others are cut in pieces. When none is left the answer is proven; when the
-effort runs out, the least bound of those left is the lower bound, and the gap is reported.
+The search goes over the ends of the other lanes. With two lanes that is one number, and it is enumerated: of the ends
+between two that were tried, lo and hi, none is better than the first lane cut at lo + 1, the last lane with the batches
+above hi, and the batches in between at their best time of all. Intervals whose bound is not below the best plan are
+dropped, the others halved; if none is left, the plan is proven. With more lanes the ends are improved one at a time
+(coordinate descent), and the bound comes from letting each group of batches have all the graphs for itself.
 
-For several lanes there is a second bound: let all lanes share their graphs, so that a graph of one lane is one of every
-lane. Each set of graphs becomes one lane with as many sizes or fewer, and no batch is run more slowly.
-
-Note [Budgets]
-~~~~~~~~~~~~~~
+Note [Limits]
+~~~~~~~~~~~~~
 Memory is static(largest size) + pool(largest size of each mode) + workspaces + driver bytes of each key. The first two
-follow from where lanes end, so they are exact in a corner, and at lo they are a lower bound for the box. Where the keys
-of a mode cost the same, what numbers of graphs the budget pays for is exact as well.
-
-Otherwise the cheapest key of each mode counts. That allows too much, so it gives a bound, and if the plan found can be
-paid for all the same, the best one. If not, plans come from taking keys as dearer (at the dearest, what is found can be
-paid for), and more bounds from prices on bytes and seconds: the least of time + price * cost, less price * budget, is
-below every plan within the budget (a Lagrangian relaxation). What is left between the two is the gap.
+follow from the ends. Where the keys of a mode cost the same, the numbers of graphs that the limits pay for are exact.
+Otherwise the cheapest key of each mode counts. That allows too much, so it gives a bound; and if the limits pay for the
+plan all the same, it is the best one. If not, one rate prices bytes and seconds, each as a share of its limit, and
+bisection finds the smallest rate at which the best plan fits. The least of time + price * cost, less price * limit, is
+below every plan within the limits (a Lagrangian relaxation).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 import numpy as np
 
-from cgplan.optimizer.boxes import FREE, PIECES, Boxes, Limits, Prices
-from cgplan.optimizer.paths import Floats, Ints
-from cgplan.optimizer.problem import Problem
+from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths
+from cgplan.optimizer.problem import Candidates, Problem
 
-PROVEN = 1e-9  # relative gap that is taken for none
+Chosen = tuple[tuple[int, ...], ...]  # candidates of each lane, ascending, as indices
+ROUNDING = 1e-9  # relative: sums of seconds are not exact
+PROVEN = 1e-9  # relative gap that counts as none
 CURVE_PROVEN = 5e-4  # of each point of a curve
-WHOLE = 64  # corners to begin with
-STEPS = 8  # ends of a lane to try
+EFFORT = 1 << 24  # candidates times graphs times ends to try, about
+AT_ONCE = 16  # ends to try in one pass
+BATCH = 1 << 21  # candidates times graphs in one pass, about
+CORNERS = 64  # of three or more lanes, tried first: each lane whole or empty
+SWEEPS = 12  # rates to try
+SAMPLE = 1024  # sizes of a lane to try as one graph more
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found, by the number of graphs: index k means at most k.
+class Limits:
+    """What a plan may cost: graphs, bytes, seconds; None: no limit."""
+
+    graphs: int
+    memory: float | None = None
+    seconds: float | None = None
+
+    def pays_for(self, graphs: int, memory: float, seconds: float) -> bool:
+        """Whether a plan with these costs is within the limits."""
+        return (
+            graphs <= self.graphs
+            and (self.memory is None or memory <= self.memory * (1 + ROUNDING))
+            and (self.seconds is None or seconds <= self.seconds * (1 + ROUNDING))
+        )
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best plan that was found within the limits.
 
     Attributes:
-        value: Total microseconds (times weight) of the best plan found; with prices, those included. inf: none.
-        bound: What no plan can be below.
-        ends: [K + 1, lanes but the last]: where the lanes of that plan end, as indices into their candidates.
+        chosen: Candidates of each lane, ascending, as indices.
+        least: Microseconds, times weight, of the best plan that was found, which may have a few graphs more.
+        bound: No plan within the limits is below it.
     """
 
-    value: Floats
-    bound: Floats
-    ends: Ints
+    chosen: Chosen
+    least: float
+    bound: float
 
 
-def search(
-    problem: Problem,
-    limits: Limits,
-    *,
-    prices: Prices = FREE,
-    caution: float = 0.0,
-    curve: bool = False,
-    effort: int = 1 << 24,
-) -> Found:
-    """The best plan within the limits, for each number of graphs up to ``limits.graphs``.
+def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effort: int = EFFORT) -> Best:
+    """The best plan within the limits; of those within ``tolerance`` (relative) of it, the one with the fewest graphs.
+
+    Exact with one lane, and with two as long as the effort lasts, if only the number of graphs is limited or all keys
+    of a mode cost the same; otherwise ``bound`` says how good it is. The plan may have no graph.
+    """
+    unpaid = bisect_left(range(1, limits.graphs + 1), True, key=lambda k: not limits.pays_for(k, *problem.cheapest(k)))
+    limits = replace(limits, graphs=unpaid)
+    found = Search(problem, limits, effort=effort)
+    enough = found.value <= found.value[-1] * (1 + max(tolerance, PROVEN))
+    chosen = found.chosen(int(np.flatnonzero(enough)[0]))
+    bound = float(found.bound[-1])
+    if _pays(problem, limits, chosen):
+        return Best(chosen, min(float(found.value[-1]), problem.total_of(chosen)), bound)
+    best: Chosen = ((),) * len(problem.lanes)
+    low, high, rate = 0.0, np.inf, 0.01
+    for _ in range(SWEEPS):
+        found = Search(problem, limits, rate=rate, effort=effort // SWEEPS)
+        bound = max(bound, float(found.bound[-1]) - found.budget_price)
+        dear = bisect_left(range(1, limits.graphs + 1), True, key=lambda k: not _pays(problem, limits, found.chosen(k)))
+        best = min(best, found.chosen(dear), key=problem.total_of)
+        low, high = (low, rate) if dear == limits.graphs else (rate, high)
+        rate = 2 * rate if high == np.inf else (low + high) / 2
+    best = _filled(problem, limits, best)
+    total = problem.total_of(best)
+    return Best(best, total, min(bound, total))
+
+
+def _pays(problem: Problem, limits: Limits, chosen: Chosen) -> bool:
+    return limits.pays_for(*problem.costs_of(chosen))
+
+
+def _filled(problem: Problem, limits: Limits, chosen: Chosen) -> Chosen:
+    """The plan with the rest of the limits spent, graph by graph, on the one that saves most."""
+    while True:
+        more = [
+            (*chosen[:at], tuple(sorted({*chosen[at], index})), *chosen[at + 1 :])
+            for at, lane in enumerate(problem.lanes)
+            for index in range(1, lane.sizes.size, 1 + lane.sizes.size // SAMPLE)
+        ]
+        best = min((plan for plan in more if _pays(problem, limits, plan)), key=problem.total_of, default=chosen)
+        if problem.total_of(best) >= problem.total_of(chosen) * (1 - PROVEN):
+            return chosen
+        chosen = best
+
+
+@dataclass(frozen=True)
+class _Corner:
+    """Plans whose lanes end at ``ends`` (of each lane but the last).
+
+    Attributes:
+        paths: Of each lane.
+        beyond: Microseconds of the batches that run eagerly, by the end of the last lane: [N + 1].
+    """
+
+    ends: tuple[int, ...]
+    paths: list[Paths]
+    beyond: Floats
+
+    @property
+    def curves(self) -> list[Floats]:
+        """Of each lane but the last, by its graphs: [K + 1]."""
+        return [path.cost[:, end] for path, end in zip(self.paths, self.ends, strict=False)]
+
+    @property
+    def last(self) -> Floats:
+        """The last lane and eager steps, by its graphs and its end: [K + 1, N + 1]."""
+        return self.paths[-1].cost + self.beyond
+
+
+_Span = tuple[_Corner, _Corner, Floats]  # two ends that were tried, and the bound of those between them
+
+
+class Search:
+    """The best plans within the limits, by their number of graphs: index k means at most k.
 
     Args:
         problem: Candidates and demands.
-        limits: What may be spent.
-        prices: On bytes and seconds.
-        caution: See Boxes.
-        curve: Whether every number of graphs is to be proven, or the largest alone.
-        effort: Candidates times graphs times boxes to go through at most.
+        limits: What may be spent; if keys of a mode differ in cost, the cheapest counts.
+        rate: Price on bytes and seconds: of a whole limit, as a share of the microseconds that graphs can save.
+        curve: Whether to prove every number of graphs, to 0.05%, or the largest alone.
+        effort: Candidates times graphs times ends to try, about.
+
+    Attributes:
+        value: [K + 1] total microseconds (times weight) of the best plan found, with the price of its costs.
+        bound: [K + 1] no plan is below it.
     """
-    if not problem.lanes:
-        nothing = np.full(limits.graphs + 1, problem.eager_total)
-        return Found(nothing, nothing, np.zeros((limits.graphs + 1, 0), dtype=np.int64))
-    boxes = Boxes(problem, limits, prices, caution)
-    watched = slice(1 if curve else limits.graphs, None)
-    tops = np.array([lane.sizes.size - 1 for lane in problem.lanes[:-1]], dtype=np.int64)
-    best = _Incumbent(boxes, tops, effort // boxes.effort)
-    best.look_around(watched)
-    shared = boxes.shared_bound()
-    low, high = np.zeros_like(tops)[None], tops[None]
-    bound = np.full((1, limits.graphs + 1), -np.inf) if tops.any() else best.value[None]
-    closed = best.value
-    while True:
-        gap = best.value * (1 - (CURVE_PROVEN if curve else PROVEN)) - np.maximum(bound, shared)
-        hope = (low < high).any(axis=1) & (gap[:, watched] > 0).any(axis=1)
-        closed = np.minimum(closed, bound[~hope].min(axis=0, initial=np.inf))
-        low, high, bound, gap = low[hope], high[hope], bound[hope], gap[hope]
-        if not hope.any() or best.left <= 0:
-            break
-        first = np.argsort(-gap[:, watched].max(axis=1), kind="stable")
-        chosen, rest = first[: boxes.at_once], first[boxes.at_once :]
-        lower, upper, parent = boxes.cut(low[chosen], high[chosen])
-        below = np.maximum(best.improve(lower, upper), bound[chosen][parent])
-        low, high = np.concatenate([low[rest], lower]), np.concatenate([high[rest], upper])
-        bound = np.concatenate([bound[rest], below])
-    least = np.minimum(np.minimum(best.value, closed), bound.min(axis=0, initial=np.inf))
-    return Found(best.value, np.maximum(least, np.minimum(best.value, shared)), best.ends)
 
+    def __init__(
+        self, problem: Problem, limits: Limits, *, rate: float = 0.0, curve: bool = False, effort: int = EFFORT
+    ) -> None:
+        lanes, graphs = problem.lanes, limits.graphs
+        self._problem, self._rate, self._memory = problem, rate, limits.memory
+        self._left = effort // max(1, sum(lane.sizes.size for lane in lanes) * graphs)  # ends that may be tried
+        self._watched, self._proven = (slice(1, None), CURVE_PROVEN) if curve else (slice(graphs, None), PROVEN)
+        self._best: list[_Corner | None] = [None] * (graphs + 1)
+        self.value = np.full(graphs + 1, problem.eager_total)
+        self.bound = self.value
+        if not lanes:
+            return
+        saved = problem.eager_total - problem.infinite_us * problem.weight
+        self._byte = 0.0 if limits.memory is None else rate * saved / limits.memory
+        second = 0.0 if limits.seconds is None else rate * saved / limits.seconds
+        self.budget_price = self._byte * (limits.memory or 0) + second * ((limits.seconds or 0) - problem.once)
+        self._prices = [self._byte * lane.driver + second * lane.seconds for lane in lanes]
+        self._holds = [[demand.below(lane.sizes) for lane in lanes] for demand in problem.demands]
+        self._found: dict[tuple[int, ...], Paths] = {}
+        alike = [i for i, lane in enumerate(lanes[:-1]) if lane.lane.mode is lanes[-1].lane.mode]
+        self._groups = [i for i in range(len(lanes) - 1) if i not in alike], alike
+        self._counts = counts = np.arange(graphs + 1)
+        (bytes_, seconds), (last_bytes, last_seconds) = map(self._cheapest, (self._groups[0], [*alike, len(lanes) - 1]))
+        self._spare, self._late = None, None  # of the memory and of the seconds, by graphs of each group
+        if limits.memory is not None:
+            self._spare = limits.memory * (1 + ROUNDING) - np.add.outer(counts * bytes_, counts * last_bytes)
+        if limits.seconds is not None:
+            took = np.add.outer(counts * seconds, counts * last_seconds) + problem.once * (
+                np.add.outer(counts, counts) > 0
+            )
+            self._late = took > limits.seconds * (1 + ROUNDING)
+        if len(lanes) == 1:
+            self._try([()])
+            self.bound = self.value
+        else:
+            floor = self._enumerate() if len(lanes) == 2 else self._descend()
+            self.bound = np.minimum(self.value, floor)
 
-class _Incumbent:
-    """The best plan so far for each number of graphs; ``left`` counts down the boxes that may still be looked at."""
+    def chosen(self, graphs: int) -> Chosen:
+        """Candidates of each lane in the best plan found of at most so many graphs."""
+        corner = self._best[graphs]
+        if corner is None:
+            return ((),) * len(self._problem.lanes)
+        curves, paths, room = corner.curves, corner.paths, corner.last + self._byte * self._fixed(corner.ends)
+        table, allowed = self._table(curves, corner.last, corner.ends)
+        within = np.where(np.add.outer(self._counts, self._counts) <= graphs, table, np.inf)
+        a, b = np.unravel_index(within.argmin(), within.shape)
+        room = room[:, : int(allowed[a, b]) + 1]
+        first, second = self._groups
+        shared = _shares([curves[i] for i in first], int(a))
+        *others, rest = _shares([*(curves[i] for i in second), room.min(axis=1)], int(b))
+        share = dict(zip((*first, *second), (*shared, *others), strict=True))
+        found = [paths[i].sizes(share[i], end) for i, end in enumerate(corner.ends)]
+        found.append(paths[-1].sizes(rest, int(room[rest].argmin())))
+        return tuple(_raised(lane, sizes) for lane, sizes in zip(self._problem.lanes, found, strict=True))
 
-    def __init__(self, boxes: Boxes, tops: Ints, left: int) -> None:
-        graphs = boxes.limits.graphs
-        self.boxes, self.tops, self.left = boxes, tops, left
-        self.value = np.full(graphs + 1, boxes.problem.eager_total)
-        self.ends = np.zeros((graphs + 1, tops.size), dtype=np.int64)
+    def _enumerate(self) -> Floats:
+        """Try the ends of the first of two lanes; returns the bound."""
+        floor = np.full(self.value.size, np.inf)
+        low, high = self._try([(0,), (self._problem.lanes[0].sizes.size - 1,)])
+        spans = self._spans(low, high, -floor)
+        at_once = max(1, min(AT_ONCE, BATCH // (self._problem.lanes[1].sizes.size * self.value.size)))
+        while spans:
+            gaps = [(self.value * (1 - self._proven) - least)[self._watched].max() for *_, least in spans]
+            hopeful = [] if self._left <= 0 else [number for number, gap in enumerate(gaps) if gap > 0]
+            floor = np.min([floor, *(span[2] for n, span in enumerate(spans) if n not in hopeful)], axis=0)
+            spans = [spans[n] for n in sorted(hopeful, key=lambda number: -gaps[number])]
+            halved, spans = spans[:at_once], spans[at_once:]
+            middles = self._try([((low.ends[0] + high.ends[0]) // 2,) for low, high, _ in halved])
+            for (low, high, least), middle in zip(halved, middles, strict=True):
+                spans += [*self._spans(low, middle, least), *self._spans(middle, high, least)]
+        return floor
 
-    def improve(self, low: Ints, high: Ints) -> Floats:
-        """Take what the upper corners of boxes give; returns the bounds of the boxes."""
-        found = []
-        for start in range(0, len(low), PIECES * self.boxes.at_once):
-            part = slice(start, start + PIECES * self.boxes.at_once)
-            value, bound = self.boxes.evaluate(low[part], high[part])
-            better = value.min(axis=0) < self.value
-            self.ends[better] = high[part][value.argmin(axis=0)[better]]
-            self.value = np.minimum(self.value, value.min(axis=0))
-            found.append(bound)
-        self.left -= len(low)
-        return np.concatenate(found)
+    def _spans(self, low: _Corner, high: _Corner, least: Floats) -> list[_Span]:
+        """The ends between two that were tried, if there are any; no plan with one of them is below ``least``."""
+        lo, hi, price = low.ends[0] + 1, high.ends[0], self._prices[0]
+        if lo >= hi:
+            return []
+        first = high.paths[0].cost[:, lo] - price[lo] + price[lo:].min()
+        bound = self._least(self._table([first], high.last, (lo,))[0])
+        for demand, holds in zip(self._problem.demands, self._holds, strict=True):
+            if 0 in demand.lanes:
+                bound = bound + (demand.best[holds[0][hi]] - demand.best[holds[0][lo]])
+        return [(low, high, np.maximum(bound, least))]
 
-    def look_around(self, watched: slice) -> None:
-        """Where boxes have many sides, they close in slowly: begin with lanes that are whole or empty, and go on with
-        those that differ from the best so far in the end of one lane, as long as that helps.
-        """
-        sides = self.tops.size
-        whole = list(product((0, 1), repeat=sides))[-WHOLE:]
-        corners = np.array(whole, dtype=np.int64).reshape(len(whole), sides) * self.tops
-        while True:
+    def _descend(self) -> Floats:
+        """Begin with lanes that are whole or empty, and move one end at a time, by less and less; returns the bound."""
+        tops = np.array([lane.sizes.size - 1 for lane in self._problem.lanes[:-1]])
+        around = set(list(product(*((0, int(top)) for top in tops)))[-CORNERS:])
+        tried: set[tuple[int, ...]] = set()
+        shift = 1
+        while shift <= int(tops.max()).bit_length():
             before = self.value
-            self.improve(corners, corners)
-            if sides < 2 or self.left <= 0 or np.array_equal(before, self.value):
-                break
-            around = [
-                np.where(np.arange(sides) == lane, self.tops * step // STEPS, ends)
-                for ends in np.unique(self.ends[watched], axis=0)
-                for lane in range(sides)
-                for step in range(STEPS + 1)
-            ]
-            corners = np.unique(np.array(around), axis=0)[: self.left]
+            self._try(sorted(around - tried)[: max(self._left, 1)])
+            tried |= around
+            shift += int(np.array_equal(before, self.value) or self._left <= 0)
+            steps = np.diag(np.maximum(tops >> shift, 1))
+            best = {corner.ends for corner in self._best[self._watched] if corner is not None}
+            moved = [np.clip([*(ends + steps), *(ends - steps)], 0, tops).tolist() for ends in best]
+            around = {tuple(ends) for several in moved for ends in several}
+        return self._apart()
+
+    def _apart(self) -> Floats:
+        """A bound: each group of batches has all the graphs for itself, in the fastest of its lanes, up to the largest
+        size that the memory besides the keys pays for.
+        """
+        problem, graphs = self._problem, self.value.size - 1
+        if self._rate or not problem.demands:
+            return np.full(graphs + 1, -np.inf)
+        sizes = np.unique(np.concatenate([lane.sizes for lane in problem.lanes]))
+        places = [np.searchsorted(lane.sizes, sizes) for lane in problem.lanes]
+        times = [np.append(lane.times, np.inf)[at] for lane, at in zip(problem.lanes, places, strict=True)]
+        fixed = [np.append(lane.pool + lane.static, np.inf)[at] for lane, at in zip(problem.lanes, places, strict=True)]
+        spare = [np.inf if self._memory is None else self._memory - problem.cheapest(k)[0] for k in range(graphs + 1)]
+        beyond = np.min(fixed, axis=0) > np.array(spare)[:, None]
+        fastest = [np.min([times[lane] for lane in demand.lanes], axis=0) for demand in problem.demands]
+        weights = np.stack([demand.weight[demand.below(sizes)] for demand in problem.demands])
+        found = best_paths(weights, np.minimum(fastest, max(float(lane.times[-1]) for lane in problem.lanes)), graphs)
+        total = np.full(graphs + 1, problem.eager_us)
+        for demand, paths in zip(problem.demands, found, strict=True):
+            cost = paths.cost + demand.eager[-1] - demand.eager[demand.below(sizes)]
+            total += np.where(beyond, np.inf, cost).min(axis=1)
+        return np.asarray(np.minimum.accumulate(total))
+
+    def _try(self, ends: Sequence[tuple[int, ...]]) -> list[_Corner]:
+        """The best plans with these ends of the lanes but the last."""
+        problem, corners = self._problem, []
+        tried = np.array(ends, dtype=np.int64).reshape(len(ends), len(problem.lanes) - 1)
+        passed = np.zeros((len(ends), len(problem.demands)), dtype=np.int64)  # tokens that earlier lanes hold
+        paths = []
+        for lane in range(len(problem.lanes)):
+            paths.append(self._paths(lane, passed))
+            for number, demand in enumerate(problem.demands):
+                if lane < tried.shape[1] and lane in demand.lanes:
+                    passed[:, number] = np.maximum(passed[:, number], self._holds[number][lane][tried[:, lane]])
+        for row, end in enumerate(ends):
+            beyond = np.full(problem.lanes[-1].sizes.size, problem.eager_us)
+            for demand, holds, gone in zip(problem.demands, self._holds, passed[row], strict=True):
+                beyond += demand.eager[-1] - demand.eager[np.maximum(holds[-1], gone)]
+            corner = _Corner(end, [found[row] for found in paths], beyond)
+            value = self._least(self._table(corner.curves, corner.last, end)[0])
+            for graphs in np.flatnonzero(value < self.value):
+                self._best[graphs] = corner
+            self.value = np.minimum(self.value, value)
+            corners.append(corner)
+        self._left -= len(corners)
+        return corners
+
+    def _paths(self, lane: int, passed: Ints) -> list[Paths]:
+        """Paths of a lane for the batches that each row of ``passed`` leaves to it."""
+        wanting = [number for number, demand in enumerate(self._problem.demands) if lane in demand.lanes]
+        names = [(lane, *case) for case in passed[:, wanting].tolist()]
+        missing = [name for name in dict.fromkeys(names) if name not in self._found]
+        if missing:
+            candidates, graphs = self._problem.lanes[lane], self.value.size - 1
+            weights = np.zeros((len(missing), candidates.sizes.size))
+            for number, gone in zip(wanting, np.array(missing).T[1:], strict=True):
+                weight = self._problem.demands[number].weight
+                weights += np.maximum(weight[self._holds[number][lane]] - weight[gone][:, None], 0.0)
+            found = best_paths(weights, candidates.times, graphs, self._prices[lane])
+            self._found |= zip(missing, found, strict=True)
+        return [self._found[name] for name in names]
+
+    def _table(self, curves: Sequence[Floats], last: Floats, ends: tuple[int, ...]) -> tuple[Floats, Ints]:
+        """[K + 1, K + 1] totals by graphs of the other mode and of the last lane's mode, inf beyond the limits; and the
+        largest end of the last lane that the limits pay for, -1 for none.
+        """
+        fixed = self._fixed(ends)
+        allowed = np.full((self.value.size, self.value.size), fixed.size - 1)
+        if self._spare is not None:
+            allowed = np.searchsorted(fixed, self._spare, side="right") - 1
+        if self._late is not None:
+            allowed[self._late] = -1
+        columns, which = np.unique(np.maximum(allowed, 0), return_inverse=True)
+        second = np.minimum.accumulate(last + self._byte * fixed, axis=1)[:, columns]
+        for lane in self._groups[1]:
+            second = _min_plus(second, curves[lane])
+        first = np.zeros(self.value.size)
+        for lane in self._groups[0]:
+            first = _min_plus(first, curves[lane])
+        table = first[:, None] + second[self._counts, which.reshape(allowed.shape)]
+        return np.where(allowed < 0, np.inf, table), allowed
+
+    def _fixed(self, ends: tuple[int, ...]) -> Floats:
+        """Bytes that follow from where lanes end, by the end of the last one: [N + 1]."""
+        *others, last = self._problem.lanes
+        pool, static, some = last.pool, last.static, last.sizes > 0
+        for lane, end in zip(others, ends, strict=True):
+            pool, static = np.maximum(pool, lane.pool[end]), np.maximum(static, lane.static[end])
+            some = some | (end > 0)
+        return np.asarray(pool + static + self._problem.workspace * some)
+
+    def _cheapest(self, group: Sequence[int]) -> tuple[float, float]:
+        """Bytes and seconds of the cheapest key of these lanes."""
+        lanes = [self._problem.lanes[i] for i in group]
+        return (
+            min((float(lane.driver[1:].min()) for lane in lanes if lane.sizes.size > 1), default=0.0),
+            min((float(lane.seconds[1:].min()) for lane in lanes if lane.sizes.size > 1), default=0.0),
+        )
+
+    @staticmethod
+    def _least(table: Floats) -> Floats:
+        """The least total by the number of all graphs: [K + 1]."""
+        least = np.full(len(table), np.inf)
+        for first, row in enumerate(table):
+            np.minimum(least[first:], row[: len(row) - first], out=least[first:])
+        return np.asarray(np.minimum.accumulate(least))
+
+
+def _raised(lane: Candidates, sizes: list[int]) -> tuple[int, ...]:
+    """Each size but the largest in favour of the largest one below the next that takes and costs as much."""
+    figures = np.stack([lane.times, lane.driver, lane.seconds])
+    alike = [(figures[:, size:above] == figures[:, [size]]).all(axis=0) for size, above in pairwise(sizes)]
+    return (*(size + int(np.flatnonzero(same)[-1]) for size, same in zip(sizes, alike, strict=False)), *sizes[-1:])
+
+
+def _min_plus(table: Floats, curve: Floats) -> Floats:
+    """The least sums of entries of [K + 1, ...] and [K + 1] whose numbers of graphs add up to at most k."""
+    total = np.full(table.shape, np.inf)
+    for graphs, value in enumerate(curve):
+        np.minimum(total[graphs:], table[: len(table) - graphs] + value, out=total[graphs:])
+    return total
+
+
+def _shares(curves: Sequence[Floats], graphs: int) -> list[int]:
+    """How the best sum of [K + 1] curves shares out at most so many graphs; as few as give the same."""
+    sums = [np.zeros(graphs + 1)]
+    for curve in curves:
+        sums.append(_min_plus(sums[-1], curve[: graphs + 1]))
+    found: list[int] = []
+    for before, curve in zip(reversed(sums[:-1]), reversed(curves), strict=True):
+        found.insert(0, int((before[graphs::-1] + curve[: graphs + 1]).argmin()))
+        graphs -= found[0]
+    return found

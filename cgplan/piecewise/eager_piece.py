@@ -34,7 +34,6 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import tensors_in
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
-from cgplan.graphs.operator_log import marked
 
 _LEAF = tree_flatten(None)[1]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
@@ -74,8 +73,7 @@ class EagerPiece:
         tensors = tensors_in(given)
         addresses = list(map(_address, tensors))
         self._keep_arguments(args, kwargs)
-        with marked("eager piece"):
-            result = self._function(*args, **kwargs)
+        result = self._function(*args, **kwargs)
         self._refuse_changed_arguments(given, tree_leaves((args, kwargs)))
         if list(map(_address, tensors)) != addresses:
             raise CaptureError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from cgplan.backends import GraphBackend
 from cgplan.config import Config
 from cgplan.errors import ConfigError
-from cgplan.graphs.operator_log import OperatorCounts, noted_operators
+from cgplan.graphs.footprint import Part, no_operators
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -38,7 +37,7 @@ class SplitRoute:
         warm: What PIECEWISE keys warm up with.
         splitter: The torch.compile backend that splits the model, where it is traced.
         breaks: The modules that it breaks at, where it is not.
-        operators: What a capture of a model that is not traced has called.
+        operators: What a look at a model that is not traced saw, by part.
     """
 
     name: str
@@ -47,7 +46,7 @@ class SplitRoute:
     warm: Callable[..., Any]
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
-    operators: OperatorCounts | None = None
+    operators: Mapping[Part, Counter[str]] | None = None
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -61,24 +60,13 @@ class SplitRoute:
         is_chain = isinstance(self.forward, BreakableCUDAGraphWrapper) and self.name in ("ops", "modules")
         return self.forward if is_chain and not is_partitioned else None  # type: ignore[return-value]
 
-    @contextmanager
-    def noting_operators(self) -> Iterator[None]:
-        """A block that captures a PIECEWISE key: where nothing is traced, the first one tells the operators."""
-        if self.name not in ("modules", "wrappers") or self.operators is not None:
-            yield
-            return
-        with noted_operators(outside="eager piece" if self.name == "wrappers" else "around graphs") as counts:
-            yield
-        if counts.captured:
-            self.operators = counts
-
     def describe(self) -> SplitRecord | None:
         """What ends up where, as far as that is known by now; None where nothing is split."""
         if self.name == "full":
             return None
-        seen = self.operators or OperatorCounts()
+        seen = self.operators or no_operators()
         by_name = self.name == "modules"  # then modules and functions are what is eager, and hold operators
-        sides = {False: Counter(seen.captured), True: Counter() if by_name else Counter(seen.eager)}
+        sides = {False: Counter(seen["segment"]), True: Counter() if by_name else Counter(seen["eager piece"])}
         for piece in self.pieces:
             sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
         if by_name and (capture := next(iter(self._captures), None)):
@@ -92,7 +80,7 @@ class SplitRoute:
             eager_pieces=kinds.count(True) if kinds else None,
             captured=dict(sides[False].most_common()),
             eager=dict(sides[True].most_common()),
-            eager_operators=dict(seen.eager.most_common()) if by_name else {},
+            eager_operators=dict(seen["eager piece"].most_common()) if by_name else {},
         )
 
     @property

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from pydantic import BaseModel, ConfigDict
+
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
 
@@ -27,19 +29,26 @@ class KeyCost:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCost:
-    """The cost of a list of keys.
+class Predicted(BaseModel):
+    """The predicted cost of capturing a list of keys.
 
     Attributes:
         keys: Of each key, in capture order.
         static_bytes: Static buffers for the largest key, which all keys share.
         workspace_bytes: Library workspaces and other memory that the first graph takes once.
+        source: Where the figures come from, in words.
+        estimated: Whether none of them was measured on the device.
+        notes: Why the figures may not be those of the configuration that is planned for.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keys: tuple[KeyCost, ...]
     static_bytes: int
     workspace_bytes: int
+    source: str
+    estimated: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -56,9 +65,7 @@ class GraphCosts(ABC):
     """Predicts the cost of keys. They share one pool: a key costs the memory that it adds to those captured before it.
 
     Attributes:
-        source: Where the figures come from, in words; reports show it.
-        estimated: Whether none of the figures was measured on the device.
-        notes: Why the figures may not be those of the configuration that is planned for.
+        source, estimated, notes: As in the predictions.
     """
 
     source: str
@@ -94,7 +101,7 @@ class GraphCosts(ABC):
         """Time that the first capture takes longer than a second one would: tracing, loading kernels."""
         return 0.0
 
-    def of(self, keys: Sequence[Key]) -> PlanCost:
+    def of(self, keys: Sequence[Key]) -> Predicted:
         """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for the first one."""
         held, costs = 0, list[KeyCost]()
         for mode, descriptor in keys:
@@ -102,8 +109,14 @@ class GraphCosts(ABC):
             seconds = self.seconds((mode, descriptor)) + (0.0 if costs else self.once_seconds)
             costs.append(KeyCost(pool - held, self.driver_bytes((mode, descriptor)), seconds))
             held = pool
-        static = self.static_bytes(max(descriptor.num_tokens for _, descriptor in keys)) if keys else 0
-        return PlanCost(tuple(costs), static, self.workspace_bytes if keys else 0)
+        return Predicted(
+            keys=tuple(costs),
+            static_bytes=self.static_bytes(max(descriptor.num_tokens for _, descriptor in keys)) if keys else 0,
+            workspace_bytes=self.workspace_bytes if keys else 0,
+            source=self.source,
+            estimated=self.estimated,
+            notes=self.notes,
+        )
 
 
 def static_bytes(config: Config, num_tokens: int) -> int:

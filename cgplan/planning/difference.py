@@ -1,4 +1,4 @@
-"""How two plans differ, and how a saved plan differs from what it is to be captured for."""
+"""Differences of two plans, and of a saved plan and the configuration that it is to be captured with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from cgplan.config import Config
 from cgplan.config.schema import BudgetConfig
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import LeftOut
-from cgplan.planning.plan import Lane, Machine, Mode, Plan, budget_of, capture_config, config_hash
+from cgplan.planning.plan import LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
 
 # Settings that a plan decides itself: its keys are captured whatever the configuration says of them now.
 DECIDED_BY_THE_PLAN = (
@@ -37,19 +36,12 @@ class FieldChange(_Record):
     new: Any
 
 
-class LaneChange(_Record):
+class LaneChange(LaneRecord):
     """Capture sizes that a lane gains, loses and keeps, in tokens, ascending."""
 
-    mode: Mode
-    uniform: bool
-    num_active_loras: int
     added: tuple[int, ...]
     removed: tuple[int, ...]
     kept: tuple[int, ...]
-
-    @property
-    def lane(self) -> Lane:
-        return Lane(self.mode, self.uniform, self.num_active_loras)
 
 
 class Figure(_Record):
@@ -108,9 +100,9 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
                 kept=tuple(size for size in has if size in had),
             )
         )
-    costs = [None if plan.predicted is None else plan.predicted.cost for plan in (old, new)]
-    memory = [None if cost is None else cost.total_bytes for cost in costs]
-    seconds = [None if cost is None else cost.seconds for cost in costs]
+    predicted = (old.predicted, new.predicted)
+    memory = [None if costs is None else costs.total_bytes for costs in predicted]
+    seconds = [None if costs is None else costs.seconds for costs in predicted]
     return PlanDifference(
         lanes=tuple(changes),
         graphs=Figure(old=len(old.keys), new=len(new.keys)),
@@ -136,7 +128,7 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
     found: list[FieldChange] = []
     if plan.config is not None:
         ignored = (*DECIDED_BY_THE_PLAN, "device")
-        found += [c for c in _changes(plan.config, capture_config(config)) if not _under(c.name, ignored)]
+        found += [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
     elif plan.config_hash != config_hash(config):
         found.append(FieldChange(name="config_hash", old=plan.config_hash, new=config_hash(config)))
     if plan.machine is not None and machine is not None:
@@ -147,7 +139,7 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
     """Settings of the configuration (new) that the plan decides otherwise than the one it was made from (old)."""
     changes = _changes(plan.config, capture_config(config)) if plan.config else ()
-    return tuple(change for change in changes if _under(change.name, DECIDED_BY_THE_PLAN))
+    return tuple(change for change in changes if change.name in DECIDED_BY_THE_PLAN)
 
 
 def fitted(
@@ -201,7 +193,7 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
     if old.mode is not new.mode:
         yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
     if old.config is not None and new.config is not None:
-        yield from (c for c in _changes(old.config, new.config) if not _under(c.name, DECIDED_BY_THE_PLAN))
+        yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
     else:
         bounds = ("query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras")
         yield from _changes(*({name: getattr(plan, name) for name in bounds} for plan in (old, new)))
@@ -245,10 +237,6 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner
-
-
-def _under(name: str, keys: tuple[str, ...]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def _text(value: Any) -> str:

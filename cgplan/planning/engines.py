@@ -28,7 +28,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "cudagraph_specialize_lora": True,
 }
 _TAKEN_OVER = (*_DEFAULTS, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "splitting_ops")
-# Keys that change how kernels are compiled, or what encoders capture, but not which graphs the decoder has.
+# Keys that change the compilation of kernels or the captures of encoders, but not the decoder's graphs.
 _WITHOUT_EFFECT = frozenset(
     {
         "backend", "cache_dir", "compile_cache_save_format", "compile_mm_encoder", "compile_ranges_endpoints",
@@ -181,7 +181,7 @@ class Emission:
 
     Attributes:
         text: Options for a command line, or a file; without a newline at the end.
-        notes: Where the engine does something else than the plan says, and what it costs.
+        notes: Differences between the engine's graphs and the plan's, and their cost.
     """
 
     text: str
@@ -192,7 +192,7 @@ def emit(plan: Plan, engine: Engine) -> Emission:
     """A plan as an engine reads it.
 
     The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for all. Where the
-    plan's lanes differ, their union is emitted, and a note says what that costs.
+    plan's lanes differ, their union is emitted, and a note tells its cost.
 
     Args:
         plan: Any plan.
@@ -283,15 +283,13 @@ def _json(plan: Plan) -> Emission:
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
     """The mode with the plan's graphs and no others: a lane may have lost all of its sizes."""
-    kinds = {(mode, key.uniform) for mode, key in plan.keys}
-    modes = {mode for mode, _ in kinds}
-    if (CUDAGraphMode.FULL, False) in kinds:
+    full = {key.uniform for mode, key in plan.keys if mode is CUDAGraphMode.FULL}
+    piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    if False in full:
         return CUDAGraphMode.FULL
-    if modes == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}:
-        return CUDAGraphMode.FULL_AND_PIECEWISE
-    if modes:
-        return CUDAGraphMode.PIECEWISE if CUDAGraphMode.PIECEWISE in modes else CUDAGraphMode.FULL_DECODE_ONLY
-    return CUDAGraphMode.NONE
+    if full:
+        return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
+    return CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
 
 
 def _requests(plan: Plan) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
@@ -13,7 +13,7 @@ from cgplan.config import Config
 from cgplan.config.values import mode_by_name
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
+from cgplan.planning.costs import Predicted
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
@@ -60,41 +60,30 @@ class Lane(NamedTuple):
         return name + adapters
 
 
-class Predicted(BaseModel):
-    """What capturing the keys is predicted to cost.
-
-    Attributes:
-        keys: Cost of each key, in the plan's order.
-        static_bytes, workspace_bytes: Once for all keys, see PlanCost.
-        source: Where the figures come from, in words.
-        estimated: Whether none of them was measured on the device.
-        notes: Why the figures may not be those of this configuration.
-    """
+class LaneRecord(BaseModel):
+    """Figures of one lane, in JSON beside its name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keys: tuple[KeyCost, ...]
-    static_bytes: int
-    workspace_bytes: int
-    source: str
-    estimated: bool
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, cost: PlanCost, *, source: str, estimated: bool, notes: Sequence[str] = ()) -> Predicted:
-        """These costs, as a plan holds them."""
-        once = {"static_bytes": cost.static_bytes, "workspace_bytes": cost.workspace_bytes}
-        return cls(keys=cost.keys, **once, source=source, estimated=estimated, notes=tuple(notes))
-
-    @classmethod
-    def by(cls, costs: GraphCosts, keys: Sequence[Key]) -> Predicted:
-        """The cost of capturing these keys, in this order, according to ``costs``."""
-        return cls.of(costs.of(keys), source=costs.source, estimated=costs.estimated, notes=costs.notes)
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
 
     @property
-    def cost(self) -> PlanCost:
-        """The figures, with their sums: ``cost.total_bytes``, ``cost.seconds``."""
-        return PlanCost(self.keys, self.static_bytes, self.workspace_bytes)
+    def lane(self) -> Lane:
+        """Which batches the figures are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
+class LeftOut(LaneRecord):
+    """Sizes of one lane that a plan could have and has not, and why.
+
+    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
+    these keys more would break, such as "budget.max_graphs"; or another sentence.
+    """
+
+    sizes: tuple[int, ...]
+    reason: str
 
 
 class Machine(BaseModel):
@@ -108,7 +97,7 @@ class Machine(BaseModel):
 
 
 class Plan(BaseModel):
-    """What will be captured, in order.
+    """The graphs to capture, in order.
 
     Attributes:
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
@@ -120,10 +109,10 @@ class Plan(BaseModel):
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
         max_num_seqs, max_num_batched_tokens, max_loras: Bounds of a batch (max_loras None: no LoRA).
-        warnings: What was dropped or changed on the way.
+        warnings: Settings that were dropped or changed.
         config_hash: Digest of the configuration that the plan was made from.
         config: The settings of that configuration that decide a capture, in JSON, so that a mismatch can be named.
-        predicted: What capturing the keys is predicted to cost, where that is known.
+        predicted: The cost of capturing the keys, where it is known.
         machine: The machine that the figures were measured on, if they were.
         evidence: Why the planner chose these keys; absent where a list or ladder did.
         budget: The limits that this configuration sets, in JSON; None in plans without that entry.

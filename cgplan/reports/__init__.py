@@ -1,6 +1,6 @@
-"""What a run measured: records, how they are saved and reloaded, and how they are shown."""
+"""Records of what runs measured: saved, reloaded and shown as tables."""
 
-from cgplan.reports import bench_tables, capture_tables, plan_tables  # each registers what it renders
+from cgplan.reports import bench_tables, capture_tables, plan_tables  # each registers its renderers
 from cgplan.reports.layout import render, render_text
 from cgplan.reports.records import (
     BenchRecord,

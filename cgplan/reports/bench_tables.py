@@ -91,7 +91,7 @@ def _queued(report: BenchReport) -> RenderableType | None:
 
 
 def _against_baselines(peers: PeersRecord, environment: Environment) -> list[RenderableType]:
-    """What each way needs to be ready, and times by size with their ratios to cgplan's."""
+    """Time and memory until each way is ready, and times by size with their ratios to cgplan's."""
     lost = f"memory of pools on {environment.backend}" if environment.is_tape else "device memory"
     own = "failed" if peers.capture_seconds is None else f"{format_seconds(peers.capture_seconds)}, {peers.keys} keys"
     head = facts(

@@ -71,7 +71,7 @@ def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
     if report.pool != "shared":
         yield "pools", f"one for each {report.pool.removeprefix('per_')}"
     if report.generation > 1:
-        yield "generation", f"{report.generation}: pools began anew so often"
+        yield "generation", f"the pools were made {report.generation} times"
     yield from (("failed", f"{key.mode} {key.descriptor}: {key.text}") for key in report.failed)
 
 
@@ -155,21 +155,20 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
         Column("time\npredicted", "1.seconds", format_seconds),
         Column("measured", lambda row: row[0].warmup_seconds + row[0].capture_seconds, format_seconds),
     )
-    cost = predicted.cost
     parts = [
-        ("static buffers", cost.static_bytes, report.static_bytes),
-        ("pool", sum(k.pool_bytes for k in cost.keys), report.pool_bytes),
+        ("static buffers", predicted.static_bytes, report.static_bytes),
+        ("pool", sum(k.pool_bytes for k in predicted.keys), report.pool_bytes),
     ]
     if report.driver_bytes is not None:
-        parts.append(("workspaces", cost.workspace_bytes, report.workspace_bytes))
-        parts.append(("driver", sum(k.driver_bytes for k in cost.keys), report.graph_driver_bytes))
+        parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
+        parts.append(("driver", sum(k.driver_bytes for k in predicted.keys), report.graph_driver_bytes))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
     seconds = report.warmup_seconds + report.capture_seconds
     totals = [
         ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
         *(("note", text) for text in (*predicted.notes, *_without_graph(report))),
         *((name, _against(format_bytes(p), format_bytes(m), p, m)) for name, p, m in parts),
-        ("time", _against(format_seconds(cost.seconds), format_seconds(seconds), cost.seconds, seconds)),
+        ("time", _against(format_seconds(predicted.seconds), format_seconds(seconds), predicted.seconds, seconds)),
     ]
     return titled("Predicted against measured", table), facts("Prediction", totals)
 
@@ -288,8 +287,8 @@ def _rule(budget: BudgetRecord) -> str:
     if budget.max_graphs is None:
         return "known before not to fit; the largest first"
     if budget.memory is None and budget.capture_time is None and budget.reserve is None:
-        return "max_graphs keeps what pads least"
-    return "known before not to fit; of what fits, max_graphs keeps what pads least"
+        return "max_graphs keeps the keys that pad least"
+    return "known before not to fit; of those that fit, max_graphs keeps the keys that pad least"
 
 
 def _counted(keys: Sequence[Key]) -> str:

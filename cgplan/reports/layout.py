@@ -32,7 +32,7 @@ def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
 
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
-    """What rich would show on a terminal of ``width`` columns, as plain text."""
+    """A renderable as rich shows it on a terminal of ``width`` columns, in plain text."""
     file = StringIO()
     Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -103,34 +103,32 @@ class Grid:
         yield from (self._line(cells, widths, gap, "bold") for cells in zip(*heads, strict=True))
         yield Text("-" * (sum(widths) + gap * (len(widths) - 1)))
         for row in self._rows:
-            wrapped = [wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)]
+            wrapped = [
+                wrap(cell, width, break_on_hyphens=False, break_long_words=False)
+                for cell, width in zip(row, widths, strict=True)
+            ]
             yield from (self._line(cells, widths, gap) for cells in zip_longest(*wrapped, fillvalue=""))
 
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
         broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
-        ways = [(whole, False, self._gap), (broken, False, self._gap), (whole, True, self._gap)]
-        for titles, wraps, gap in [*ways, (broken, True, self._gap), (broken, False, 1), (broken, True, 1)]:
-            widths, least = self._widths(titles, wraps)
-            room = most - gap * (len(widths) - 1)
-            while sum(widths) > room and any(width > floor for width, floor in zip(widths, least, strict=True)):
-                widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i]) * widths[i])
-                widths[widest] -= 1
-            if sum(widths) <= room:
-                break
-        return titles, widths, gap
-
-    def _widths(self, titles: Sequence[Sequence[str]], wraps: bool) -> tuple[list[int], list[int]]:
-        """Widths with all cells in one line, and the least ones with which no word is broken."""
-        widths, least = [], []
-        for i, (column, title) in enumerate(zip(self._columns, titles, strict=True)):
-            cells = [row[i] for row in self._rows]
-            words = [word for cell in cells for word in cell.split()] if column.left and wraps and i else cells
-            heading = max(map(len, title))
-            widths.append(max([heading, *map(len, cells)]))
-            least.append(max([heading, *map(len, words)]))
-        return widths, least
+        cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
+        words = [[word for cell in column for word in cell.split()] for column in cells]
+        none: list[list[str]] = [[] for _ in cells]  # a word that is longer than its column then runs over
+        loose = [(whole, cells), (broken, cells), (whole, words), (broken, words)]
+        tight = [(broken, cells, 1), (broken, words, 1), (broken, none, 1)]
+        for titles, kept, gap in [*((titles, kept, self._gap) for titles, kept in loose), *tight]:
+            least, widths = [], []
+            for i, (column, title) in enumerate(zip(self._columns, titles, strict=True)):
+                pieces = kept[i] if column.left and i else cells[i]  # the first column and numbers stay whole
+                least.append(max([1, *map(len, title), *map(len, pieces)]))
+                widths.append(max([1, *map(len, title), *map(len, cells[i])]))
+            for level in range(most, 0, -1):  # the widest columns give way
+                fitted = [max(floor, min(width, level)) for floor, width in zip(least, widths, strict=True)]
+                if sum(fitted) + gap * (len(fitted) - 1) <= most:
+                    return titles, fitted, gap
+        return titles, least, gap
 
     def _line(self, cells: Sequence[str], widths: Sequence[int], gap: int, style: str = "") -> Text:
         placed = (
@@ -172,7 +170,7 @@ class Drawing:
 
 
 def sentences(*lines: str) -> RenderableType:
-    """Remarks under a table, each on lines of its own."""
+    """Remarks under a table, each on new lines."""
     return Group(*(Padding(Text(line), (0, 0, 0, 2)) for line in lines))
 
 

@@ -1,4 +1,4 @@
-"""Plans as tables: what is captured and why, what it costs, and the difference of two."""
+"""Plans as tables: keys, costs, padding, the evidence for them, and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -49,14 +49,13 @@ _LEFT_OUT_WORDS = "each added to the plan by itself; no gain: steps get less tha
 _WAYS: dict[Way, str] = {
     "proposed": "proposed only: nothing was captured",
     "exchanged": "exchanged inside the pools that were there",
-    "new generation": "all captured anew into new pools, because the new graphs need a larger or much smaller one",
-    "new buffers": "all captured anew into new pools and static buffers, because the largest size grew",
+    "new generation": "all captured again: the new graphs need a larger or a much smaller pool",
+    "new buffers": "all captured again, into new static buffers, too: the largest size grew",
 }
 
 
 @render.register
 def _plan(plan: Plan) -> RenderableType:
-    """What will be captured, what it is predicted to cost, what batches are padded to, and why."""
     by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
     rows = [
         *model_rows(plan),
@@ -101,7 +100,7 @@ def sizes_row(plan: Plan) -> tuple[str, str]:
 
 
 def _served_by(plan: Plan) -> str:
-    """What runs batches up to the largest size: graphs for mixed batches serve uniform decode where it has none."""
+    """The modes that run batches: graphs for mixed batches serve uniform decode where it has none."""
     lanes = plan.lanes()
     mixed = next((str(lane.mode) for lane in lanes if not lane.uniform), "eager")
     decode = next((str(lane.mode) for lane in lanes if lane.uniform), mixed)
@@ -109,10 +108,9 @@ def _served_by(plan: Plan) -> str:
 
 
 def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What the keys are predicted to cost, and where that comes from."""
     if plan.predicted is None:
         return []
-    cost = plan.predicted.cost
+    cost = plan.predicted
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
         "static buffers": cost.static_bytes,
@@ -133,7 +131,7 @@ def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def lane_table(plan: Plan) -> RenderableType:
-    """What the keys of each lane are predicted to cost; for a plan with a prediction."""
+    """Predicted cost of the keys of each lane; for a plan with a prediction."""
     costs: dict[Lane, list[KeyCost]] = {}
     for key, cost in zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True):
         costs.setdefault(Lane.of(*key), []).append(cost)
@@ -147,12 +145,12 @@ def lane_table(plan: Plan) -> RenderableType:
         Column("driver", lambda row: sum(cost.driver_bytes for cost in row[1]), format_bytes),
         Column("start-up", lambda row: sum(cost.seconds for cost in row[1]), format_seconds),
     )
-    words = "in capture order; pool: what these graphs add to the pool that those above them have filled"
+    words = "in capture order; pool: growth beyond the pool that the graphs above have filled"
     return titled("Cost of each lane", table, sentences(words))
 
 
 def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
-    """What each LoRA case adds to a plan."""
+    """Graphs and cost that each LoRA case adds to a plan."""
     table = Grid(
         cases,
         Column(
@@ -170,7 +168,7 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
     return titled("What each LoRA case adds", table, Text(words))
 
 
-# --- what batches are padded to -------------------------------------------------------------------------------
+# --- padding --------------------------------------------------------------------------------------------------
 
 
 def _captured(plan: Plan) -> list[int]:
@@ -179,7 +177,7 @@ def _captured(plan: Plan) -> list[int]:
 
 
 def _has_one_list(plan: Plan) -> bool:
-    """Whether every lane has all sizes up to its largest: then what a batch is padded to does not depend on it."""
+    """Whether every lane has all sizes up to its largest, so that one table tells the padding of all lanes."""
     captured = _captured(plan)
     return all(list(sizes) == [s for s in captured if s <= sizes[-1]] for sizes in plan.lanes().values())
 
@@ -211,7 +209,7 @@ def _padding(plan: Plan) -> RenderableType:
 
 
 def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
-    """What batches are padded to; ``beyond`` says what serves those above the largest size."""
+    """Sizes that batches are padded to; ``beyond`` names the way of those above the largest size."""
     return Grid(
         [*_padding_rows(captured), (f"above {captured[-1]}", beyond, None)],
         Column("batch of (tokens)", "0", left=True),
@@ -247,7 +245,6 @@ def _why(plan: Plan) -> tuple[RenderableType, ...]:
 
 @render.register
 def _evidence(evidence: Evidence) -> RenderableType:
-    """Verdict, Pareto curve, ladders beside it, what each graph runs, and where graphs bring nothing."""
     lane, why = Column("lane", "lane", left=True), Column("why", "reason", left=True)
     sizes = Column("sizes", "sizes", describe_sizes, left=True)
     spans = Column("sizes", lambda part: f"{part.first} to {part.last}", left=True)
@@ -283,7 +280,7 @@ def pareto_plot(evidence: Evidence) -> ParetoPlot:
 
 
 def padding_plot(evidence: Evidence) -> PaddingPlot:
-    """One bar for each graph, and one for what runs eagerly."""
+    """One bar for each graph, and one for the eager steps."""
     return PaddingPlot(
         [
             "eager" if u.size is None else f"{Lane(u.mode, u.uniform, u.num_active_loras)}: {u.size}"
@@ -317,7 +314,11 @@ def _evidence_rows(evidence: Evidence) -> Iterator[tuple[str, str]]:
     if (worth := evidence.next_graph) is not None:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
-    notes = (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes)  # of costs: with what they predict
+    notes = (
+        *evidence.traffic_notes,
+        *evidence.times_notes,
+        *evidence.notes,
+    )  # others stand with the prediction
     yield from (("note", text) for text in notes)
 
 
@@ -369,7 +370,7 @@ def _ladders(evidence: Evidence) -> RenderableType:
 
 
 def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
-    """What changes from one plan to another; ``old`` and ``new`` name them."""
+    """Changes from one plan to another; ``old`` and ``new`` name them."""
     settings = [(change.name, _both(change)) for change in difference.settings] or [("settings", "the same")]
     failed = [("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}") for part in difference.failed]
     notes = [("note", text) for text in difference.notes]

@@ -1,4 +1,4 @@
-"""What a run measured, as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
+"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class ShownRecord(Record):
+    """A record with tables: ``print`` shows them as plain text."""
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+
+Keys = tuple[tuple[Mode, Descriptor], ...]
+
+
 class Environment(Record):
     """Where and when a report was made.
 
     Attributes:
-        backend: ``cuda`` or ``cpu (tape)``.
-        device: Name of the GPU or processor.
-        driver: GPU driver's version, None without a GPU.
-        cuda: CUDA version that torch was built for, None without.
+        backend, device: ``cuda`` or ``cpu (tape)``, and the name of the GPU or processor.
+        driver, cuda: Versions of the GPU driver, and of CUDA that torch was built for; None without.
         date: UTC, ISO 8601, to the second.
         config_hash: Digest of the configuration.
     """
@@ -69,10 +77,10 @@ class GraphRecord(Record):
         graphs: Graphs that the key has (1 for FULL, the segments for PIECEWISE).
         nodes: Kernel nodes (tape: operators); None where they could not be counted.
         pool_growth: Bytes by which the graph pool grew.
-        driver_bytes: Device memory that the driver took for it: free memory lost beyond what torch reserved. The
-            driver takes memory in chunks, so a key may show 0 and the next one several. None without a driver.
-        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph (to the last
-            one where there are eager pieces between them, which run too).
+        driver_bytes: Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a key
+            may show 0 and the next one several. None without a driver.
+        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from the first begin to the last instantiated
+            graph, eager pieces included.
         eager_pieces: Functions that run eagerly between the graphs of the key.
         segment_nodes: The nodes of each graph, in order; empty where they could not be counted.
     """
@@ -93,58 +101,36 @@ Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memor
 
 
 class StopRecord(Record):
-    """A key that the budget did not allow.
+    """A key that the budget did not allow, with the figures in words."""
 
-    Attributes:
-        limit: The limit that it would have passed, or did; ``device memory``: there was no more.
-        mode, descriptor: The key.
-        detail: The figures, in words.
-        rank: The rank whose budget it was, where several capture together; None where there is one process.
-    """
-
-    limit: Limit
+    limit: Limit  # that the key would have passed, or did; "device memory": there was no more
     mode: Mode
     descriptor: Descriptor
     detail: str
-    rank: int | None = None
+    rank: int | None = None  # the rank whose budget it was, where several capture together
 
 
 class BudgetRecord(Record):
-    """What a budget allowed, and how the capture ended.
-
-    Attributes:
-        memory, capture_time, max_graphs, reserve: The limits, in bytes and seconds; None where there is none.
-        used_bytes: Memory that counts, at the end: see CaptureReport.graph_bytes.
-        used_seconds: Time until the last capture was over and read.
-        left_out: Keys that were known not to fit before anything was captured, the largest first.
-        stops: Where limits were met on the way; with several ranks those of all, as the budget holds for each.
-        skipped: Keys of the others that have no graph in the end.
-    """
+    """The limits of a budget, in bytes and seconds, and how the capture under it ended."""
 
     memory: int | None
     capture_time: float | None
     max_graphs: int | None
     reserve: int | None
-    used_bytes: int
-    used_seconds: float
-    left_out: tuple[tuple[Mode, Descriptor], ...] = ()
-    stops: tuple[StopRecord, ...] = ()
-    skipped: tuple[tuple[Mode, Descriptor], ...] = ()
+    used_bytes: int  # at the end, see CaptureReport.graph_bytes
+    used_seconds: float  # until the last capture was over and read
+    left_out: Keys = ()  # known not to fit before anything was captured, the largest first
+    stops: tuple[StopRecord, ...] = ()  # limits met on the way; with several ranks those of all
+    skipped: Keys = ()  # the others that have no graph in the end
 
 
 class FailedKey(Record):
-    """A key that was to be captured while batches were served, and has no graph.
-
-    Attributes:
-        mode, descriptor: The key.
-        error: Name of the error's class; ``BudgetError`` where the budget did not allow it.
-        detail: Its message.
-    """
+    """A key that was to be captured while batches were served, and has no graph."""
 
     mode: Mode
     descriptor: Descriptor
-    error: str
-    detail: str
+    error: str  # name of the error's class; BudgetError where the budget did not allow it
+    detail: str  # its message
 
     @property
     def is_over_budget(self) -> bool:
@@ -153,7 +139,6 @@ class FailedKey(Record):
 
     @property
     def text(self) -> str:
-        """The error with its message."""
         return f"{self.error}: {self.detail}"
 
 
@@ -165,17 +150,13 @@ def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
 class SplitRecord(Record):
     """Which parts of a PIECEWISE forward are captured and which run eagerly.
 
-    Attributes:
-        route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
-        segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators on each side, with the number of their calls in one forward. Of a model that was not
-            traced they are those of the first capture: none before it, none where a profiler was looking already, and
-            no kernels that do not pass PyTorch's dispatcher. By route ``modules`` ``eager`` names what the capture
-            breaks at instead, and ``eager_operators`` has the operators in there.
+    ``captured`` and ``eager`` count the calls of each operator in one forward; of a model that was not traced only
+    those that pass PyTorch's dispatcher, and none before its first capture. By route ``modules`` ``eager`` counts the
+    modules, and ``eager_operators`` the operators in them.
     """
 
-    route: str
-    segments: int | None
+    route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
+    segments: int | None  # in one forward of a traced model
     eager_pieces: int | None
     captured: dict[str, int]
     eager: dict[str, int]
@@ -203,57 +184,44 @@ class StateRecord(Record):
 
 
 class RankRecord(Record):
-    """One rank of a capture.
-
-    Attributes:
-        rank, host, device: Which, and where: the GPU by its unique number, or ``cpu``.
-        all_reduce: How it sums over the ranks: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
-        rows: Rows of the pointer table: captured all-reduces that read the other ranks' graph buffers.
-        buffers: Distinct graph buffers that were registered.
-        bases: Allocations that they lie in; one handle was handed out for each.
-        mapped_bytes: Bytes of other ranks' allocations that were mapped into this process for them.
-        registration_seconds: From the end of the last capture until replays were allowed.
-        pool_bytes, static_bytes, total_bytes: As in CaptureReport.
-        session_seconds: The whole session.
-    """
+    """One rank of a capture; bytes and seconds as in CaptureReport."""
 
     rank: int
     host: str
-    device: str
-    all_reduce: str
-    rows: int = 0
-    buffers: int = 0
-    bases: int = 0
-    mapped_bytes: int = 0
-    registration_seconds: float = 0.0
+    device: str  # the GPU by its unique number, or "cpu"
+    all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
+    rows: int = 0  # of the pointer table: captured all-reduces that read the other ranks' graph buffers
+    buffers: int = 0  # distinct graph buffers that were registered
+    bases: int = 0  # allocations that they lie in
+    mapped_bytes: int = 0  # of other ranks' allocations, mapped into this process
+    registration_seconds: float = 0.0  # from the end of the last capture until replays were allowed
     pool_bytes: int
     static_bytes: int
     total_bytes: int
     session_seconds: float
 
 
-class CaptureReport(Record):
-    """What capturing a plan cost.
+class CaptureReport(ShownRecord):
+    """Memory and time that the capture of a plan took.
 
     Attributes:
         records: One for each key, in capture order.
         pool_bytes: The graph pool after the last capture.
         static_bytes: Static buffers.
-        workspace_bytes: What else stays in torch's allocator, outside of the pool: workspaces of libraries, which the
-            first warm-up of a process brings.
-        driver_bytes: Device memory that the driver took over the whole session, the kernels that warm-ups loaded
-            included; None without a driver.
+        workspace_bytes: Workspaces of libraries, which the first warm-up of a process allocates outside of the pool.
+        driver_bytes: Device memory that the driver took over the whole session, with the kernels that warm-ups loaded;
+            None without a driver.
         free_before, free_after: Free device memory around the session, caches given back; None where not known.
-        session_seconds: The whole session: warm-ups, captures, reading memory and counting nodes.
-        inspection_seconds: The part of it that only this report needed: reading memory and counting nodes.
+        session_seconds, inspection_seconds: The whole session, and the part of it that only this report needed: reading
+            memory and counting nodes.
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
-        budget: What the budget allowed, None without one.
+        budget: None without one.
         capture_policy, pool: As ``compilation`` has them.
         generation: How often the pools were made, from 1.
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
-        warnings: What the user should know about.
+        warnings: For the user.
         ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
         looked_at: The part of the model whose state and addresses are checked, in one line.
         state: State that warm-ups and captures wrote, and where it was kept.
@@ -294,12 +262,10 @@ class CaptureReport(Record):
 
     @property
     def warmup_seconds(self) -> float:
-        """Seconds of all warm-ups."""
         return sum(r.warmup_seconds for r in self.records)
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds of all captures."""
         return sum(r.capture_seconds for r in self.records)
 
     @property
@@ -323,9 +289,6 @@ class CaptureReport(Record):
         made = f"{self.environment.device}, {self.environment.date}"
         return f"a capture of {len(self.records)} keys on {made}, config {self.environment.config_hash}"
 
-    def __str__(self) -> str:
-        return render_text(self)
-
 
 class Timing(Record):
     """Microseconds over repeated calls."""
@@ -339,11 +302,11 @@ class BenchRecord(Record):
 
     Attributes:
         num_tokens: The batch, unpadded.
-        mode, descriptor: What the runner dispatched it to.
+        mode, descriptor: The key that the runner dispatched it to.
         padded_rows: Rows of padding that the graph computed besides.
-        eager: Latency of the model called eagerly on the batch, from an idle device until it has finished.
-        graph: Latency of the runner's call: checks, copies, padding, replay. None if no graph serves the batch.
-        replay: Latency of the bare replay. None likewise, and for PIECEWISE.
+        eager, graph, replay: Latency from an idle device until it has finished: of the model called eagerly, of the
+            runner's call (checks, copies, padding, replay) and of the bare replay. None if no graph serves the batch;
+            ``replay`` is None for PIECEWISE, too.
         graph_queued, replay_queued: Time per call when calls follow one another without waiting: device time alone,
             where the device takes longer than the host.
         eager_host, graph_host: Host time until the call returned.
@@ -377,71 +340,38 @@ PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class WayRecord(Record):
-    """What it takes to have one way of running ready, for all sizes that were measured.
-
-    Attributes:
-        name: ``cgplan``, or a baseline.
-        ready_seconds: From nothing (but kernels and libraries that the process has loaded) to the end of the last
-            size's first call: warm-ups, compilation and capture included. None if it failed.
-        memory_bytes: Device memory that was gone then, beyond what it had been before; on the tape, what the pools
-            had reserved. Nothing else was ready at that time. None if it failed.
-        failure: Why there are no figures; None where there are.
-        note: How to read the figures.
-    """
+    """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None if it failed."""
 
     name: str
-    ready_seconds: float | None = None
-    memory_bytes: int | None = None
-    failure: str | None = None
-    note: str | None = None
+    ready_seconds: float | None = None  # until each size had its first call, of a process that has loaded its kernels
+    memory_bytes: int | None = None  # device memory that was gone then; on the tape, reserved by pools
+    failure: str | None = None  # why there are no figures
+    note: str | None = None  # how to read the figures
 
 
 class PeerRecord(Record):
-    """One way of running a batch of one size.
-
-    Attributes:
-        name: The way.
-        num_tokens: The batch, unpadded; the same tensors for all ways.
-        device: Time of a call when calls follow one another without waiting: of the device alone, where it takes
-            longer than the host.
-        latency: From an idle device until it has finished the call.
-        host: Until the call returned, on an idle device.
-        first_call_seconds: The first call of this size, with the compilation and recording that happen in it; captures
-            ahead of it are in the way's ``ready_seconds`` alone.
-        deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
-            and seed, after all calls; None where they cannot be compared.
-        not_comparable: Why; None where they can.
-    """
+    """One way of running a batch of one size, unpadded; all ways have the same tensors."""
 
     name: str
     num_tokens: int
-    device: Timing
-    latency: Timing
-    host: Timing
-    first_call_seconds: float
-    deviation: float | None
-    not_comparable: str | None = None
+    device: Timing  # of a call, when calls follow one another without waiting
+    latency: Timing  # from an idle device until it has finished
+    host: Timing  # until the call returned
+    first_call_seconds: float  # with the compilation and recording that happen in it
+    deviation: float | None  # largest difference from the model's own code on equal inputs, state and seed
+    not_comparable: str | None = None  # why there is no deviation
 
 
 class PeersRecord(Record):
-    """All ways, measured in one process on the same model and tensors.
+    """All ways, cgplan first, measured in one process on the same model and tensors."""
 
-    Attributes:
-        seed: Of the random order.
-        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls in all.
-        capture_seconds: cgplan's own capture session, a part of its ``ready_seconds``; None if it failed.
-        keys: Graphs that cgplan captured in it; baselines made one for each size.
-        ways: One for each way, cgplan first.
-        records: By size, in the order of ``ways``.
-    """
-
-    seed: int
-    rounds: int
-    repeats: int
-    capture_seconds: float | None
-    keys: int
+    seed: int  # of the random order
+    rounds: int  # in each every way runs every size, in a new order
+    repeats: int  # calls of all rounds together
+    capture_seconds: float | None  # cgplan's capture session, a part of its ready_seconds; None if it failed
+    keys: int  # graphs that cgplan captured; baselines made one for each size
     ways: tuple[WayRecord, ...]
-    records: tuple[PeerRecord, ...]
+    records: tuple[PeerRecord, ...]  # by size, in the order of ways
 
     def of(self, name: str, num_tokens: int) -> PeerRecord | None:
         """The record of a way at a size; None where that way failed."""
@@ -461,11 +391,11 @@ def check_peers(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-class BenchReport(Record):
+class BenchReport(ShownRecord):
     """Latency by batch size.
 
     Attributes:
-        capture: What the graphs cost.
+        capture: Memory and time of the graphs.
         repeats: Timed calls of each size and way.
         records: One for each size.
         peers: Other ways to run the same model, where they were asked for.
@@ -479,15 +409,12 @@ class BenchReport(Record):
     records: tuple[BenchRecord, ...]
     peers: PeersRecord | None = None
 
-    def __str__(self) -> str:
-        return render_text(self)
-
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
-class ReplanReport(Record):
-    """What a replan changed.
+class ReplanReport(ShownRecord):
+    """Changes that a replan made.
 
     Attributes:
         difference: From the plan that was captured to the one that traffic deserves now.
@@ -504,15 +431,12 @@ class ReplanReport(Record):
     kind: Literal["replan"] = "replan"
     difference: PlanDifference
     way: Way
-    captured: tuple[tuple[Mode, Descriptor], ...] = ()
-    evicted: tuple[tuple[Mode, Descriptor], ...] = ()
+    captured: Keys = ()
+    evicted: Keys = ()
     recaptured: int = 0
     failed: tuple[FailedKey, ...] = ()
     pool_bytes: tuple[int, int]
     seconds: float
-
-    def __str__(self) -> str:
-        return render_text(self)
 
 
 Report = CaptureReport | BenchReport | Plan

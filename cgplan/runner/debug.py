@@ -16,7 +16,8 @@ from cgplan.buffers.outputs import OutputRows
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.errors import NumbersError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.written import WrittenState
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.runner.prepared import PreparedCall
 
@@ -27,9 +28,9 @@ class DebugChecks:
     On the first call that a graph serves, its results are compared with the model's own code on the same padded batch,
     and with a replay whose padding rows are NaN: real rows must be the same to the last bit. So the forward runs up to
     four times. The model's tensors and attributes that it writes are put back after each run but the last, which is
-    the graph's own replay, as far as WrittenState keeps them; tensors over 64 MiB, such as a KV cache, and state
-    outside of the model are not put back. All runs draw the same random numbers. On every call, the output of the call
-    before is filled with NaN.
+    the graph's own replay, as far as ModelState keeps them; memory beyond ``compilation.state_copy``, such as a KV
+    cache, and state outside of the model are not put back. All runs draw the same random numbers. On every call, the
+    output of the call before is filled with NaN.
     """
 
     def __init__(self, graphed: GraphedModel, outputs: OutputRows) -> None:
@@ -70,14 +71,15 @@ class DebugChecks:
                 for name, tensor in staged.items():
                     buffers[name].tensor.copy_(tensor)
 
-            with self._random_state_kept():
-                written = WrittenState(graphed.holder, run_eager)
+            written = ModelState.of(graphed.roots, graphed.backend.device)
+            look(run_eager, written, graphed.copy_limit())
+            written.restore()
             put_back()
             with self._random_state_kept():
                 eager = _copied(self._outputs.cut(run_eager(), batch.num_tokens, batch.num_reqs))
             references.append(("the model's own code", eager))
             put_back()
-            written.put_back()
+            written.restore()
             if any(padding.values()):
                 for name, count in padding.items():
                     buffer = buffers[name]
@@ -85,7 +87,7 @@ class DebugChecks:
                 with self._random_state_kept():
                     references.append(("the same batch with NaN in its padding rows", read()))
                 put_back()
-                written.put_back()
+                written.restore()
         found = read()
         wrong = self._seen.get(checked) or _difference_of(found, references)
         # A difference is looked for again by the next call; not with other ranks, which run the forward once only.
@@ -119,7 +121,7 @@ def _copied(output: Any) -> Any:
 
 
 def _difference_of(found: Any, references: Sequence[tuple[str, Any]]) -> str | None:
-    """The first difference of an output from (what it is compared with, that output), to the last bit; NaN is NaN."""
+    """The first difference of an output from (name, other output), to the last bit; NaN is NaN."""
     leaves, spec = tree_flatten(found)
     for what, reference in references:
         others, other_spec = tree_flatten(reference)

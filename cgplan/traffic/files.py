@@ -10,14 +10,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from cgplan.config import Config
-from cgplan.errors import ConfigError, TrafficError
+from cgplan.config.schema import TrafficConfig
+from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, StepCounts, StepShape, Traffic
 from cgplan.traffic.rows import (
@@ -35,7 +35,7 @@ from cgplan.traffic.rows import (
     whole,
     wrong_cell,
 )
-from cgplan.traffic.simulation import NO_ADAPTER, Request
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 from cgplan.traffic.vllm_log import COLUMNS, has_table, log_traffic
 
 _LONGEST_TRACE = 1e17  # microseconds
@@ -46,15 +46,7 @@ _NUMBER = re.compile(r"\[?\s*-?[\d.]+\s*\]?")  # also of a JSON list
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
-class RequestTrace(NamedTuple):
-    """Requests in order of arrival, and words on where they come from and what was left out."""
-
-    requests: list[Request]
-    source: str
-    notes: tuple[str, ...] = ()
-
-
-class _Steps(Row):
+class _HistogramRow(Row):
     num_tokens: Annotated[int, whole(1, MOST_BATCHED_TOKENS)]
     count: Annotated[int, whole(high=MOST_STEPS)]
     num_reqs: Annotated[int, whole(1)] | None = None
@@ -62,23 +54,26 @@ class _Steps(Row):
     num_active_loras: Annotated[int, whole()] | None = None
 
 
-def _date_or_seconds(text: str) -> datetime | float:
+def _date_or_seconds(text: str) -> tuple[str, float]:
+    """The form of a timestamp, and its microseconds since any moment that all of this form share."""
     if _SECONDS.fullmatch(text):
-        return float(text) * 1e6
+        return "seconds", float(text) * 1e6
     try:
-        return datetime.fromisoformat(text)  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
+        moment = datetime.fromisoformat(text)  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
     except ValueError:
         raise wrong_cell(
             "neither a date and time nor seconds",
             "Write it as in 2023-11-16 18:17:03.979960, or as a number of seconds.",
         ) from None
+    zone = moment.tzinfo and UTC
+    return f"date {zone}", (moment - datetime(1970, 1, 1, tzinfo=zone)) / timedelta(microseconds=1)
 
 
-def _milliseconds(value: object) -> float:
+def _milliseconds(value: object) -> tuple[str, float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_cell("not a number", "Write it as a number of milliseconds.")
     try:
-        return value * 1e3
+        return "milliseconds", value * 1e3
     except OverflowError:
         raise wrong_cell("too large", "Write it in milliseconds.") from None
 
@@ -88,14 +83,14 @@ Adapter = Annotated[
 ]
 
 
-class _Request(Row):
+class _TraceRow(Row):
     arrival: Annotated[Any, BeforeValidator(_date_or_seconds)] = Field(alias="TIMESTAMP")
     context_tokens: Annotated[int, whole()] = Field(alias="ContextTokens")
     generated_tokens: Annotated[int, whole()] = Field(alias="GeneratedTokens")
     adapter: Adapter | None = Field(None, alias="Adapter")
 
 
-class _MooncakeRequest(Row):
+class _MooncakeRow(Row):
     arrival: Annotated[Any, BeforeValidator(_milliseconds)] = Field(alias="timestamp")
     context_tokens: Annotated[int, whole()] = Field(alias="input_length")
     generated_tokens: Annotated[int, whole()] = Field(alias="output_length")
@@ -103,9 +98,9 @@ class _MooncakeRequest(Row):
     adapter: Adapter | None = None
 
 
-HISTOGRAM = Form("a histogram", _Steps)
-TRACE = Form("a request trace", _Request)
-MOONCAKE = Form("a Mooncake trace", _MooncakeRequest)
+HISTOGRAM = Form("a histogram", _HistogramRow)
+TRACE = Form("a request trace", _TraceRow)
+MOONCAKE = Form("a Mooncake trace", _MooncakeRow)
 
 
 def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traffic | RequestTrace:
@@ -156,21 +151,16 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
     return found.model_copy(update={"notes": (*found.notes, note)})
 
 
-def synthetic_requests(config: Config) -> RequestTrace:
-    """Requests made up from the configuration's `traffic` section.
+def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
+    """Requests made up from the `traffic` section of a configuration.
 
     They arrive as a Poisson process. Lengths are lognormal with the given median and 95th percentile, rounded, and
     kept between 1 and 2^20 tokens; those of a prompt and its output are independent. The share of requests with an
-    adapter, and the adapters, are drawn independently. Equal seeds give equal requests.
-
-    Raises:
-        ConfigError: there is no such section.
+    adapter, and the adapters, are drawn independently; without LoRA in the plan none has one. Equal seeds give equal
+    requests.
     """
     import numpy as np  # it takes longer to import than all of planning, which most commands do without
 
-    made = config.traffic
-    if made is None:
-        raise ConfigError("there is no traffic to plan for", remedy="Add a `traffic` section, or give a file.")
     rng, number = np.random.default_rng(made.seed), made.num_requests
 
     def lengths(median: int, p95: int) -> list[int]:
@@ -180,8 +170,8 @@ def synthetic_requests(config: Config) -> RequestTrace:
     arrivals = np.cumsum(rng.exponential(1e6 / made.request_rate, number)).tolist()
     prompts, outputs = lengths(made.prompt_median, made.prompt_p95), lengths(made.output_median, made.output_p95)
     adapters = [NO_ADAPTER] * number
-    if made.lora_share > 0 and config.lora:
-        chosen = rng.integers(made.num_adapters or config.lora.max_loras, size=number)
+    if made.lora_share > 0 and plan.max_loras:
+        chosen = rng.integers(made.num_adapters or plan.max_loras, size=number)
         adapters = np.where(rng.random(number) < made.lora_share, chosen, NO_ADAPTER).tolist()
     requests = list(map(Request, arrivals, prompts, outputs, adapters))
     return RequestTrace(requests, f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}")
@@ -189,21 +179,22 @@ def synthetic_requests(config: Config) -> RequestTrace:
 
 def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
     forms: tuple[Form[Any], ...] = (HISTOGRAM, TRACE)
-    if text.lstrip().startswith("{"):
-        whole_file = _single_object(text)
-        if whole_file and ("kind" in whole_file or "batches" in whole_file):
-            return _saved(text, whole_file, path)
-        if whole_file is not None and "\n" in text.strip():
-            raise _unknown_form(text, list(whole_file), path)
-        number, first = first_line(text)
+    number, first = first_line(text)
+    if first.lstrip().startswith("{"):
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):  # but perhaps one object a line
+            document = None
+        if document is not None and ("kind" in document or "batches" in document):
+            return _saved(text, document, path)
+        if document is not None and "\n" in text.strip():
+            raise _unknown_form(text, list(document), path)
         names, read, forms = list(json_object(first, f"{path}:{number}")), jsonl_rows, (HISTOGRAM, MOONCAKE)
     elif has_table(text):
         return log_traffic(text, path, plan)
     else:
         check_separator(text, path, forms)
-        # names beyond the 50th would tell no more
-        names = [name.strip().strip('"') for name in first_line(text)[1].split(",")[:50]]
-        read = csv_rows
+        names, read = [name.strip().strip('"') for name in first.split(",")[:50]], csv_rows  # 50 tell the form
     form = nearest_form(names, forms)
     if form is None:
         raise _unknown_form(text, names, path)
@@ -211,25 +202,15 @@ def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
     return _histogram(rows, path, plan) if form is HISTOGRAM else _trace(rows, form, path, plan)
 
 
-def _single_object(text: str) -> dict[str, Any] | None:
-    """The file as one JSON object, None where it is not one (but one in each line, say)."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
 def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
     """Saved traffic, or the batches that a runner's statistics count (``runner.stats.json()``)."""
-    of_runner = "kind" not in data
-    if not of_runner and data["kind"] != "traffic":
+    if data.get("kind", "traffic") != "traffic":
         raise TrafficError(
             f"{path} holds a {data['kind']!s:.40}, not traffic",
             remedy="Give a file of traffic; a plan or report is none.",
         )
     try:
-        if not of_runner:
+        if "kind" in data:
             return Traffic.from_json(text)
         traffic = Traffic.from_json(json.dumps({"histogram": data["batches"], "source": "statistics of a runner"}))
     except TrafficError as error:
@@ -257,7 +238,7 @@ def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
     )
 
 
-def _histogram(rows: Iterable[tuple[str, Any, _Steps]], path: Path, plan: Plan) -> Traffic:
+def _histogram(rows: Iterable[tuple[str, Any, _HistogramRow]], path: Path, plan: Plan) -> Traffic:
     steps = StepCounts(plan)
     for where, _, row in rows:
         shape = steps.add(**dict(row))
@@ -281,8 +262,6 @@ def _check_shape(shape: StepShape, where: str, plan: Plan, *, any_number: bool =
     elif shape.num_active_loras > (most and most + any_number):
         problem = f"a batch has {shape.num_active_loras} active LoRA adapters, the configuration allows {most}"
         remedy = "Raise lora.max_loras." if most else _ADD_LORA
-    elif shape.num_tokens > MOST_BATCHED_TOKENS:
-        problem, remedy = f"a batch has {shape.num_tokens} tokens", f"A batch has {MOST_BATCHED_TOKENS} tokens at most."
     else:
         return
     raise TrafficError(f"{where}: {problem}", remedy=remedy)
@@ -292,11 +271,19 @@ def _trace(rows: Iterable[tuple[str, Mapping[str, Any], Any]], form: Form[Any], 
     """Requests of a trace, in microseconds since its first."""
     stamp = next(iter(form.columns))
     requests: list[Request] = []
-    first: datetime | float | None = None
+    first: tuple[str, float] | None = None
     empty, last = 0, -math.inf
     for where, cells, row in rows:
-        first = row.arrival if first is None else first
-        arrival = _microseconds_between(first, row.arrival, where)
+        form_of_stamp, moment = row.arrival
+        first = first or row.arrival
+        if form_of_stamp != first[0]:
+            raise TrafficError(
+                f"{where}: the timestamp has another form than that of the first row",
+                remedy="Write all of them alike: with a time zone, without one, or in seconds.",
+            )
+        arrival = moment - first[1]
+        if not abs(arrival) < _LONGEST_TRACE:
+            raise TrafficError(f"{where}: a timestamp of {moment:g} us makes no sense", remedy="Correct that row.")
         if arrival < last:
             raise TrafficError(
                 f"{where}: {stamp} {cells[stamp]} is before that of the row above", remedy="Sort the rows by time."
@@ -315,17 +302,3 @@ def _trace(rows: Iterable[tuple[str, Mapping[str, Any], Any]], form: Form[Any], 
         raise TrafficError(f"{path}: no request with a prompt", remedy="Give a trace with at least one request.")
     notes = (f"{empty} requests without a prompt were left out",) if empty else ()
     return RequestTrace(requests, f"{path.name}: {len(requests)} requests", notes)
-
-
-def _microseconds_between(first: datetime | float, moment: datetime | float, where: str) -> float:
-    if isinstance(first, datetime) and isinstance(moment, datetime):
-        if (first.tzinfo is None) == (moment.tzinfo is None):
-            return (moment - first) / timedelta(microseconds=1)
-    elif isinstance(first, float) and isinstance(moment, float):
-        if not abs(moment - first) < _LONGEST_TRACE:
-            raise TrafficError(f"{where}: a timestamp of {moment:g} us makes no sense", remedy="Correct that row.")
-        return moment - first
-    raise TrafficError(
-        f"{where}: the timestamp has another form than that of the first row",
-        remedy="Write all of them alike: with a time zone, without one, or in seconds.",
-    )

@@ -23,9 +23,6 @@ class StepShape(NamedTuple):
     num_active_loras: int = 0
 
 
-Batch = StepShape
-
-
 class Traffic(BaseModel):
     """A weighted histogram of steps.
 
@@ -157,14 +154,14 @@ class StepCounts:
         """A sentence for each field that was guessed; how many steps depend on the guess that they are uniform."""
         if self._steps:
             yield (
-                f"of {self._steps:,} steps with {self._tokens:,} tokens, whether a batch is uniform decode was "
-                "guessed: it is if it could be, having a multiple of the query length in tokens and no more requests "
-                f"than max_num_seqs; {self._uniform:,} of these steps are taken as uniform"
+                f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} tokens: a batch counts as "
+                "uniform if its tokens are a multiple of the query length, for at most max_num_seqs requests; "
+                f"{self._uniform:,} of these steps do"
             )
         if self._without_reqs:
             yield (
-                "requests of a batch were guessed: tokens / query length of a uniform one, else as many as there are "
-                "tokens, at most max_num_seqs"
+                "requests of a batch were guessed: tokens / query length of a uniform one, else one for each token, "
+                "at most max_num_seqs"
             )
         if self._without_loras:
-            yield "batches are taken to use no LoRA adapter, as nothing is said of any"
+            yield "the source names no LoRA adapters: batches count as using none"

@@ -144,21 +144,20 @@ def read_text(path: Path) -> str:
 
 
 def nearest_form(names: Collection[str], forms: Sequence[Form[Any]]) -> Form[Any] | None:
-    """The form with most of these columns, in any case; failing that, with the most similar ones; None if none is."""
-    lower = [name.strip().lower() for name in names]
+    """The form with most columns like these names, in any case; None if it has none."""
 
-    def score(form: Form[Any]) -> tuple[int, int]:
+    def alike(form: Form[Any]) -> int:
         known = [column.lower() for column in form.columns]
-        near = sum(bool(difflib.get_close_matches(name, known, n=1, cutoff=0.75)) for name in lower)
-        return sum(name in known for name in lower), near
+        return sum(bool(difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.75)) for name in names)
 
-    best = max(forms, key=score)
-    return best if any(score(best)) else None
+    best = max(forms, key=alike)
+    return best if alike(best) else None
 
 
 def first_line(text: str) -> tuple[int, str]:
     """Number and text of the first line that is not blank; (1, "") without one."""
-    return next(((i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()), (1, ""))
+    lines = enumerate(io.StringIO(text, newline=None), start=1)
+    return next(((number, line.rstrip("\n")) for number, line in lines if line.strip()), (1, ""))
 
 
 def check_separator(text: str, path: Path, forms: Sequence[Form[Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,6 +38,14 @@ class Request(NamedTuple):
     adapter: int = NO_ADAPTER
 
 
+class RequestTrace(NamedTuple):
+    """Requests, their source in words, and notes on requests that were left out."""
+
+    requests: Sequence[Request]
+    source: str = "requests"
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerBounds:
     """Bounds of a step.
@@ -67,19 +75,12 @@ class SchedulerBounds:
         return math.ceil(max(request.generated_tokens - 1, 0) / (self.accepted_tokens or self.query_len))
 
 
-def simulate(
-    requests: Iterable[Request],
-    bounds: SchedulerBounds,
-    step_time: StepTime,
-    *,
-    source: str = "simulated requests",
-    notes: Iterable[str] = (),
-) -> Traffic:
+def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
     """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
 
     The scheduler is that of vLLM's V1 engine in its default settings. Each step has ``max_num_batched_tokens`` to
     give. Running requests come first, in order of admission: a decoding one gets ``query_len`` tokens, one whose
-    prefill is under way gets what is left of its prompt, or as much as fits. Then waiting requests are admitted, first
+    prefill is under way gets the rest of its prompt, or as much as fits. Then waiting requests are admitted, first
     come first served, while there are tokens left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request
     whose adapter would be one too many lets later ones pass. Requests that came while a step ran are seen by the next.
     A step is uniform if it holds decoding requests alone, and all of them with ``query_len`` tokens.
@@ -98,18 +99,25 @@ def simulate(
     equal and are added up at once; the result is exactly that of one step after the other.
 
     Args:
-        requests: In any order; equal arrivals keep theirs.
+        trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and notes.
         bounds: Of the scheduler.
         step_time: Microseconds that a step of this shape lasts. Asked once for each distinct shape.
-        source, notes: Of the traffic; the simulation adds its own notes.
 
     Raises:
         TrafficError: there is no request, one without a prompt, or an arrival that is not a finite number.
         StepTimeError: a step time is not a positive finite number.
     """
-    pending = deque(_by_arrival(requests))
-    if not pending:
-        raise TrafficError(f"{source}: no requests", remedy="Give at least one request.")
+    arriving = []
+    for index, request in enumerate(trace.requests):
+        if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
+            raise TrafficError(
+                f"request {index} cannot be: {request}",
+                remedy="A request has a finite arrival, a prompt of at least 1 token, and no negative output.",
+            )
+        arriving.append((round(request.arrival_us * 1000), request))
+    if not arriving:
+        raise TrafficError(f"{trace.source}: no requests", remedy="Give at least one request.")
+    pending = deque(sorted(arriving, key=lambda timed: timed[0]))
 
     @cache
     def nanoseconds(shape: StepShape) -> int:
@@ -121,62 +129,43 @@ def simulate(
             )
         return max(1, round(microseconds * 1000))
 
-    number, now = len(pending), pending[0][0]
-    server, first = _Server(bounds), now
-    counts: Counter[StepShape] = Counter()
-    busy = 0
+    server, first = _Server(bounds), pending[0][0]
+    now, busy, counts = first, 0, Counter[StepShape]()
     while True:
         while pending and pending[0][0] <= now:
             server.arrive(*pending.popleft())
-        step = server.next_step(now)
-        if step is None:
+        shape = server.next_step(now)
+        if shape is None:
             if not pending:
                 break
             now = pending[0][0]
             continue
-        length, repeats = nanoseconds(step.shape), step.repeats
-        if step.admits and pending:  # the first step that begins at or after the next arrival is another one
+        length, repeats = nanoseconds(shape), server.equal_steps
+        if server.admits and pending:  # the first step that begins at or after the next arrival is another one
             repeats = min(repeats, -((now - pending[0][0]) // length))
-        counts[step.shape] += repeats
+        counts[shape] += repeats
         now += repeats * length
         busy += repeats * length
-        server.advance(step, repeats)
+        server.advance(repeats)
     said = [
-        *notes,
-        f"simulated {number} requests through continuous batching with chunked prefill, at most {bounds.max_num_seqs} "
-        f"requests and {bounds.max_num_batched_tokens} tokens a step; no KV cache limit, preemption or prefix cache",
+        *trace.notes,
+        f"simulated {len(arriving)} requests through continuous batching with chunked prefill, at most "
+        f"{bounds.max_num_seqs} requests and {bounds.max_num_batched_tokens} tokens a step; no KV cache limit, "
+        "preemption or prefix cache",
         f"the server is busy {busy / max(now - first, 1):.0%} of the time; a request waits "
         f"{server.longest_wait / 1e9:.3g} s at most",
     ]
     if bounds.query_len > 1:
         accepted = bounds.accepted_tokens or bounds.query_len
         said.append(f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens")
-    return Traffic.of(dict(counts), source, said)
-
-
-class _Step(NamedTuple):
-    """The next step, and equal ones after it.
-
-    Attributes:
-        shape: Of each step.
-        repeats: Steps that are equal to it, if nothing arrives.
-        admits: Whether a request that arrives could join the next of them.
-        finishing: Requests whose prefill ends with this step.
-        chunk: Prompt tokens of the request whose prefill goes on after it, 0 without one.
-    """
-
-    shape: StepShape
-    repeats: int
-    admits: bool
-    finishing: tuple[Request, ...]
-    chunk: int
+    return Traffic.of(dict(counts), trace.source, said)
 
 
 class _Server:
     """Requests that wait and run.
 
-    Running requests, in order of admission: those that decode, then at most one whose prefill is under way, for it
-    took all the tokens that were left. Where decoding requests alone want more tokens than a step has, the first
+    Running requests, in order of admission: those that decode, then at most one whose prefill is under way: it took
+    all the tokens that were left. Where decoding requests alone want more tokens than a step has, the first
     ``places`` of them are served and the others stand by; each one that is done lets the next one in.
     """
 
@@ -189,17 +178,22 @@ class _Server:
         self.standby: deque[Request] = deque()
         self.prefill: tuple[Request, int] | None = None  # and the tokens that are left of its prompt
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
+        # Of the step that next_step scheduled:
+        self.equal_steps = 0  # it and those after it that are equal, if nothing arrives
+        self.admits = False  # whether a request that arrives could join the next of them
+        self.finishing: list[Request] = []  # requests whose prefill ends with it
+        self.chunk = 0  # prompt tokens of the request whose prefill goes on after it
 
     def arrive(self, time: int, request: Request) -> None:
         self.waiting.setdefault(request.adapter, deque()).append((self.arrived, time, request))
         self.arrived += 1
 
-    def next_step(self, now: int) -> _Step | None:
+    def next_step(self, now: int) -> StepShape | None:
         """Schedule a step that begins now (nanoseconds), and admit requests to it; None if there is nothing to run."""
         decodes, bounds = len(self.decoding), self.bounds
         left = max(bounds.max_num_batched_tokens - bounds.query_len * decodes, 0)
-        num_reqs, chunk, adapters = decodes, 0, set(self.adapters)
-        finishing: list[Request] = []
+        num_reqs, adapters = decodes, set(self.adapters)
+        self.finishing, self.chunk = [], 0
         while left > 0 and (entry := self.prefill or self._admit(now, adapters)):
             request, prompt = entry
             chunk = min(prompt, left)
@@ -208,22 +202,29 @@ class _Server:
             if request.adapter != NO_ADAPTER:
                 adapters.add(request.adapter)
             if chunk == prompt:
-                finishing.append(request)
-                self.prefill, chunk = None, 0
+                self.finishing.append(request)
+                self.prefill = None
+            else:
+                self.chunk = chunk
         if num_reqs == 0:
             return None
+        ends = [1] if self.finishing else []
+        if self.decoding:  # the next one is done
+            ends.append(self.decoding[0][0] - self.steps)
+        if self.prefill and self.chunk:  # the rest of the prompt no longer fills a chunk
+            ends.append((self.prefill[1] - 1) // self.chunk)
+        self.equal_steps = min(ends)
+        self.admits = left > 0 and self.running < bounds.max_num_seqs
         num_tokens = bounds.max_num_batched_tokens - left
         uniform = num_reqs == decodes and num_tokens == bounds.query_len * decodes
-        shape = StepShape(num_tokens, num_reqs, uniform, len(adapters))
-        admits = left > 0 and self.running < bounds.max_num_seqs
-        return _Step(shape, 1 if finishing else self._equal_steps(chunk), admits, tuple(finishing), chunk)
+        return StepShape(num_tokens, num_reqs, uniform, len(adapters))
 
-    def advance(self, step: _Step, repeats: int) -> None:
+    def advance(self, repeats: int) -> None:
         """End so many of the steps."""
         self.steps += repeats
         if self.prefill:
             request, prompt = self.prefill
-            self.prefill = request, prompt - repeats * step.chunk
+            self.prefill = request, prompt - repeats * self.chunk
         while self.decoding and self.decoding[0][0] == self.steps:
             _, adapter = heapq.heappop(self.decoding)
             self.running -= 1
@@ -233,20 +234,13 @@ class _Server:
                     del self.adapters[adapter]
         while self.standby and len(self.decoding) < self.places:
             self._serve(self.standby.popleft())
-        for request in step.finishing:
+        for request in self.finishing:
             if self.bounds.decode_steps(request) == 0:
                 self.running -= 1
             elif len(self.decoding) < self.places:
                 self._serve(request)
             else:
                 self.standby.append(request)
-
-    def _equal_steps(self, chunk: int) -> int:
-        """Steps until a request is done, or what is left of a prompt no longer fills a chunk."""
-        ends = [self.decoding[0][0] - self.steps] if self.decoding else []
-        if self.prefill and chunk:
-            ends.append((self.prefill[1] - 1) // chunk)
-        return min(ends)
 
     def _admit(self, now: int, adapters: set[int]) -> tuple[Request, int] | None:
         """Take in the first request that may run, if there is one; its prefill begins."""
@@ -270,19 +264,6 @@ class _Server:
         heapq.heappush(self.decoding, (self.steps + self.bounds.decode_steps(request), request.adapter))
         if request.adapter != NO_ADAPTER:
             self.adapters[request.adapter] += 1
-
-
-def _by_arrival(requests: Iterable[Request]) -> list[tuple[int, Request]]:
-    """Requests with their arrival in nanoseconds, ascending."""
-    checked = list(requests)
-    for index, request in enumerate(checked):
-        if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
-            raise TrafficError(
-                f"request {index} cannot be: {request}",
-                remedy="A request has a finite arrival, a prompt of at least 1 token, and no negative output.",
-            )
-    timed = ((round(request.arrival_us * 1000), request) for request in checked)
-    return sorted(timed, key=lambda pair: pair[0])
 
 
 def step_clock(plan: Plan, times: StepTimes) -> StepTime:

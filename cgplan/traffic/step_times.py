@@ -1,4 +1,4 @@
-"""Step times: how long one step takes, by the way it is run and by the size that really runs."""
+"""Step times: how long one step takes, by its runtime mode and by the size that really runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cgplan.config import load
-from cgplan.config.values import mode_by_name
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.plan import Mode
@@ -26,8 +25,10 @@ Floats = npt.NDArray[np.float64]
 
 LARGEST_SIZE = 1 << 20
 LONGEST_STEP = 1e15  # microseconds; more is a mistake, and sums of such steps would overflow
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Time = Annotated[float, Field(gt=0, le=LONGEST_STEP, allow_inf_nan=False)]
 LORA_OVERHEAD = 0.1  # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
-PIECEWISE_SHARE = 0.25  # of what eager takes longer than FULL; 0.10 to 0.22 in the default figures below
+PIECEWISE_SHARE = 0.25  # of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 REMEDY = "Give the JSON file of `cgplan bench --output`, or a CSV file with mode,num_tokens,microseconds."
 
@@ -59,37 +60,21 @@ class _TableRow(Row):
 TABLE = Form("a table of step times", _TableRow, StepTimeError, REMEDY)
 
 
-class _Part(BaseModel):
-    """The parts of a bench report that step times need. Reports stand below this folder and cannot be imported."""
+class _BenchRecord(BaseModel):
+    """The parts of a bench's record that step times need. Reports stand below this folder and cannot be imported."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _Timing(_Part):
-    median: float = Field(gt=0, le=LONGEST_STEP, allow_inf_nan=False)
-
-
-class _Descriptor(_Part):
-    num_tokens: int = Field(ge=1, le=LARGEST_SIZE)
-    num_active_loras: int = Field(default=0, ge=0)
+    num_tokens: Size
+    mode: Mode
+    size: Size = Field(validation_alias=AliasPath("descriptor", "num_tokens"))
+    case: int = Field(0, validation_alias=AliasPath("descriptor", "num_active_loras"), ge=0)
+    eager: Time = Field(validation_alias=AliasPath("eager", "median"))
+    graph: Time | None = Field(None, validation_alias=AliasPath("graph", "median"))
 
 
-class _Record(_Part):
-    num_tokens: int = Field(ge=1, le=LARGEST_SIZE)
-    mode: Annotated[CUDAGraphMode, BeforeValidator(mode_by_name)]
-    descriptor: _Descriptor
-    eager: _Timing
-    graph: _Timing | None
-
-
-class _Environment(_Part):
-    device: str
-
-
-class _Bench(_Part):
+class _Bench(BaseModel):
     kind: Literal["bench"]
-    environment: _Environment | None = None
-    records: tuple[_Record, ...] = Field(min_length=1)
+    device: str = Field("", validation_alias=AliasPath("environment", "device"))
+    records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
 
 class Curve(BaseModel):
@@ -99,22 +84,18 @@ class Curve(BaseModel):
         mode: NONE (eager), PIECEWISE or FULL.
         num_active_loras: The LoRA case that ran (0: no adapters).
         points: (tokens that ran, microseconds), ascending in both: the least nondecreasing values that are not below
-            what was measured, because a larger batch does not take less time. Tile steps stay.
+            the measured ones, because a larger batch does not take less time. Tile steps stay.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode
     num_active_loras: int = 0
-    points: tuple[tuple[int, float], ...] = Field(min_length=1)
+    points: tuple[tuple[Size, Time], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _ascending(self) -> Curve:
         sizes, values = zip(*self.points, strict=True)
-        if not all(0 < value <= LONGEST_STEP for value in values) or min(sizes) < 1 or max(sizes) > LARGEST_SIZE:
-            raise ValueError(
-                f"{self.mode}: sizes are from 1 to {LARGEST_SIZE}, times above 0 and at most {LONGEST_STEP:.0e} us"
-            )
         if any(a >= b for a, b in pairwise(sizes)) or any(a > b for a, b in pairwise(values)):
             raise ValueError(f"{self.mode}: points do not ascend")
         return self
@@ -141,7 +122,7 @@ class StepTimes(BaseModel):
     neither eager nor PIECEWISE steps take less than a FULL graph there, which does the same work on the device. A LoRA
     case takes the time of the next larger case that was measured (else of the largest one below it, else
     ``1 + lora_overhead`` times that of a step without adapters). PIECEWISE below its first point, or without points,
-    is FULL plus a quarter of what eager takes longer, at most the first point.
+    is FULL plus a quarter of the time that eager takes longer, at most the first point.
 
     Attributes:
         source: Where the figures come from, in words.
@@ -175,7 +156,9 @@ class StepTimes(BaseModel):
             said += _notes(curve, raw, floor=has_full and mode is not CUDAGraphMode.FULL)
         modes = {curve.mode for curve in found}
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
-            said.append(f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of what eager takes longer")
+            said.append(
+                f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that eager takes longer"
+            )
         return cls(source=source, curves=tuple(found), notes=tuple(said))
 
     @classmethod
@@ -202,7 +185,7 @@ class StepTimes(BaseModel):
 
     @classmethod
     def parse(cls, text: str, path: str | Path) -> StepTimes:
-        """Step times from the text of such a file; ``path`` names it in messages. Raises StepTimeError likewise."""
+        """Step times from the text of such a file; ``path`` names it in messages. Raises StepTimeError as ``load``."""
         if not text.lstrip().startswith(("{", "[")):
             return cls.measured(_table_points(text, Path(path)), str(path))
         try:
@@ -219,10 +202,11 @@ class StepTimes(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            broken = f"damaged step times: {first['msg']}" if saved else f"no bench report: {where}: {first['msg']}"
-            raise StepTimeError(f"{path}: {broken}", remedy=REMEDY) from None
-        device = bench.environment.device if bench.environment else ""
-        return cls.measured(_bench_points(bench), f"{path}, {device}" if device else str(path))
+            form = "damaged step times" if saved else "no bench report"
+            raise StepTimeError(
+                f"{path}: {form}: {where}: {first['msg'].removeprefix('Value error, ')}", remedy=REMEDY
+            ) from None
+        return cls.measured(_bench_points(bench), ", ".join(filter(None, (str(path), bench.device))))
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
@@ -310,10 +294,12 @@ def _notes(curve: Curve, raw: Sequence[tuple[int, float]], floor: bool) -> list[
         )
     last = curve.points[-1][0]
     if len(curve.points) < 2:
-        notes.append(f"{name} was measured at {last} tokens alone")
+        notes.append(f"{name} was measured at {last} tokens only")
     else:
-        least = ", and no less than a FULL graph takes" if floor else ""
-        notes.append(f"{name} beyond {last} tokens: {curve.last_slope:.3g} us for each more, as before it{least}")
+        least = ", and at least the time of a FULL graph" if floor else ""
+        notes.append(
+            f"{name} beyond {last} tokens was not measured: {curve.last_slope:.3g} us for each more token{least}"
+        )
     return notes
 
 
@@ -321,12 +307,13 @@ def _bench_points(bench: _Bench) -> Points:
     """Medians from an idle device, by the size that ran; the longest where batches were padded to the same size."""
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for record in bench.records:
-        runs = [(CUDAGraphMode.NONE, record.num_tokens, record.eager)]
-        if record.graph is not None and record.mode is not CUDAGraphMode.NONE:
-            runs.append((record.mode, record.descriptor.num_tokens, record.graph))
-        for mode, size, timing in runs:
-            curve = points.setdefault((mode, record.descriptor.num_active_loras), {})
-            curve[size] = max(timing.median, curve.get(size, 0.0))
+        runs: list[tuple[CUDAGraphMode, int, float | None]] = [(CUDAGraphMode.NONE, record.num_tokens, record.eager)]
+        if record.mode is not CUDAGraphMode.NONE:
+            runs.append((record.mode, record.size, record.graph))
+        for mode, size, median in runs:
+            if median is not None:
+                curve = points.setdefault((mode, record.case), {})
+                curve[size] = max(median, curve.get(size, 0.0))
     return points
 
 

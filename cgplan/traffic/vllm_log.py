@@ -18,7 +18,7 @@ from cgplan.traffic.rows import MOST_STEPS, MOST_TOKENS, Form, Row, RuntimeMode,
 COLUMNS = ("Unpadded Tokens", "Padded Tokens", "Num Paddings", "Runtime Mode", "Count")
 MOST_SIZES = 8  # that a note lists
 _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
-# What stands before a row on its line is the logger's. A row has 5 cells; one that was cut off begins with a number.
+# The logger writes in front of a row, too. A row has 5 cells; one that was cut off begins with a number.
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
@@ -36,7 +36,7 @@ _TABLE = Form("a table of CUDA graph statistics", _Row)
 
 
 class _Server(NamedTuple):
-    """cudagraph_mode of the server, None where the log does not tell it; its capture sizes, empty likewise."""
+    """cudagraph_mode and capture sizes of the server; None and empty where the log does not tell them."""
 
     mode: CUDAGraphMode | None = None
     sizes: tuple[int, ...] = ()

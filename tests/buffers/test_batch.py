@@ -14,7 +14,7 @@ from torch import Tensor
 import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.backends import GraphBackend
-from cgplan.buffers.copier import TorchCopier
+from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureMemoryError, InputError
 
@@ -43,6 +43,112 @@ def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> 
     same(buffers.output, torch.full((3, 3), 8.0, device=backend.device))
     assert runner.stage(3, 3) is buffers
     assert runner.input_views(np.int64(3))["x"].shape == (3, 3)  # type: ignore[arg-type]
+
+
+# --- wrong calls ----------------------------------------------------------------------------------------------
+
+X, LENGTHS = Input(shape=("num_tokens", 2), dtype="float32", pad=0), Input(shape=("num_reqs",), dtype="int64", pad=0)
+TWO_INPUTS = {"x": X, "lengths": LENGTHS}
+
+
+def wrong_calls() -> dict[str, tuple[Callable[[Any], dict[str, Any]], str]]:
+    def good(device: Any, **changes: Any) -> dict[str, Any]:
+        given = {"x": torch.zeros(4, 2, device=device), "lengths": torch.ones(4, dtype=torch.int64, device=device)}
+        return {**given, **changes}
+
+    def without(device: Any, name: str) -> dict[str, Any]:
+        return {k: v for k, v in good(device).items() if k != name}
+
+    return {
+        "name": (lambda d: {**without(d, "lengths"), "length": torch.zeros(4)}, "unknown input 'length'"),
+        "more": (lambda d: good(d, extra=torch.zeros(4)), "unknown input 'extra'"),
+        "missing": (lambda d: without(d, "lengths"), "input 'lengths' is missing"),
+        "nothing": (lambda d: {}, "is missing"),
+        "dtype": (
+            lambda d: good(d, x=torch.zeros(4, 2, device=d).double()),
+            "dtype torch.float64, declared",
+        ),
+        "device": (lambda d: good(d, x=torch.zeros(4, 2, device="meta")), "input 'x' is on meta"),
+        "ndim": (
+            lambda d: good(d, x=torch.zeros(4, 2, 1, device=d)),
+            r"shape \[4, 2, 1\], declared is \['num_tokens', 2",
+        ),
+        "fewer dimensions": (lambda d: good(d, x=torch.zeros(4, device=d)), r"input 'x' has shape \[4\]"),
+        "fixed": (lambda d: good(d, x=torch.zeros(4, 3, device=d)), r"input 'x' has shape \[4, 3\]"),
+        "no rows": (
+            lambda d: good(d, x=torch.zeros(0, 2, device=d), lengths=torch.zeros(0, device=d).long()),
+            "0 rows",
+        ),
+        "no requests": (lambda d: good(d, lengths=torch.zeros(0, device=d).long()), "0 rows"),
+        "many requests": (lambda d: good(d, lengths=torch.zeros(5, device=d).long()), "5 requests, but 4 tokens"),
+        "too many": (
+            lambda d: {"x": torch.zeros(9, 2, device=d), "lengths": torch.zeros(9, device=d).long()},
+            "has 9 requests, but 9 tokens and scheduler.max_num_seqs 8 allow 8",
+        ),
+        "uniform": (
+            lambda d: good(d, lengths=torch.zeros(2, device=d).long(), uniform_decode=True),
+            "uniform_decode=True, but 4 tokens are not 2 requests of 1",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(wrong_calls()))
+def test_wrong_calls_are_refused_before_anything_runs(backend: GraphBackend, name: str) -> None:
+    make, complaint = wrong_calls()[name]
+    runs: list[int] = []
+
+    def model(x: Tensor, lengths: Tensor) -> Tensor:
+        runs.append(1)
+        return x
+
+    runner = open_runner(backend, model, specs=TWO_INPUTS, scheduler={"max_num_seqs": 8})
+    before = len(runs)
+    for call in (runner, runner.run_eagerly):
+        with pytest.raises(InputError, match=complaint) as caught:
+            call(**make(backend.device))
+        assert caught.value.remedy
+    assert len(runs) == before
+    assert not runner.stats.replays
+
+
+def test_a_wrong_name_is_answered_with_the_nearest(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x, lengths: x, specs=TWO_INPUTS)
+    with pytest.raises(InputError) as caught:
+        runner(x=torch.ones(4, 2, device=backend.device), lenghts=torch.zeros(4, device=backend.device).long())
+    assert "Did you mean 'lengths'?" in caught.value.remedy
+
+
+def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
+    row = Input(shape=("num_tokens",), dtype="float32", pad=0)
+    inputs = {"x": row, "y": row, "z": row.model_copy(update={"shape": ("2 * num_tokens",)})}
+    runner = open_runner(backend, lambda x, y, z: x + y, specs=inputs)
+    three, four, six = (torch.zeros(n, device=backend.device) for n in (3, 4, 6))
+    with pytest.raises(InputError, match="input 'y' is a batch of num_tokens = 4, but 'x' of 3"):
+        runner(x=three, y=four, z=six)
+    with pytest.raises(InputError, match="input 'z' has 3 rows; declared are 2 \\* num_tokens"):
+        runner(x=three, y=three, z=three)
+    same(runner(x=three, y=three, z=six), three)
+
+
+def test_a_claim_of_uniform_decode_is_checked(backend: GraphBackend) -> None:
+    runner = open_runner(
+        backend, speculative={"num_speculative_tokens": 2}, compilation={"cudagraph_capture_sizes": [3, 6]}
+    )
+    with pytest.raises(InputError, match="5 tokens are not whole requests of 3"):
+        runner(x=torch.zeros(5, 3, device=backend.device), uniform_decode=True)
+
+
+def test_scalars_and_fixed_shapes_are_inputs_too(backend: GraphBackend) -> None:
+    inputs = {"x": X, "scale": Input(shape=(), dtype="float32", pad=1), "w": Input(shape=(2,), dtype="int64", pad=0)}
+    runner = open_runner(backend, lambda x, scale, w: x * scale + w, specs=inputs)
+    w = torch.tensor([1, 2], device=backend.device)
+    for scale in (2.0, 3.0):
+        given = torch.tensor(scale, device=backend.device)
+        x = torch.ones(3, 2, device=backend.device)
+        same(runner(x=x, scale=given, w=w), x * scale + w)
+
+
+# --- odd tensors ----------------------------------------------------------------------------------------------
 
 
 def freed(device: torch.device) -> Tensor:
@@ -187,7 +293,7 @@ def test_a_model_that_writes_its_input_in_an_eager_run(backend: GraphBackend) ->
 
 def test_batches_that_were_prepared_before_a_write_was_seen() -> None:
     buffers = StaticBuffers({"x": ROWS}, 8, 8, torch.device("cpu"))
-    copier = TorchCopier(buffers, copy_inputs=True)
+    copier = Copier(buffers, copy_inputs=True)
     copy = copier.prepare(3, 3, 8, 8)
     x = torch.ones(3, 3)
     copy.run([x], 0)

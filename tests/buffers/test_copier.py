@@ -6,7 +6,6 @@ import ctypes
 import shutil
 import subprocess
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from torch import Tensor
 import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.backends import GraphBackend
-from cgplan.buffers import copy_kernel, pinned
-from cgplan.buffers.copier import BatchCopy, Copier, TorchCopier
+from cgplan.buffers import copy_kernel
+from cgplan.buffers.copier import BatchCopy, Copier
 from cgplan.buffers.copy_kernel import CopyKernel, KernelCopier, compile_copy_rows
 from cgplan.buffers.pinned import StagingBlocks
 from cgplan.buffers.static import StaticBuffers
@@ -75,6 +74,16 @@ extern "C" int launch(Config* config, void* function, void** arguments, void*) {
 """
 
 
+class NoFence:
+    """The CPU has read a block as soon as it was launched."""
+
+    def __init__(self, stream: int) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 class Emulated:
     """``copy_rows.cu`` compiled for the CPU, launched by the driver's rules as far as they matter here."""
 
@@ -94,7 +103,8 @@ class Emulated:
         return int(self.library.launched())
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool = True) -> KernelCopier:
-        return KernelCopier(buffers, self.kernel, blocks_of(), copy_inputs=copy_inputs)
+        blocks = StagingBlocks(CPU, NoFence, lambda: None, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        return KernelCopier(buffers, self.kernel, blocks, copy_inputs=copy_inputs)
 
 
 @pytest.fixture(scope="module")
@@ -102,34 +112,6 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the kernel with")
     return Emulated(tmp_path_factory.mktemp("emulator"))
-
-
-class Fence:
-    """Waits for nothing, and remembers that it was asked to."""
-
-    def __init__(self, stream: int) -> None:
-        self.stream, self.waited = stream, 0
-
-    def synchronize(self) -> None:
-        self.waited += 1
-
-
-def blocks_of(
-    fences: list[Fence] | None = None, waits: list[str] | None = None, device: torch.device = CPU
-) -> StagingBlocks:
-    """Staging blocks in plain memory."""
-
-    def new_fence(stream: int) -> Fence:
-        fence = Fence(stream)
-        if fences is not None:
-            fences.append(fence)
-        return fence
-
-    def wait() -> None:
-        if waits is not None:
-            waits.append("wait")
-
-    return StagingBlocks(device, new_fence, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
 DTYPES = ["int64", "int32", "float32", "float16", "bfloat16", "bool", "uint8", "float64", "int16", "float8_e5m2"]
@@ -232,7 +214,7 @@ def test_batches_and_padding_after_batches_of_any_size(
     emulated: Emulated, kind: str, data: Any, specs: dict[str, Input], steps: list[Any], host: bool
 ) -> None:
     buffers = StaticBuffers(specs, MOST, MOST, CPU)
-    copier: Copier = TorchCopier(buffers, copy_inputs=True)
+    copier: Copier = Copier(buffers, copy_inputs=True)
     if kind == "kernel":
         copier = emulated.copier(buffers)
         copier.device = torch.device("meta") if host else CPU  # nothing is there: then all tensors are on the host
@@ -257,7 +239,7 @@ def test_padding_where_model_or_caller_write_at_any_time(
         buffers.expose(MOST, MOST)
     for buffer in buffers.buffers.values():
         buffer.written = not exposed
-    copier: Copier = emulated.copier(buffers) if kind == "kernel" else TorchCopier(buffers, copy_inputs=True)
+    copier: Copier = emulated.copier(buffers) if kind == "kernel" else Copier(buffers, copy_inputs=True)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
         copier.prepare(tokens, reqs, padded_tokens, padded_reqs).run(values, 0)
@@ -317,7 +299,7 @@ def test_small_batches_from_the_host_ride_in_the_arguments(emulated: Emulated) -
 def test_inputs_that_lie_in_other_inputs_buffers(emulated: Emulated) -> None:
     """An output may be a view of a static buffer, and come back as another input, shifted or in another order."""
     specs = {"x": ROWS, "y": ROWS}
-    for make in (emulated.copier, lambda b: TorchCopier(b, copy_inputs=True)):
+    for make in (emulated.copier, lambda b: Copier(b, copy_inputs=True)):
         buffers = StaticBuffers(specs, 8, 8, CPU)
         copier = make(buffers)
         x, y = (buffers.buffers[name].tensor for name in "xy")
@@ -387,7 +369,7 @@ def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
     for value in (c.conj().imag, lazily_negated, negated, torch.nn.Parameter(torch.ones(3))):
         copy.path([value])([value], 0)
         same(buffers.buffers["x"].view(3), value.detach().resolve_neg().clone())
-    for copier in (emulated.copier(buffers), TorchCopier(buffers, copy_inputs=True)):
+    for copier in (emulated.copier(buffers), Copier(buffers, copy_inputs=True)):
         wrapped = Wrapped.around(torch.arange(3.0))
         copy = copier.prepare(3, 3, 4, 4)
         copy.path([wrapped])([wrapped], 0)
@@ -441,7 +423,7 @@ def test_an_error_of_the_driver(emulated: Emulated) -> None:
 def test_what_captures_write_into_padding_is_told_from_what_batches_left() -> None:
     """For captures after the first batch: the buffers are cleared before, and looked at after."""
     buffers = StaticBuffers({"x": ROWS, "ids": IDS}, 4, 4, CPU)
-    copier = TorchCopier(buffers, copy_inputs=True)
+    copier = Copier(buffers, copy_inputs=True)
     copier.prepare(3, 3, 4, 4).run([torch.ones(3), torch.ones(3, dtype=torch.int64)], 0)
     buffers.clear()
     assert_staged(buffers, [torch.zeros(1), torch.full((1,), -1)], 4, 4)
@@ -454,125 +436,6 @@ def test_what_captures_write_into_padding_is_told_from_what_batches_left() -> No
     buffers.restore()
     assert buffers.buffers["x"].written, "its graphs are still there"
     assert (buffers.marks.tokens, buffers.marks.reqs) == (0, 0)
-
-
-# --- staging blocks -------------------------------------------------------------------------------------------
-
-
-def test_blocks_are_filled_before_the_other_one_is_taken() -> None:
-    fences: list[Fence] = []
-    blocks = blocks_of(fences)
-    first = blocks.take(1024, 0)
-    assert [blocks.take(1024, 0) - first for _ in range(63)] == [1024 * n for n in range(1, 64)]
-    assert fences == []
-    second = blocks.take(1024, 0)
-    assert abs(second - first) >= 65536
-    assert len(fences) == 1, "behind what reads the first block"
-    assert fences[0].waited == 0
-    for _ in range(63):
-        blocks.take(1024, 0)
-    assert blocks.take(1024, 0) == first
-    assert fences[0].waited == 1, "before it is written again"
-    assert len(fences) == 2
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 5000).map(lambda n: n * 16), st.integers(0, 1)), min_size=1, max_size=80),
-    st.integers(1, 3),
-)
-def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], depth: int) -> None:
-    """Each batch is read, on its stream, until a fence behind it has been waited for."""
-    in_flight: list[tuple[int, int, int]] = []
-
-    class Behind:
-        def __init__(self, stream: int) -> None:
-            self.stream, self.number = stream, len(in_flight)
-
-        def synchronize(self) -> None:
-            in_flight[:] = [
-                (start, end, stream) if number >= self.number or stream != self.stream else (0, 0, stream)
-                for number, (start, end, stream) in enumerate(in_flight)
-            ]
-
-    def wait() -> None:
-        in_flight[:] = [(0, 0, stream) for _, _, stream in in_flight]
-
-    blocks = StagingBlocks(CPU, Behind, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
-    for nbytes, stream in takes:
-        start = blocks.take(nbytes, stream)
-        assert start % 16 == 0
-        assert all(start + nbytes <= other or end <= start for other, end, _ in in_flight)
-        assert any(b.data_ptr() <= start and start + nbytes <= b.data_ptr() + b.nbytes for b in blocks._blocks)
-        in_flight.append((start, start + nbytes, stream))
-
-
-def test_blocks_of_a_lost_owner_are_kept_until_the_device_is_done() -> None:
-    pinned._left_behind.clear()
-    blocks = blocks_of()
-    blocks.take(16, 0)
-    lost = weakref.ref(blocks._blocks[0])
-    del blocks
-    assert lost() is not None
-    waits: list[str] = []
-    closed = blocks_of(waits=waits)
-    assert waits == ["wait"]
-    assert lost() is None
-    closed.take(16, 0)
-    closed.close()
-    assert waits == ["wait", "wait"]
-    del closed
-    assert not pinned._left_behind
-
-
-def test_blocks_that_were_left_behind_are_those_of_one_device() -> None:
-    pinned._left_behind.clear()
-    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    blocks = blocks_of(device=one)
-    blocks.take(16, 0)
-    lost = weakref.ref(blocks._blocks[0])
-    del blocks
-    waits: list[str] = []
-    blocks_of(waits=waits, device=other)
-    assert (waits, lost() is None) == ([], False), "the other device says nothing of what this one still reads"
-
-    def left_meanwhile() -> None:
-        waits.append("wait")
-        late = blocks_of(device=one)
-        late.take(16, 0)
-        kept.append(weakref.ref(late._blocks[0]))
-
-    kept: list[Any] = []
-    StagingBlocks(one, Fence, left_meanwhile)
-    assert (waits, lost() is None) == (["wait"], True)
-    assert kept[0]() is not None, "its device was waited for before it was left"
-    pinned._left_behind.clear()
-
-
-def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(*_: Any, **asked: Any) -> Tensor:
-        raise RuntimeError(f"CUDA error: out of memory on {asked['device']}\nmore lines")
-
-    monkeypatch.setattr(torch, "empty", empty)
-    blocks = StagingBlocks(CPU, Fence, lambda: None)
-    with pytest.raises(
-        CgplanError, match=r"no pinned memory on the host for \[65536\] .*out of memory on cpu\n"
-    ) as caught:
-        blocks.take(16, 0)
-    assert "runner.stage" in caught.value.remedy
-    monkeypatch.undo()
-    assert blocks.nbytes == 0
-
-
-@pytest.mark.gpu
-def test_host_tensors_under_a_default_device() -> None:
-    """Blocks of pinned memory lie on the host, whatever torch.set_default_device says."""
-    wide = Input(shape=("num_tokens", 2048), dtype="float32", pad=0)
-    with torch.device("cuda"):
-        runner = cgplan.capture(lambda x: x * 2, {"x": wide}, device="cuda")
-        x = torch.ones(8, 2048, device="cpu")
-        same(runner(x=x).cpu(), x * 2)
-    assert pinned.allocate_pinned(64).is_pinned()
 
 
 def test_the_tape_under_a_default_device() -> None:
@@ -723,7 +586,7 @@ def test_batches_and_padding_on_the_gpu(
     device = torch.device("cuda", torch.cuda.current_device())
     buffers = StaticBuffers(specs, MOST, MOST, device)
     backend = cgplan.backends.select_backend("cuda")
-    copier = backend.copier(buffers, copy_inputs=True) if kind == "kernel" else TorchCopier(buffers, copy_inputs=True)
+    copier = backend.copier(buffers, copy_inputs=True) if kind == "kernel" else Copier(buffers, copy_inputs=True)
     stream = backend.stream_getter()()
     ways = ways_in(copier, CPU if host else device)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
@@ -801,7 +664,7 @@ def any_copier(
     """Backends with either copier; on the CPU the kernel is the emulated one."""
     if request.param == "torch":
         monkeypatch.setattr(
-            type(backend), "copier", lambda self, buffers, *, copy_inputs: TorchCopier(buffers, copy_inputs=copy_inputs)
+            type(backend), "copier", lambda self, buffers, *, copy_inputs: Copier(buffers, copy_inputs=copy_inputs)
         )
     elif backend.device.type == "cpu":
         emulator: Emulated = request.getfixturevalue("emulated")

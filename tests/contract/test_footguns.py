@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import Tally
 from checks import capture as bare
 from torch import Tensor, nn
 
@@ -600,9 +600,9 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     """The model prints a value inside try, and goes on. On a GPU an error of CUDA's makes the capture invalid, one of
     torch's own (a copy to memory that is not pinned) does not; no graph may lack the rest of the block in silence.
     """
-    if what == "method" and backend.device.type == "cuda" and sys.version_info < (3, 12):
-        pytest.skip("Python 3.11 does not tell of errors that are caught")
-    ran = []
+    if what == "method" and backend.device.type == "cuda":
+        pytest.skip("debug mode finds it")
+    ran = Tally()
 
     def shown(x: Tensor) -> Tensor:
         try:
@@ -615,8 +615,6 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     with pytest.raises(CaptureError, match=where):
         open_runner(backend, Model(backend, way, shown), way)
     assert ran[-1] is None or backend.device.type == "cuda", "the forward went on"
-    if sys.version_info >= (3, 12):
-        assert not {"cgplan"} & set(map(sys.monitoring.get_tool, range(6))), "nobody listens any more"
     x = full(backend, 1)
     graph, out = bare(backend, lambda: x * 2)  # the device captures as before
     backend.replay(graph)
@@ -646,7 +644,7 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
 
     def explained(error: CaptureError, found: HostSyncError | None) -> CgplanError:
         key = BatchDescriptor(4)
-        return explain_failure(error, CUDAGraphMode.FULL, key, capturing=True, free=None, find_host_sync=lambda: found)
+        return explain_failure(error, CUDAGraphMode.FULL, key, capturing=True, free=None, host_sync=found)
 
     assert type(explained(invalid, None)) is CaptureError
     named = explained(invalid, found)
@@ -730,8 +728,7 @@ def test_nothing_was_warmed_up(backend: GraphBackend) -> None:
     with pytest.raises((RuntimeError, HostSyncError)):
         bare(backend, lambda: forward(x), warmups=0)
     same(open_runner(backend, lazy())(x=x), x * 2)
-    with pytest.raises(HostSyncError, match="_local_scalar_dense"):
-        open_runner(backend, lazy(), cudagraph_num_of_warmups=0)
+    same(open_runner(backend, lazy(), cudagraph_num_of_warmups=0)(x=x), x * 2)  # the look came before the capture
 
 
 @all_ways

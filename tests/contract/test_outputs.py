@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from cgplan import (
     forward_context,
 )
 from cgplan.backends import GraphBackend
+from cgplan.errors import OutputShapeError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -275,3 +278,95 @@ def test_views_of_memory_that_is_held_in_other_ways(backend: GraphBackend, kind:
                 y = wrapped(x)
             same(y.unsqueeze_(1).clone(), torch.full_like(x, 2 * turn)[:, None])
     wrapped.reset()
+
+
+def test_outputs_are_borrowed_or_cloned(backend: GraphBackend) -> None:
+    x, y = square(backend), square(backend) + 5
+    for model, leaf in ((double, lambda out: out), (lambda x: {"y": [x * 2]}, lambda out: out["y"][0])):
+        for outputs, wanted in (("borrow", y * 2), ("clone", x * 2)):
+            runner = open_runner(backend, model, compilation={"outputs": outputs})
+            found = leaf(runner(x=x))
+            same(found, x * 2)
+            runner(x=y)
+            same(found, wanted)
+
+
+def test_an_output_may_be_the_next_input(backend: GraphBackend) -> None:
+    """It lies in graph memory, and is copied in before it is overwritten."""
+    runner, out = open_runner(backend), square(backend)
+    for _ in range(5):
+        out = runner(x=out)
+    same(out, square(backend) * 32)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_outputs_of_any_structure_are_sliced(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Any:
+        return {"a": [x, (x * 2, None)], "b": Pair(x + 1, 2.5), "c": OrderedDict(d=x[:, 0]), "e": 3}
+
+    runner, x = open_runner(backend, model), square(backend)
+    same(runner(x=x), model(x))
+    assert type(runner(x=x)["b"]) is Pair
+
+
+@pytest.mark.parametrize("where", ["inputs", "metadata"])
+def test_outputs_that_count_requests(backend: GraphBackend, where: str) -> None:
+    specs = {"x": Input(shape=("num_tokens",), dtype="float32", pad=0)}
+    lengths = {"lengths": Input(shape=("num_reqs",), dtype="int64", pad=0)}
+
+    def model(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return (forward_metadata() if lengths is None else lengths).float() + x.sum()
+
+    def forward_metadata() -> Tensor:
+        return cgplan.get_forward_context().metadata["lengths"]  # type: ignore[no-any-return]
+
+    runner = cgplan.capture(
+        model,
+        {**specs, **(lengths if where == "inputs" else {})},
+        metadata=lengths if where == "metadata" else None,
+        compilation={"cudagraph_capture_sizes": [8]},
+        scheduler={"max_num_seqs": 4},
+        output_rows="num_reqs",
+        device=backend.device.type,
+    )
+    two = torch.tensor([3, 2], device=backend.device)
+    same(runner(x=torch.ones(5, device=backend.device), lengths=two), two + 5.0)
+    assert runner.stats.padded_rows == 3
+
+
+@dataclass
+class Hidden:
+    y: Tensor
+
+
+class OwnDict(dict[str, Tensor]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (lambda x: x.sum(), r"shape \[\]; dimension 0 should have 8 rows"),
+        (lambda x: x.t().contiguous(), r"shape \[3, 8\]"),
+        (lambda x: (x, x[:1]), r"output 1 of the model has shape \[1, 3\]"),
+        (lambda x: Hidden(x * 2), "a Hidden, whose tensors cannot be reached"),
+        (lambda x: OwnDict(y=x * 2), "an? OwnDict, whose tensors cannot be reached"),
+        (lambda x: {x * 2}, "a set, whose tensors cannot be reached"),
+        (lambda x: (part for part in x.unbind(0)), "a generator, whose tensors cannot be reached"),
+    ],
+)
+def test_outputs_whose_padding_cannot_be_cut_off(
+    backend: GraphBackend, model: Callable[..., Any], complaint: str
+) -> None:
+    with pytest.raises(OutputShapeError, match=complaint) as caught:
+        open_runner(backend, model)
+    assert caught.value.remedy
+
+
+def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
+    for model, warned in ((lambda x: None, True), (double, False)):
+        assert any("returned no tensor" in w for w in open_runner(backend, model).report.warnings) is warned

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from checks import MIB, back_at, reserved
+from checks import MIB, Tally, back_at, reserved
 from costing import FULL, PIECEWISE, Chain, config_of, decoder_config, key
 from devices import WithDriver
 from hypothesis import given, settings
@@ -19,7 +19,6 @@ from cgplan.errors import CaptureError
 from cgplan.measure.calibrate import bytes_per_node, calibrate
 from cgplan.models.decoder import build
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.pricing.measured import MeasuredCosts
 from cgplan.runner.session import CaptureSession
@@ -62,9 +61,7 @@ def test_chunks_of_several_sizes_give_the_average() -> None:
 
 
 def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
-    return plan.model_copy(
-        update={"predicted": Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)}
-    )
+    return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
 @pytest.mark.parametrize("chunk", [1, 4096, 100_000])
@@ -145,7 +142,7 @@ def test_each_modes_nodes_have_their_own_bytes() -> None:
 
 
 def test_what_is_spent_once_is_known_apart() -> None:
-    calls: list[int] = []
+    calls = Tally()
 
     def model(x: Tensor) -> Tensor:
         calls.append(len(x))

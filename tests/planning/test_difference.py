@@ -12,9 +12,9 @@ from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans
 from cgplan.config import Config
 from cgplan.errors import PlanMismatchError
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.costs import KeyCost, PlanCost
+from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.difference import FieldChange, Figure, compare, fitted, mismatches, unused_settings
-from cgplan.planning.plan import Lane, Machine, Predicted
+from cgplan.planning.plan import Lane, Machine
 
 H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
 
@@ -24,11 +24,10 @@ def config_of(**sections: Any) -> Config:
 
 
 def priced(plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv") -> Plan:
-    cost = PlanCost(tuple(KeyCost(each, 0, 0.5) for _ in plan.keys), 100, 0)
+    keys = tuple(KeyCost(each, 0, 0.5) for _ in plan.keys)
+    cost = Predicted(keys=keys, static_bytes=100, workspace_bytes=0, source=source, estimated=False)
     evidence = {"expected_us": {"plan": expected_us}, "traffic_source": traffic}
-    return plan.model_copy(
-        update={"predicted": Predicted.of(cost, source=source, estimated=False), "evidence": evidence}
-    )
+    return plan.model_copy(update={"predicted": cost, "evidence": evidence})
 
 
 # --- two plans ------------------------------------------------------------------------------------------------
@@ -124,11 +123,16 @@ def test_settings_that_differ_are_named(old: Plan, new: Plan, changes: list[tupl
 # --- a plan and what it is captured for -----------------------------------------------------------------------
 
 
-def test_a_plan_fits_its_own_configuration() -> None:
-    config = config_of(scheduler={"max_num_seqs": 8})
+def test_a_plan_fits_its_own_configuration_on_any_machine_but_with_measured_figures() -> None:
+    config, other = config_of(scheduler={"max_num_seqs": 8}), Machine(gpu="NVIDIA L4", driver="1", torch="2")
     plan = build_plan(config)
-    assert mismatches(plan, config) == ()
     assert fitted(plan, config, H200) == plan
+    measured = plan.model_copy(update={"machine": H200})
+    assert [change.name for change in mismatches(measured, config, other)] == ["gpu", "driver", "torch"]
+    assert mismatches(measured, config) == ()
+    without = plan.model_copy(update={"config": None})
+    assert mismatches(without, config) == ()
+    assert [change.name for change in mismatches(without, Config())] == ["config_hash"]
 
 
 @pytest.mark.parametrize(
@@ -201,15 +205,6 @@ def test_each_field_that_differs_is_named_with_both_values() -> None:
     assert "again" in caught.value.remedy
 
 
-def test_a_machine_matters_where_figures_were_measured_on_one() -> None:
-    other = Machine(gpu="NVIDIA L4", driver="1", torch="2")
-    plan = build_plan(Config())
-    assert mismatches(plan, Config(), other) == ()
-    measured = plan.model_copy(update={"machine": H200})
-    assert [change.name for change in mismatches(measured, Config(), other)] == ["gpu", "driver", "torch"]
-    assert mismatches(measured, Config()) == ()
-
-
 def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
     plan = build_plan(config_of(scheduler={"max_num_seqs": 8}))
     found = fitted(plan, Config(), force=True)
@@ -219,13 +214,6 @@ def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
         "the plan was made for something else and was forced: scheduler.max_num_seqs: 8 in the plan, 256 now",
     )
     assert fitted(build_plan(Config()), Config(), force=True).warnings == (), "nothing had to be forced"
-
-
-def test_a_plan_without_a_configuration_is_told_by_its_digest() -> None:
-    plan = build_plan(Config()).model_copy(update={"config": None})
-    assert mismatches(plan, Config()) == ()
-    other = config_of(scheduler={"max_num_seqs": 8})
-    assert [change.name for change in mismatches(plan, other)] == ["config_hash"]
 
 
 def test_the_json_form_has_all_of_it() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_lanes
 
 from cgplan.errors import ConfigError
@@ -58,7 +57,8 @@ def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
 
 @settings(max_examples=40)
 @given(plan=plans_with_lanes())
-def test_vllm_captures_at_least_the_sizes_of_all_lanes(plan: Plan) -> None:
+def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_lanes(plan: Plan) -> None:
+    assert all(emit(plan, engine).text.isascii() for engine in ("vllm", "sglang", "trtllm", "json"))
     captured = {(mode, d.num_tokens) for mode, d in read_back(plan).keys}
     for mode, d in plan.keys:
         rounded = -(-d.num_tokens // plan.query_len) * plan.query_len
@@ -126,69 +126,39 @@ def test_vllm_is_told_of_lora_cases(lora: dict[str, Any], specialize: bool, give
 # --- SGLang, TensorRT-LLM, JSON -------------------------------------------------------------------------------
 
 
-SPECULATIVE = [key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)]
-CASES = [key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)]
-BEYOND = plan_of("FULL", [4, 40], seqs=32)
+Q3 = plan_with([key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)], query_len=3)
+CASES = plan_with([key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)], mode="FULL_DECODE_ONLY")
+REQUESTS = "decode sizes are in requests of 3 tokens, the plan's in tokens"
+PREFILL, LEFT_OUT = "prefill sizes are in tokens", "PIECEWISE keys are left out"
+BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
 
 
 @pytest.mark.parametrize(
-    ("plan", "text", "notes"),
+    ("plan", "decode", "prefill", "of_sglang", "of_trtllm"),
     [
-        (
-            plan_with(SPECULATIVE, query_len=3),
-            "--cuda-graph-bs-decode 1 4 --cuda-graph-max-bs-decode 4 "
-            "--cuda-graph-bs-prefill 64 --cuda-graph-max-bs-prefill 64",
-            ["decode sizes are in requests of 3 tokens, the plan's in tokens", "prefill sizes are in tokens"],
-        ),
-        (plan_of("NONE"), "--disable-decode-cuda-graph --disable-prefill-cuda-graph", []),
-        (
-            plan_of("FULL_DECODE_ONLY", [1, 2]),
-            "--cuda-graph-bs-decode 1 2 --cuda-graph-max-bs-decode 2 --disable-prefill-cuda-graph",
-            [],
-        ),
-        (
-            plan_of("PIECEWISE", [4, 512], seqs=16),  # no more requests than there can be
-            "--cuda-graph-bs-decode 4 16 --cuda-graph-max-bs-decode 16 "
-            "--cuda-graph-bs-prefill 4 512 --cuda-graph-max-bs-prefill 512",
-            ["prefill sizes are in tokens", "has no FULL graphs"],
-        ),
-        (
-            plan_with(CASES, mode="FULL_DECODE_ONLY"),
-            "--cuda-graph-bs-decode 4 8 --cuda-graph-max-bs-decode 8 --disable-prefill-cuda-graph",
-            ["2 sizes were emitted for 2 keys"],
-        ),
-        (
-            BEYOND,
-            "--cuda-graph-bs-decode 4 32 --cuda-graph-max-bs-decode 32 --disable-prefill-cuda-graph",
-            ["40 tokens became 32 requests", "no FULL graphs of mixed batches"],
-        ),
+        (Q3, "1 4", "64", [REQUESTS, PREFILL], [REQUESTS, LEFT_OUT]),
+        (plan_of("NONE"), "", "", [], []),
+        (plan_of("FULL_DECODE_ONLY", [1, 2]), "1 2", "", [], []),
+        (plan_of("PIECEWISE", [4, 512], seqs=16), "4 16", "4 512", [PREFILL, "has no FULL graphs"], [LEFT_OUT]),
+        (CASES, "4 8", "", ["2 sizes were emitted for 2 keys"], ["2 sizes were emitted for 2 keys"]),
+        (plan_of("FULL", [4, 40], seqs=32), "4 32", "", [BEYOND, "no FULL graphs of mixed batches"], [BEYOND]),
     ],
 )
-def test_sglang_has_a_list_for_decode_and_one_for_prefill(plan: Plan, text: str, notes: list[str]) -> None:
-    emission = emit(plan, "sglang")
-    assert emission.text == text
-    for note, words in zip(emission.notes, notes, strict=True):
-        assert words in note
-
-
-@pytest.mark.parametrize(
-    ("plan", "sizes", "notes"),
-    [
-        (
-            plan_of("FULL_AND_PIECEWISE", [2, 4, 8], spec=1, seqs=3),
-            [1, 2],
-            ["decode sizes are in requests of 2 tokens", "3 PIECEWISE keys are left out"],
-        ),
-        (BEYOND, [4, 32], ["40 tokens became 32 requests"]),
-        (plan_of("NONE"), None, []),
-    ],
-)
-def test_trtllm_is_a_file_of_request_counts(plan: Plan, sizes: list[int] | None, notes: list[str]) -> None:
-    emission = emit(plan, "trtllm")
-    expected = sizes and {"batch_sizes": sizes, "enable_padding": True}
-    assert yaml.safe_load(emission.text) == {"cuda_graph_config": expected}
-    for note, words in zip(emission.notes, notes, strict=True):
-        assert words in note
+def test_sglang_and_trtllm_have_decode_sizes_in_requests(
+    plan: Plan, decode: str, prefill: str, of_sglang: list[str], of_trtllm: list[str]
+) -> None:
+    sglang, trtllm = emit(plan, "sglang"), emit(plan, "trtllm")
+    options = [
+        f"--cuda-graph-bs-{kind} {sizes} --cuda-graph-max-bs-{kind} {sizes.split()[-1]}"
+        if sizes
+        else f"--disable-{kind}-cuda-graph"
+        for kind, sizes in (("decode", decode), ("prefill", prefill))
+    ]
+    assert sglang.text == " ".join(options)
+    expected = {"batch_sizes": [int(size) for size in decode.split()], "enable_padding": True} if decode else None
+    assert yaml.safe_load(trtllm.text) == {"cuda_graph_config": expected}
+    for emission, notes in ((sglang, of_sglang), (trtllm, of_trtllm)):
+        assert all(words in note for note, words in zip(emission.notes, notes, strict=True))
 
 
 def test_json_has_the_sizes_by_lane() -> None:
@@ -200,14 +170,6 @@ def test_json_has_the_sizes_by_lane() -> None:
             {"mode": "FULL", "uniform": True, "num_active_loras": 0, "sizes": [4]},
         ],
     }
-
-
-@settings(max_examples=40)
-@given(plan=plans() | plans_with_lanes(), engine=st.sampled_from(["vllm", "sglang", "trtllm", "json"]))
-def test_every_plan_can_be_emitted(plan: Plan, engine: Any) -> None:
-    emission = emit(plan, engine)
-    assert emission.text.isascii()
-    assert not emission.text.endswith("\n")
 
 
 # --- vLLM's words ---------------------------------------------------------------------------------------------
@@ -229,55 +191,51 @@ def test_vllm_defaults_are_vllms() -> None:
     assert build_plan(found.config).capture_sizes == (1, 2, 4, 8, 16)
 
 
-def test_what_is_given_wins_over_vllms_defaults() -> None:
+def test_given_keys_win_over_vllms_defaults() -> None:
     found = read(
         '{"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": [8, 4], "cudagraph_num_of_warmups": 3, '
         '"splitting_ops": [], "max_cudagraph_capture_size": null, "cudagraph_specialize_lora": false}',
         num_speculative_tokens=1,
         max_loras=4,
     )
-    assert str(found.config.compilation.cudagraph_mode) == "FULL_DECODE_ONLY"
     assert found.config.compilation.cudagraph_num_of_warmups == 3
     assert found.config.compilation.splitting_ops == ()
     assert found.loaded.origin("compilation.cudagraph_capture_sizes") == "--vllm"
     plan = build_plan(found.config)
-    assert (plan.capture_sizes, plan.query_len, plan.lora_cases) == ((4, 8), 2, (5,))
-
-
-@pytest.mark.parametrize(("number", "mode"), [(0, "NONE"), (1, "PIECEWISE"), (2, "FULL")])
-def test_vllms_numbers_of_modes_are_its_names(number: int, mode: str) -> None:
-    found = read(f'{{"cudagraph_mode": {number}}}')
-    assert str(found.config.compilation.cudagraph_mode) == mode
-    assert found.loaded.origin("compilation.cudagraph_mode") == "--vllm"
-    without = read(f'{{"cudagraph_mode": {number}, "mode": 0}}')
-    assert str(without.config.compilation.cudagraph_mode) == ("NONE" if mode == "PIECEWISE" else mode)
-
-
-def test_known_keys_without_effect_are_noted() -> None:
-    notes = read('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
-    assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
-
-
-def test_bounds_that_were_not_given_are_noted() -> None:
-    found = read_vllm("{}")
-    assert "--max-num-seqs was not given: 256 was taken" in found.notes[0]
-    assert "--max-num-batched-tokens was not given: 8192 was taken" in found.notes[1]
+    assert (str(plan.mode), plan.capture_sizes, plan.query_len, plan.lora_cases) == (
+        "FULL_DECODE_ONLY",
+        (4, 8),
+        2,
+        (5,),
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "noted"),
+    ("text", "mode"),
     [
-        ('{"mode": 0}', "NONE", True),
-        ('{"mode": "none", "cudagraph_mode": "PIECEWISE"}', "NONE", True),
-        ('{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}', "FULL_DECODE_ONLY", False),
-        ('{"mode": "VLLM_COMPILE"}', "FULL_AND_PIECEWISE", False),
-        ('{"mode": null}', "FULL_AND_PIECEWISE", False),
+        ('{"cudagraph_mode": 0}', "NONE"),
+        ('{"cudagraph_mode": 1}', "PIECEWISE"),
+        ('{"cudagraph_mode": 2, "mode": 0}', "FULL"),
+        ('{"cudagraph_mode": 1, "mode": 0}', "NONE"),
+        ('{"mode": 0}', "NONE"),
+        ('{"mode": "none", "cudagraph_mode": "PIECEWISE"}', "NONE"),
+        ('{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}', "FULL_DECODE_ONLY"),
+        ('{"mode": "VLLM_COMPILE"}', "FULL_AND_PIECEWISE"),
+        ('{"mode": null}', "FULL_AND_PIECEWISE"),
     ],
 )
-def test_piecewise_graphs_need_vllms_compilation(text: str, mode: str, noted: bool) -> None:
+def test_modes_are_vllms_and_piecewise_graphs_need_its_compilation(text: str, mode: str) -> None:
     found = read(text)
     assert str(found.config.compilation.cudagraph_mode) == mode
-    assert any("vLLM has PIECEWISE graphs with mode 3 only" in note for note in found.notes) == noted
+    lowered = mode == "NONE" and text != '{"cudagraph_mode": 0}'
+    assert any("vLLM has PIECEWISE graphs with mode 3 only" in note for note in found.notes) == lowered
+
+
+def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
+    notes = read_vllm('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
+    assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
+    assert "--max-num-seqs was not given: 256 was taken" in notes[2]
+    assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[3]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.costs import KeyCost, PlanCost
-from cgplan.planning.plan import Lane, Machine, Predicted, capture_order
+from cgplan.planning.costs import KeyCost, Predicted
+from cgplan.planning.plan import Lane, Machine, capture_order
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
@@ -75,12 +75,18 @@ def test_capture_order_is_piecewise_first_and_largest_first() -> None:
 
 # --- predictions ----------------------------------------------------------------------------------------------
 
-COST = PlanCost((KeyCost(2 << 20, 100, 0.5), KeyCost(0, 50, 0.25)), 1 << 10, 8 << 20)
+COST = Predicted(
+    keys=(KeyCost(2 << 20, 100, 0.5), KeyCost(0, 50, 0.25)),
+    static_bytes=1 << 10,
+    workspace_bytes=8 << 20,
+    source="three captures",
+    estimated=False,
+)
 
 
 def predicted_plan(**fields: Any) -> Plan:
     given = {
-        "predicted": Predicted.of(COST, source="three captures", estimated=False),
+        "predicted": COST,
         "machine": Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0"),
         "evidence": {"expected_us": {"plan": 1600.0}, "nested": [1, {"a": None}]},
     }
@@ -92,8 +98,8 @@ def test_a_plan_with_predictions_reloads_to_an_equal_value() -> None:
     again = Plan.from_json(plan.model_dump_json())
     assert again == plan
     assert again.predicted is not None
-    assert again.predicted.cost == COST
-    assert (again.predicted.cost.total_bytes, again.predicted.cost.seconds) == ((10 << 20) + (1 << 10) + 150, 0.75)
+    assert again.predicted == COST
+    assert (again.predicted.total_bytes, again.predicted.seconds) == ((10 << 20) + (1 << 10) + 150, 0.75)
 
 
 def test_predictions_are_one_a_key() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import rank_programs as programs
 import torch
-from checks import capture
+from checks import capture, host_sync_of
 from ranks import run_ranks, values
 
 from cgplan.backends import select_backend
-from cgplan.backends.host_sync import find_host_sync
 from cgplan.captures.together import Together
 from cgplan.config import DistributedConfig
 from cgplan.distributed import open_ranks
@@ -34,14 +33,14 @@ from cgplan.runner.session import CaptureSession
 def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype) -> None:
     """Inputs change, and each rank finds bit for bit what a sum in the order of the ranks gives."""
     found = values(run_ranks(world_size, programs.replays, dtype, [(3, 8), (5, 40)], 3, 12))
-    for registration, _ in found:
+    for registration in found:
         assert registration.rows == 6
         assert registration.opened == (world_size - 1) * registration.bases
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_session_captures_registers_and_captures_again(world_size: int) -> None:
-    for rows, records in values(run_ranks(world_size, programs.capture_and_run, world_size)):
+    for rows, records in values(run_ranks(world_size, programs.capture_and_run)):
         assert rows == [4, 4]
         assert [record.rank for record in records] == list(range(world_size))
         for record in records:
@@ -52,7 +51,7 @@ def test_a_session_captures_registers_and_captures_again(world_size: int) -> Non
 
 def test_a_rank_that_looks_at_its_state_sums_alone() -> None:
     """What runs a forward on one rank only must not wait for the others, nor count as one of their sums."""
-    values(run_ranks(2, programs.counts_its_calls))
+    assert values(run_ranks(2, programs.counts_its_calls)) == [("ok", None)] * 2
 
 
 def test_rank_0s_plan_is_captured() -> None:
@@ -251,7 +250,7 @@ class _Doubling(AllReduce):
 
 def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> None:
     backend = select_backend("cpu")
-    reduce, x, made = _Doubling(SimpleNamespace(world_size=2, is_closed=False), backend), torch.ones(3), {}  # type: ignore[arg-type]
+    reduce, x, made = _Doubling(SimpleNamespace(rank=0, world_size=2, is_closed=False), backend), torch.ones(3), {}  # type: ignore[arg-type]
 
     @eager_break_during_capture
     def piece() -> torch.Tensor:
@@ -261,8 +260,8 @@ def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> N
     def forward() -> None:
         made["eager"] = piece()
 
-    assert find_host_sync(forward, backend.device) is None
-    assert torch.equal(made["eager"], x), "nobody sums with it now"
+    assert host_sync_of(forward, backend.device) is None
+    assert torch.equal(made["eager"], x), "no rank sums with it now"
     x.fill_(5)
     backend.replay(made["graph"])
     assert torch.equal(made["output"], x * 2)

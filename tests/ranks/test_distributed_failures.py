@@ -79,10 +79,11 @@ def test_a_rank_that_sums_more_often_in_its_warm_ups() -> None:
     [(2, "export", "exchanging the handles"), (4, "open", "opening the peers")],
 )
 def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str) -> None:
-    said = values(run_ranks(world_size, programs.raises_in_registration, method))
-    assert {name for name, _ in said} == {"RankFailedError"}
-    assert len({message for _, message in said}) == 1
-    assert re.search(f"rank 1 failed in {step}.*{method} does not work", said[0][1])
+    found = values(run_ranks(world_size, programs.raises_in_registration, method))
+    assert len({str(said) for said, _ in found}) == 1
+    assert found[0][0][0] == "RankFailedError"
+    assert re.search(f"rank 1 failed in {step}.*{method} does not work", found[0][0][1])
+    assert {again for _, again in found} == {("ok", None)}
 
 
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
@@ -95,9 +96,7 @@ def test_a_rank_that_raises_between_replays(error: type[Exception]) -> None:
 @pytest.mark.parametrize(
     ("phase", "error", "words"),
     [
-        ("opened", "RankFailedError", "rank 1 did not come to the end of all sums within 2 s"),
         ("eager", "RankFailedError", "rank 1 did not come to an all-reduce within 2 s"),
-        ("capture", "RankFailedError", "rank 1 did not come to an all-reduce within 2 s"),
         ("open", "RankFailedError", "rank 1 did not come to opening the peers' handles within 2 s"),
         ("replay", "AllReduceError", "rank 1 did not come to an all-reduce within 2 s"),
     ],

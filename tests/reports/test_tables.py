@@ -75,6 +75,13 @@ def test_a_table_breaks_headings_first_then_texts_and_never_a_word(width: int, l
     assert max(map(len, shown)) <= width
 
 
+def test_a_word_that_is_longer_than_the_table_runs_over_in_its_row_alone() -> None:
+    path = "/models/" + "a" * 40
+    table = Grid([("short", "x", "one"), ("long", path, "two")], *(Column(str(i), str(i), left=True) for i in range(3)))
+    assert plain_text(table, 50).splitlines()[2] == f"short {'x':<40} one"
+    assert path in plain_text(table, 50).split()
+
+
 def test_a_terminal_gets_the_same_words_in_style() -> None:
     report = golden_report("capture_ranks")
     console = Console(force_terminal=True, width=100, color_system="standard", _environ={})

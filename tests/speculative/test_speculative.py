@@ -33,9 +33,9 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.config import Config
 from cgplan.errors import CgplanError, ConfigError, DispatchMissError, InputError, ModelError
+from cgplan.graphs.pools import GraphPool
 from cgplan.models.decoder import Decoder, first_layers
 from cgplan.modes import CUDAGraphMode
-from cgplan.runner.manager import GraphPool
 from cgplan.speculative.manager import SpecDecodeGraphManager
 from cgplan.speculative.passes import PagedModel
 

@@ -28,7 +28,7 @@ def read() -> Any:
         found = read_traffic(path, plan, speedup=speedup)
         if isinstance(found, Traffic):
             return found
-        return simulate(found.requests, SchedulerBounds.of(plan), _step_time, source=found.source, notes=found.notes)
+        return simulate(found, SchedulerBounds.of(plan), _step_time)
 
     return traffic
 

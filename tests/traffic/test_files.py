@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgplan.config import Config
-from cgplan.errors import ConfigError, TrafficError
+from cgplan.errors import TrafficError
 from cgplan.planning import build_plan
 from cgplan.traffic.files import read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import NO_ADAPTER, Request
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = DATA / "azure_llm_code_2023.csv"
@@ -71,13 +71,13 @@ def test_columns_that_a_histogram_lacks_are_guessed_and_noted(written: Any) -> N
         StepShape(514, 256, False),
     ]
     uniform, requests, adapters = traffic.notes
-    assert uniform.startswith("of 4 steps with 1,039 tokens, whether a batch is uniform decode was guessed: it is if")
-    assert uniform.endswith("; 2 of these steps are taken as uniform")
+    assert uniform.startswith("uniform decode was guessed for 4 steps with 1,039 tokens: a batch counts as uniform if")
+    assert uniform.endswith("; 2 of these steps do")
     assert requests.startswith("requests of a batch were guessed: tokens / query length of a uniform one")
-    assert adapters == "batches are taken to use no LoRA adapter, as nothing is said of any"
+    assert adapters == "the source names no LoRA adapters: batches count as using none"
     part = written("num_tokens,count,uniform\n6,3,\n7,2,\n8,90,true\n9,0,\n", **SPECULATIVE)
-    assert part.notes[0].startswith("of 5 steps with 32 tokens, whether")
-    assert part.notes[0].endswith("3 of these steps are taken as uniform")
+    assert part.notes[0].startswith("uniform decode was guessed for 5 steps with 32 tokens")
+    assert part.notes[0].endswith("; 3 of these steps do")
 
 
 def test_requests_and_uniform_follow_from_each_other(written: Any) -> None:
@@ -352,8 +352,10 @@ def test_steps_cannot_be_sped_up(refused: Any) -> None:
 # --- requests that are made up ---------------------------------------------------------------------------------
 
 
-def config_of(**sections: Any) -> Config:
-    return Config.model_validate(sections)
+def made_up(lora: Any = None, **section: Any) -> RequestTrace:
+    config = Config.model_validate({"traffic": MADE | section, "lora": lora})
+    assert config.traffic is not None
+    return synthetic_requests(config.traffic, build_plan(config))
 
 
 MADE = {"request_rate": 20, "num_requests": 4000, "prompt_median": 400, "prompt_p95": 2000}
@@ -361,7 +363,7 @@ MADE |= {"output_median": 50, "output_p95": 200}
 
 
 def test_synthetic_requests_have_the_lengths_and_the_rate_that_were_asked_for() -> None:
-    trace = synthetic_requests(config_of(traffic=MADE))
+    trace = made_up()
     assert trace.source == "synthetic: 4000 requests, 20 a second, seed 0"
     prompts, outputs = (sorted(request[i] for request in trace.requests) for i in (1, 2))
     for lengths, median, p95 in ((prompts, 400, 2000), (outputs, 50, 200)):
@@ -374,14 +376,14 @@ def test_synthetic_requests_have_the_lengths_and_the_rate_that_were_asked_for() 
 
 
 def test_equal_seeds_give_equal_requests() -> None:
-    first, again, other = (synthetic_requests(config_of(traffic=MADE | {"seed": s})) for s in (1, 1, 2))
+    first, again, other = (made_up(seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.requests != other.requests
 
 
 def test_synthetic_lengths_may_be_fixed() -> None:
-    fixed = MADE | {"prompt_median": 7, "prompt_p95": 7, "output_median": 1, "output_p95": 1}
-    assert {request[1:3] for request in synthetic_requests(config_of(traffic=fixed)).requests} == {(7, 1)}
+    fixed = made_up(prompt_median=7, prompt_p95=7, output_median=1, output_p95=1)
+    assert {request[1:3] for request in fixed.requests} == {(7, 1)}
 
 
 @pytest.mark.parametrize(
@@ -389,11 +391,4 @@ def test_synthetic_lengths_may_be_fixed() -> None:
     [({"lora_share": 0.5}, {NO_ADAPTER, 0, 1, 2}), ({"lora_share": 1, "num_adapters": 1}, {0}), ({}, {NO_ADAPTER})],
 )
 def test_synthetic_requests_use_adapters(share: dict[str, Any], adapters: set[int]) -> None:
-    config = config_of(traffic=MADE | share, lora={"max_loras": 3})
-    assert {request.adapter for request in synthetic_requests(config).requests} == adapters
-
-
-def test_without_a_traffic_section_there_is_nothing_to_plan_for() -> None:
-    with pytest.raises(ConfigError, match="no traffic to plan for") as caught:
-        synthetic_requests(Config())
-    assert "`traffic` section" in caught.value.remedy
+    assert {request.adapter for request in made_up(lora={"max_loras": 3}, **share).requests} == adapters

@@ -9,22 +9,25 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_of
 
-from cgplan.config import Config
 from cgplan.errors import StepTimeError, TrafficError
-from cgplan.planning import build_plan
 from cgplan.traffic.histogram import StepShape
-from cgplan.traffic.simulation import NO_ADAPTER, Request, SchedulerBounds, StepTime, simulate
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, SchedulerBounds, StepTime, simulate
 
 
 def steps_of(
     requests: list[Request], bounds: SchedulerBounds, step_time: StepTime = lambda batch: 10.0
 ) -> dict[StepShape, float]:
-    return dict(simulate(requests, bounds, step_time).histogram)
+    return dict(simulate(RequestTrace(requests), bounds, step_time).histogram)
 
 
 def decode(tokens: int, loras: int = 0) -> StepShape:
     return StepShape(tokens, tokens, True, loras)
+
+
+def mixed(tokens: int, reqs: int, loras: int = 0) -> StepShape:
+    return StepShape(tokens, reqs, False, loras)
 
 
 # --- the reference: a running list, a waiting list, one step at a time -----------------------------------------
@@ -132,7 +135,7 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
 @given(case=cases())
 def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None:
     requests, bounds = case
-    found = simulate(requests, bounds, lambda batch: 10.0)
+    found = simulate(RequestTrace(requests), bounds, lambda batch: 10.0)
     prompts = sum(request.context_tokens for request in requests)
     decodes = sum(bounds.decode_steps(request) for request in requests)
     run = sum(batch.num_tokens * weight for batch, weight in found.histogram)
@@ -146,7 +149,6 @@ def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
-FEW_DRAFTS = SchedulerBounds(4, 64, query_len=3, accepted_tokens=1.5)
 PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
 
 
@@ -154,42 +156,26 @@ PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0
     ("requests", "bounds", "steps"),
     [
         # a prefill in chunks; it yields the first of 4 tokens
-        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {StepShape(8, 1): 2, StepShape(4, 1): 1, decode(1): 3}),
+        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {mixed(8, 1): 2, mixed(4, 1): 1, decode(1): 3}),
         # at most one token: the request ends with its prefill
-        ([Request(0, 3, 0)], SchedulerBounds(8, 8), {StepShape(3, 1): 1}),
-        ([Request(0, 3, 1)], SchedulerBounds(8, 8), {StepShape(3, 1): 1}),
+        ([Request(0, 3, 0)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
+        ([Request(0, 3, 1)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
         # requests beyond max_num_seqs wait
-        (
-            [Request(0, 1, 3)] * 5,
-            SchedulerBounds(2, 64),
-            {StepShape(2, 2): 2, decode(2): 4, StepShape(1, 1): 1, decode(1): 2},
-        ),
+        ([Request(0, 1, 3)] * 5, SchedulerBounds(2, 64), {mixed(2, 2): 2, decode(2): 4, mixed(1, 1): 1, decode(1): 2}),
         # a step with prefill is mixed, and decodes come first
-        (
-            [Request(0, 1, 9), Request(0, 30, 1)],
-            SchedulerBounds(4, 8),
-            {StepShape(8, 2): 4, StepShape(3, 2): 1, decode(1): 4},
-        ),
+        ([Request(0, 1, 9), Request(0, 30, 1)], SchedulerBounds(4, 8), {mixed(8, 2): 4, mixed(3, 2): 1, decode(1): 4}),
         # query_len tokens of each decoding request
-        (
-            [Request(0, 5, 7)] * 2,
-            SchedulerBounds(4, 64, query_len=3),
-            {StepShape(10, 2): 1, StepShape(6, 2, True): 2},
-        ),
-        ([Request(0, 5, 7)] * 2, FEW_DRAFTS, {StepShape(10, 2): 1, StepShape(6, 2, True): 4}),
+        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3), {mixed(10, 2): 1, StepShape(6, 2, True): 2}),
+        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3, None, 1.5), {mixed(10, 2): 1, StepShape(6, 2, True): 4}),
         # decodes that do not fit wait their turn and are not uniform
-        (
-            [Request(0, 2, 3)] * 3,
-            SchedulerBounds(4, 8, query_len=3, accepted_tokens=1.0),
-            {StepShape(6, 3): 1, StepShape(8, 3): 2},
-        ),
+        ([Request(0, 2, 3)] * 3, SchedulerBounds(4, 8, 3, None, 1.0), {mixed(6, 3): 1, mixed(8, 3): 2}),
         # an adapter too many lets others pass; without a bound all run
         (
             PASSING,
             SchedulerBounds(8, 64, max_loras=1),
-            {StepShape(3, 3, False, 1): 1, decode(3, 1): 2, StepShape(1, 1, False, 1): 1, decode(1, 1): 2},
+            {mixed(3, 3, 1): 1, decode(3, 1): 2, mixed(1, 1, 1): 1, decode(1, 1): 2},
         ),
-        (PASSING, SchedulerBounds(8, 64), {StepShape(4, 4, False, 2): 1, decode(4, 2): 2}),
+        (PASSING, SchedulerBounds(8, 64), {mixed(4, 4, 2): 1, decode(4, 2): 2}),
     ],
 )
 def test_steps_by_hand(requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]) -> None:
@@ -208,7 +194,9 @@ def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
 
 def test_slower_steps_make_larger_batches() -> None:
     requests = [Request(100.0 * i, 1, 50) for i in range(40)]
-    fast, slow = (simulate(requests, SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0))
+    fast, slow = (
+        simulate(RequestTrace(requests), SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0)
+    )
     assert fast.max_tokens < slow.max_tokens
 
 
@@ -220,7 +208,9 @@ def test_long_requests_cost_no_more_than_short_ones() -> None:
 
 
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
-    traffic = simulate([Request(0, 1, 1), Request(90.0, 1, 1)], SchedulerBounds(2, 8), lambda batch: 10.0, source="two")
+    traffic = simulate(
+        RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"), SchedulerBounds(2, 8), lambda batch: 10.0
+    )
     assert traffic.total == 2
     assert traffic.source == "two"
     assert any("busy 20% of the time" in note for note in traffic.notes)
@@ -238,20 +228,14 @@ def test_each_batch_is_asked_for_once() -> None:
         asked[batch] += 1
         return 10.0
 
-    simulate([Request(10.0 * i, 4, 5) for i in range(50)], SchedulerBounds(8, 64), step_time)
+    simulate(RequestTrace([Request(10.0 * i, 4, 5) for i in range(50)]), SchedulerBounds(8, 64), step_time)
     assert set(asked.values()) == {1}
 
 
-def test_bounds_come_from_the_configuration() -> None:
-    config = Config.model_validate(
-        {
-            "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 128},
-            "speculative": {"num_speculative_tokens": 2, "accepted_tokens": 1.5},
-            "lora": {"max_loras": 3},
-        }
-    )
-    assert SchedulerBounds.of(build_plan(config), 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
-    assert SchedulerBounds.of(build_plan(Config())) == SchedulerBounds(256, 8192)
+def test_bounds_are_those_of_the_plan() -> None:
+    plan = plan_of(spec=2, seqs=4, tokens=128, lora={"max_loras": 3})
+    assert SchedulerBounds.of(plan, 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
+    assert SchedulerBounds.of(plan_of()) == SchedulerBounds(256, 8192)
 
 
 # --- bad input -------------------------------------------------------------------------------------------------
@@ -263,18 +247,18 @@ def test_bounds_come_from_the_configuration() -> None:
 )
 def test_requests_that_cannot_be(request_: Request) -> None:
     with pytest.raises(TrafficError, match="request 1 cannot be") as caught:
-        simulate([Request(0, 1, 1), request_], SchedulerBounds(1, 1), lambda batch: 1.0)
+        simulate(RequestTrace([Request(0, 1, 1), request_]), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "a prompt of at least 1 token" in caught.value.remedy
 
 
 def test_no_requests() -> None:
     with pytest.raises(TrafficError, match="nothing: no requests") as caught:
-        simulate([], SchedulerBounds(1, 1), lambda batch: 1.0, source="nothing")
+        simulate(RequestTrace([], "nothing"), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "at least one" in caught.value.remedy
 
 
 @pytest.mark.parametrize("length", [0.0, -1.0, float("nan"), float("inf")])
 def test_step_times_have_to_be_positive(length: float) -> None:
     with pytest.raises(StepTimeError, match="a step with 3 tokens lasts") as caught:
-        simulate([Request(0, 3, 1)], SchedulerBounds(4, 8), lambda batch: length)
+        simulate(RequestTrace([Request(0, 3, 1)]), SchedulerBounds(4, 8), lambda batch: length)
     assert "above 0" in caught.value.remedy

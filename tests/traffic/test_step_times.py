@@ -16,18 +16,11 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, StepTimes
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
-MODES = st.sampled_from(RUNTIME_MODES)
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
 
 
 def times_of(**modes: dict[int, float]) -> StepTimes:
     return StepTimes.measured({(CUDAGraphMode[name], 0): points for name, points in modes.items()}, "by hand")
-
-
-def table(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "times.csv"
-    path.write_text(text)
-    return path
 
 
 def record(
@@ -82,8 +75,8 @@ def test_times_between_and_beyond_points(points: Any, mode: CUDAGraphMode, times
 @pytest.mark.parametrize(
     ("points", "note"),
     [
-        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens: 0.2 us for each more"),
-        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens alone"),
+        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens was not measured: 0.2 us for each more token"),
+        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens only"),
         ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
         ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
     ],
@@ -150,7 +143,7 @@ def test_the_default_says_that_it_is_of_another_model() -> None:
     assert times.of(FULL, 512) == times.of(NONE, 512)
 
 
-# --- a bench --------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------------------
 
 
 def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
@@ -167,42 +160,14 @@ def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
         (PIECEWISE, ((16, 50),)),
         (FULL, ((4, 11),)),
     ]
-
-
-def test_a_bench_with_adapters_is_of_their_case() -> None:
-    times = StepTimes.parse(json.dumps(bench(record(4, 110, "FULL", 11, loras=5))), "b")
-    assert times.of(FULL, 4, 5) == 11
-    assert times.of(FULL, 4, 0) == pytest.approx(10)
-
-
-@pytest.mark.parametrize(
-    ("report", "complaint"),
-    [
-        ({}, "kind"),
-        ({"kind": "capture", "records": []}, "kind"),
-        ({"kind": "bench"}, "records"),
-        (bench(), "records"),
-        (bench(record(4, 0.0)), "records.0.eager.median"),
-        (bench(record(4, float("nan"))), "records.0.eager.median"),
-        (bench(record(4, 5, "FULL", -1)), "records.0.graph.median"),
-        (bench(record(0, 5)), "records.0.num_tokens"),
-        (bench(record(4, 5), record(4, 5, "SIDEWAYS", 1)), "records.1.mode"),
-    ],
-)
-def test_what_is_no_bench_is_refused(report: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(StepTimeError) as caught:
-        StepTimes.parse(json.dumps(report), "that.json")
-    assert f"that.json: no bench report: {complaint}" in caught.value.message
-    assert "cgplan bench --output" in caught.value.remedy
-
-
-# --- a table --------------------------------------------------------------------------------------------------
+    with_adapters = StepTimes.parse(json.dumps(bench(record(4, 110, "FULL", 11, loras=5))), "b")
+    assert with_adapters.of(FULL, 4, 5) == 11
+    assert with_adapters.of(FULL, 4, 0) == pytest.approx(10)
 
 
 def test_a_table_is_read(tmp_path: Path) -> None:
-    path = table(
-        tmp_path, "\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n"
-    )
+    path = tmp_path / "times.csv"
+    path.write_text("\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n")
     times = StepTimes.load(path)
     assert times.source == str(path)
     assert [(c.mode, c.points) for c in times.curves] == [
@@ -210,48 +175,66 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         (PIECEWISE, ((8, 50),)),
         (FULL, ((1, 10),)),
     ]
+    cases = "mode,num_tokens,microseconds,num_active_loras\nFULL,1,10,0\nFULL,1,12,3\neager,1,50,\n"
+    assert [StepTimes.parse(cases, "t").of(FULL, 1, case) for case in (0, 2, 3)] == [10, 12, 12]
 
 
-def test_a_table_with_lora_cases(tmp_path: Path) -> None:
-    path = table(tmp_path, "mode,num_tokens,microseconds,num_active_loras\nFULL,1,10,0\nFULL,1,12,3\neager,1,50,0\n")
-    times = StepTimes.load(path)
-    assert [times.of(FULL, 1, case) for case in (0, 2, 3)] == [10, 12, 12]
+def test_saved_step_times_read_back(tmp_path: Path) -> None:
+    times, path = StepTimes.default(), tmp_path / "times"
+    path.write_text(times.model_dump_json())
+    assert StepTimes.load(path) == times
 
 
 HEADER = "mode,num_tokens,microseconds\n"
-CSV = "CSV file with mode,num_tokens,microseconds"
+FILES = "JSON file of `cgplan bench --output`, or a CSV file with mode,num_tokens,microseconds"
+SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": %s}]}'
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint", "remedy"),
+    ("text", "message", "remedy"),
     [
-        ("", "no row of step times", CSV),
-        ("mode,num_tokens\nFULL,1\n", ":1: column 'microseconds' is missing", CSV),
-        ("mode,num_tokens,microseconds,color\n", ":1: unknown column 'color'", CSV),
-        ("mode,mode,num_tokens,microseconds\n", ":1: column 'mode' stands twice", "Keep one"),
-        (HEADER, "no row of step times", CSV),
-        (HEADER + "FULL,1\n", ":2: 2 fields, but the header has 3", "one value for each column"),
-        (HEADER + "FULL,1,5\nHALF,1,5\n", ":3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
-        (HEADER + "FULL_AND_PIECEWISE,1,5\n", ":2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
-        (HEADER + "FULL,,5\n", ":2: num_tokens is '', not a whole number from 1 to 1048576", "Correct"),
-        (HEADER + "FULL,0,5\n", ":2: num_tokens is '0', not a whole number from 1", "Correct"),
-        (HEADER + "FULL,1.5,5\n", ":2: num_tokens is '1.5', not a whole number from 1", "Correct"),
-        (HEADER + "FULL,99999999,5\n", ":2: num_tokens is '99999999', not a whole number from 1", "Correct"),
-        (HEADER + "FULL,1,0\n", ":2: microseconds is '0', not a number above 0, 1e+15 at most", "Correct"),
-        (HEADER + "FULL,1,-3\n", ":2: microseconds is '-3', not a number above 0", "Correct"),
-        (HEADER + "FULL,1,nan\n", ":2: microseconds is 'nan', not a number above 0", "Correct"),
-        (HEADER + "FULL,1,inf\n", ":2: microseconds is 'inf', not a number above 0", "Correct"),
-        (HEADER + "FULL,1,fast\n", ":2: microseconds is 'fast', not a number above 0", "Correct"),
-        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", ":4: full at 1 tokens stands in {path}:2 already", "one row"),
+        ("", "times: no row of step times", FILES),
+        ("mode,num_tokens\nFULL,1\n", "times:1: column 'microseconds' is missing", FILES),
+        ("mode,num_tokens,microseconds,color\n", "times:1: unknown column 'color'", FILES),
+        ("mode;num_tokens;microseconds\nFULL;1;5\n", "times:1: the columns are separated by semicolons", FILES),
+        (HEADER + "FULL,1\n", "times:2: 2 fields, but the header has 3", "one value for each column"),
+        (HEADER + "FULL,1,5\nHALF,1,5\n", "times:3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
+        (HEADER + "FULL_AND_PIECEWISE,1,5\n", "times:2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
+        (HEADER + "FULL,,5\n", "times:2: num_tokens is '', not a whole number from 1 to 1048576", "Correct"),
+        (HEADER + "FULL,1,0\n", "times:2: microseconds is '0', not a number above 0, 1e+15 at most", "Correct"),
+        (HEADER + "FULL,1,nan\n", "times:2: microseconds is 'nan', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,fast\n", "times:2: microseconds is 'fast', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", "times:4: full at 1 tokens stands in times:2 already", "one row"),
+        ("{", "times: not JSON", FILES),
+        ("[" * 200_000, "times: not JSON", FILES),
+        ("[1]", "times: no bench report: it is not an object", FILES),
+        ("{}", "times: no bench report: kind", FILES),
+        ('{"kind": "bench"}', "times: no bench report: records", FILES),
+        (json.dumps(bench()), "times: no bench report: records", FILES),
+        (json.dumps(bench(record(4, 0.0))), "times: no bench report: records.0.eager.median", FILES),
+        (json.dumps(bench(record(4, float("nan")))), "times: no bench report: records.0.eager.median", FILES),
+        (json.dumps(bench(record(4, 5, "FULL", -1))), "times: no bench report: records.0.graph.median", FILES),
+        (json.dumps(bench(record(0, 5))), "times: no bench report: records.0.num_tokens", FILES),
+        (json.dumps(bench(record(4, 5), record(4, 5, "SIDEWAYS", 1))), "no bench report: records.1.mode", FILES),
+        ('{"kind": "step_times"}', "times: damaged step times: source: Field required", FILES),
+        (SAVED % "[[2, 5], [1, 6]]", "times: damaged step times: curves.0: FULL: points do not ascend", FILES),
+        (SAVED % "[[1, -5]]", "damaged step times: curves.0.points.0.1: Input should be greater than 0", FILES),
     ],
 )
-def test_a_bad_table_is_refused_by_row(tmp_path: Path, text: str, complaint: str, remedy: str) -> None:
-    path = table(tmp_path, text)
+def test_bad_files(text: str, message: str, remedy: str) -> None:
     with pytest.raises(StepTimeError) as caught:
-        StepTimes.load(path)
-    assert complaint.format(path=path) in caught.value.message
-    assert str(path) in caught.value.message
+        StepTimes.parse(text, "times")
+    assert message in caught.value.message
     assert remedy in caught.value.remedy
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StepTimeError, match="no such file"):
+        StepTimes.load(tmp_path / "nowhere")
+    path = tmp_path / "bytes"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
+        StepTimes.load(path)
 
 
 @pytest.mark.parametrize(
@@ -267,53 +250,3 @@ def test_missing_modes_are_named(points: Any, mode: CUDAGraphMode, message: str)
     with pytest.raises(StepTimeError, match=message) as caught:
         times_of(**points).of(mode, 1)
     assert caught.value.remedy.startswith("Measure ")
-
-
-# --- files ----------------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_told_by_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "times"
-    path.write_text(json.dumps(bench(record(4, 100, "FULL", 10))))
-    assert StepTimes.load(path).of(FULL, 4) == 10
-    times = StepTimes.default()
-    path.write_text(times.model_dump_json())
-    assert StepTimes.load(path) == times
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("{", "not JSON"),
-        ("[" * 200_000, "not JSON"),
-        ("[1]", "no bench report: it is not an object"),
-        ('{"kind": "step_times"}', "damaged step times"),
-        (
-            '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": [[2, 5], [1, 6]]}]}',
-            "points do not ascend",
-        ),
-        ('{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": [[1, -5]]}]}', "times above 0"),
-    ],
-)
-def test_a_damaged_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
-    path = table(tmp_path, text)
-    with pytest.raises(StepTimeError, match=complaint) as caught:
-        StepTimes.load(path)
-    assert "cgplan bench --output" in caught.value.remedy
-
-
-@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (" ", "spaces")])
-def test_other_separators_than_commas_are_named(tmp_path: Path, separator: str, name: str) -> None:
-    path = table(tmp_path, "mode,num_tokens,microseconds\nFULL,1,5\n".replace(",", separator))
-    with pytest.raises(StepTimeError, match=f"the columns are separated by {name}") as caught:
-        StepTimes.load(path)
-    assert "a CSV file with mode,num_tokens,microseconds" in caught.value.remedy
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StepTimeError, match="no such file"):
-        StepTimes.load(tmp_path / "nowhere")
-    path = tmp_path / "bytes"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
-        StepTimes.load(path)

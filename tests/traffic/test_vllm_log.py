@@ -30,8 +30,8 @@ def test_a_log_with_two_tables(read: Any) -> None:
     assert traffic.source == "vllm.log: vLLM log"
     assert "2 tables were added up" in traffic.notes[0]
     assert "tells uniform decode from mixed batches for 62 steps" in traffic.notes[1]
-    assert traffic.notes[2].startswith("of 4 steps with 535 tokens, whether a batch is uniform decode was guessed")
-    assert traffic.notes[2].endswith("; 3 of these steps are taken as uniform")
+    assert traffic.notes[2].startswith("uniform decode was guessed for 4 steps with 535 tokens")
+    assert traffic.notes[2].endswith("; 3 of these steps do")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_uniform_is_told_by_the_mode_or_guessed(written: Any, mode: str, uniform
         assert dict(traffic.histogram) == {StepShape(9, 9, expected): 5}
         told = mode.endswith(("ONLY", "AND_PIECEWISE"))
         assert any("the runtime mode tells" in note for note in traffic.notes) == told
-        assert any("of 5 steps with 45 tokens, whether" in note for note in traffic.notes) != told
+        assert any("guessed for 5 steps with 45 tokens" in note for note in traffic.notes) != told
 
 
 def test_above_the_largest_capture_size_the_mode_tells_nothing(written: Any) -> None:

@@ -10,35 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from cgplan import errors
-from cgplan.config import CompilationConfig, Config, Input, LoRAConfig, ModelConfig, ReportConfig
 from cgplan.config.reference import json_schema, markdown
-from cgplan.config.schema import (
-    BudgetConfig,
-    DistributedConfig,
-    SchedulerConfig,
-    Section,
-    SpeculativeConfig,
-    TrafficConfig,
-)
+from cgplan.config.schema import Section
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "config-reference.md"
-SECTIONS = [
-    Config,
-    ModelConfig,
-    Input,
-    CompilationConfig,
-    SchedulerConfig,
-    LoRAConfig,
-    SpeculativeConfig,
-    ReportConfig,
-    TrafficConfig,
-    BudgetConfig,
-    DistributedConfig,
-]
-
-
-def test_every_section_is_in_the_list() -> None:
-    assert set(Section.__subclasses__()) == set(SECTIONS)
+SECTIONS = Section.__subclasses__()
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -51,7 +27,14 @@ def test_every_field_has_a_description(section: type[BaseModel]) -> None:
 def test_every_field_has_a_row(section: type[BaseModel]) -> None:
     rows = [line for line in markdown().splitlines() if line.startswith("| `")]
     for name, field in section.model_fields.items():
-        row = next((row for row in rows if row.startswith(f"| `{name}` | ") and str(field.description) in row), None)
+        row = next(
+            (
+                row
+                for row in rows
+                if row.startswith(f"| `{name}` | ") and " ".join(str(field.description).split()) in row
+            ),
+            None,
+        )
         assert row is not None, f"{section.__name__}.{name} is not in the reference"
         assert ("| required |" in row) == field.is_required()
 
@@ -92,21 +75,10 @@ def test_json_schema_allows_its_own_defaults() -> None:
 
 def test_json_schema_uses_only_known_words() -> None:
     words = {
-        "maximum",
-        "minimum",
-        "exclusiveMinimum",
-        "type",
-        "items",
-        "anyOf",
-        "enum",
-        "const",
-        "default",
-        "description",
-        "title",
-        "properties",
-    }
-    words |= {"additionalProperties", "$ref", "$defs", "$schema", "required", "pattern", "prefixItems"}
-    words |= {"minItems", "maxItems"}
+        "maximum", "minimum", "exclusiveMinimum", "type", "items", "anyOf", "enum", "const", "default", "description",
+        "title", "properties", "additionalProperties", "$ref", "$defs", "$schema", "required", "pattern", "prefixItems",
+        "minItems", "maxItems",
+    }  # fmt: skip
     for node in _nodes(json.loads(json_schema())):
         assert set(node) <= words
 
