@@ -5,7 +5,7 @@ Note [Graphs of several baselines in one process]
     captured with. So ``reduce-overhead`` is prepared while no other graph is there, stays ready, and records nothing
     later. Dynamo is never reset, which would drop the traces of cgplan's runners: a baseline drops its own code object.
 
-Note [What can be compared]
+Note [Comparing results]
     A forward may write into its inputs and its model's tensors, and draw random numbers. So each compared call starts
     from the same inputs, state and seed. A model whose own code, run twice from there, gives different results cannot
     be compared: its state lies where nobody looks (closures, globals, another library's generator, atomics). Random
@@ -61,7 +61,7 @@ class BenchBatch:
         size: Tokens, unpadded.
         inputs, metadata: Its tensors, on the device.
         options: The other arguments of a runner's call.
-        descriptor: What an eager forward sees.
+        descriptor: The batch in an eager forward's context.
     """
 
     size: int
@@ -92,21 +92,21 @@ class BenchBatch:
 
 @dataclass(slots=True)
 class Baseline:
-    """One way to run a model, and what was measured of it. After ``free`` it can be prepared again.
+    """One way to run a model, with its measurements. After ``free`` it can be prepared again.
 
     Attributes:
         name: As in reports.
         prepare: All that is done before the first call.
         call: A call with these tensors; their values may change from call to call.
         free: Gives memory back.
-        check: Raises what stands against it. Runs before ``prepare``, and its time is not counted.
+        check: Raises an error where the baseline cannot run. Runs before ``prepare``, and its time is not counted.
         preparing: A block around preparation and first calls.
         redraws: Why a model draws other random numbers than by its own code, from the same seed; None if it does not.
         calls_until_ready: Calls of a new size before it runs as it will from then on.
-        note: What one has to know to read its figures.
+        note: For the reader of its figures.
         record: Its costs, or why it failed.
         calls, first, times, results: By size: the call, seconds of the first one, microseconds (device, latency, host)
-            and what a report holds.
+            and the record of a report.
     """
 
     name: str
@@ -238,7 +238,7 @@ def reduce_overhead(runner: GraphRunner) -> Baseline:
     torch leaves out graphs that write into other tensors.
     """
     model, marked = runner.model, list[torch.Tensor]()
-    compiled: list[tuple[Callable[..., Any], Any]] = []  # what torch.compile gave, and the code object
+    compiled: list[tuple[Callable[..., Any], Any]] = []  # (result of torch.compile, its code object)
 
     def prepare(_: Sequence[BenchBatch]) -> None:
         device = runner.backend.device
@@ -324,10 +324,10 @@ def bench_baselines(
 
     Args:
         runner: It is open again afterwards, unless its capture failed.
-        batches: What is run.
+        batches: Example batches, one for each size.
         against: Names of baselines.
         seed: Of the order; drawn if absent.
-        progress: Called with (done, total, what) before each step.
+        progress: Called with (done, total, name of the step) before each step.
 
     Raises:
         ConfigError: an unknown baseline.
@@ -458,7 +458,7 @@ class _Turns:
 
 
 class OwnResults:
-    """Results of a model's own code on some batches, see Note [What can be compared].
+    """Results of a model's own code on some batches, see Note [Comparing results].
 
     Args:
         runner: Knows the model and the device.

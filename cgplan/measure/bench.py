@@ -30,10 +30,10 @@ def bench(
     and beside them where the plan has other graphs for those: so that the planner learns of both.
 
     Args:
-        runner: What to measure; its stats count these calls too.
-        progress: Called with (done, total, what) before each step.
-        against: Other ways to run the model that are measured beside it, see bench_peers, which captures the runner
-            anew: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
+        runner: Its stats count these calls, too.
+        progress: Called with (done, total, name of the step) before each step.
+        against: Other ways to run the model that are measured beside it, see bench_baselines, which captures the runner
+            again: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
         seed: Of the random order in which they take turns; drawn if absent.
 
     Raises:
@@ -51,7 +51,7 @@ def bench(
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
-    peers, report = None, runner.report  # which peers, who have the runner captured again, would change
+    peers, report = None, runner.report  # baselines capture the runner again, and change its report
     if against:
         batches = [example(runner, size, _kinds(runner, size)[0]) for size in sizes]
         peers = bench_baselines(runner, batches, against, seed=seed, progress=progress)

@@ -40,8 +40,8 @@ MOST_CAPTURES = 48
 def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan) -> MeasuredCosts:
     """Capture the representative keys of a plan in throwaway pools, measure them, and free everything again.
 
-    Each key is captured twice by itself, so that what the first capture of a process spends once (traces, kernels
-    that are loaded) is known apart. What stays are kernels, and the libraries' workspaces for the capture stream,
+    Each key is captured twice by itself, which tells the time that the first capture of a process spends once (traces,
+    loaded kernels). These stay: kernels, and the libraries' workspaces for the capture stream,
     which the graphs of a later session with the same backend use, too: its report does not count them again.
 
     Args:

@@ -49,13 +49,13 @@ _NEEDS_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
-)  # what torch raises on fake tensors alone
+)  # torch raises these on fake tensors alone
 
 
 def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> EstimatedCosts:
-    """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log what they allocate.
+    """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log their allocations.
 
-    Other sizes follow from the logged ones: what a forward allocates is affine in the number of its rows. Not seen are
+    Other sizes follow from the logged ones: a forward's allocations are affine in the number of its rows. Not seen are
     temporaries inside operators that are not written in Python.
 
     Args:
@@ -87,7 +87,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 class AllocationLog(TorchDispatchMode):
-    """Logs what operators of a forward take, as a graph pool would see it, and stands in for a breakable capture.
+    """Logs the memory that a forward takes, as a graph pool would see it, and stands in for a breakable capture.
 
     A block is given back when the last tensor on its storage goes. Of an eager piece only the results are logged: they
     get slots in the pool.
@@ -228,7 +228,7 @@ def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, f
         with forward_context(CUDAGraphMode.NONE, descriptor, metadata) as context:
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
-                model(**inputs)  # what a model makes on first use does not lie in the pool
+                model(**inputs)  # tensors that a model makes on first use do not lie in the pool
             if route == "auto":
                 modules = compilation.splitting_modules or (compilation.splitting_ops is None and first.eager_pieces)
                 route = "modules" if modules else "ops"
