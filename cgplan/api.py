@@ -9,12 +9,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from cgplan.backends import select_backend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 
 Section = Mapping[str, Any] | BaseModel
 

@@ -221,12 +221,12 @@ def after_the_end(rank: int) -> tuple[Said, Said, int]:
 def counts_wrap_around(rank: int) -> int:
     """The kernels' counts pass the largest int32."""
     with on_gpus() as (ranks, reducer, _):
-        kernels: Any = reducer._kernels
+        of_gpu: Any = reducer
         nearly = (1 << 30) - 5
         with ranks.step("counts that are nearly over"):
             torch.cuda.synchronize()
-            kernels._counts.fill_(nearly)
-            kernels._own[: kernels._signal_bytes].view(torch.int32).fill_(2 * nearly)
+            of_gpu._counts.fill_(nearly)
+            of_gpu._own[: of_gpu._signal_bytes].view(torch.int32).fill_(2 * nearly)
             torch.cuda.synchronize()
         wrong = wrong_sums(Doubling(reducer).to(ranks.device), ranks, 20)
         reducer.check()

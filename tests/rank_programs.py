@@ -317,7 +317,7 @@ class Counter:
 
 
 def counts_its_calls(rank: int) -> Said:
-    """Rank 1's model has a number that changes, rank 0's has none: only rank 1 looks who reads it."""
+    """Rank 1's model has a number that changes, rank 0's has none: only rank 1 looks whether the forward reads it."""
     with session(Counter() if rank == 1 else None) as (ranks, _, capture):
         return captured_again(capture, ranks)
 

@@ -29,9 +29,8 @@ WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OWED = {  # arrows against the order, each with the mechanism that will end it
     "cgplan.models.adapters -> cgplan.runner.routing",
-    "cgplan.planning.difference -> cgplan.optimizer.evidence",
 }
-TINY = {"units.py", "backends/blame.py"}
+TINY = {"units.py"}
 BUDGET = {"lines": 32_600, "tokens": 207_100, "files": 174, "files in a folder": 17}
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from cgplan.buffers.copier import Copier, TorchCopier
+from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError
 
@@ -97,8 +97,8 @@ class GraphBackend(ABC):
         return partial(self.replay, graph)
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """What brings batches into static buffers. The caller owns both, and closes the copier first."""
-        return TorchCopier(buffers, copy_inputs=copy_inputs)
+        """The copier of batches into static buffers. The caller owns both, and closes the copier first."""
+        return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
         """A function that returns the handle of the current stream; 0 where there are no streams."""
@@ -242,8 +242,8 @@ def gc_paused() -> Iterator[None]:
 
 
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
-    """The error of a capture into something that is no pool of the backend."""
+    """The error of a capture into a pool that the backend did not make."""
     return BackendError(
-        f"{pool!r:.100} is no pool of this {backend.name} backend",
+        f"{pool!r:.100} is not a pool of this {backend.name} backend",
         remedy="Make pools with backend.new_pool(), of the same backend object that captures.",
     )

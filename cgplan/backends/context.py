@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from cgplan.backends.blame import current_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import CgplanError
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
@@ -158,7 +158,7 @@ def get_forward_context() -> ForwardContext:
     context = _current.get()
     if context is None:
         raise CgplanError(
-            f"no forward context is set, at {current_line()}",
+            f"no forward context is set, at {blamed_line()}",
             remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
         )
     return context

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.blame import users_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import HostSyncError
 
 _REMEDY = (
@@ -36,40 +32,8 @@ _WHOLE: set[str] = set()  # see record_whole
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
-def blamed_line(raised: TracebackType | None = None) -> str:
-    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or that raised.
-
-    The code of a traced forward was generated; in its place stands the line that the running node was traced from.
-    """
-    if raised is None:
-        return users_line(_places(traceback.walk_stack(sys._getframe(1))))
-    return users_line(_places(reversed(list(traceback.walk_tb(raised)))))
-
-
-def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
-    for frame, line in frames:
-        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # torch.fx generated it
-            yield from _traced_from(frame, line)
-        yield frame.f_code.co_filename, line
-
-
-def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
-    """The frames, innermost first, that the node in a line of a GraphModule's code was traced in."""
-    values = frame.f_locals
-    module = values.get("self")
-    if isinstance(values, dict):  # before Python 3.13 a copy that stays with the frame, and tensors with it
-        values.clear()
-    if not isinstance(module, GraphModule):
-        return
-    index = (module._lineno_map or {}).get(line - frame.f_code.co_firstlineno)
-    for number, node in enumerate(module.graph.nodes):
-        if number == index:
-            found = re.findall(r'^ *File "(.+)", line (\d+)', node.stack_trace or "", re.MULTILINE)
-            yield from ((name, int(lineno)) for name, lineno in reversed(found))
-
-
 class Refusals:
-    """What needed the host in one recording or look.
+    """Operators that needed the host in one recording or look.
 
     Args:
         raises: Whether such an operator raises an error; else it is noted, and runs.

@@ -1,8 +1,8 @@
 """The CPU stand-in: records the operators of a forward and replays them on fixed memory, without its Python code.
 
-It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, whatever has become
-of the tensor; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and what
-needs the host is refused.
+It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, even if the tensor
+moved; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and operators that
+need the host are refused.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class TapeBackend(GraphBackend):
         for pool in self._pools:
             alias = pool.alias_of(storage)
             if alias is not None:
-                with _disable_current_modes():  # inside a capture this is no operator of the forward
+                with _disable_current_modes():  # inside a capture the forward did not call this
                     return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
         return tensor
 

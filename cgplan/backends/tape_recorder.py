@@ -1,4 +1,4 @@
-"""What the tape backend sees while it records: each operator, its storages, and what needs the host."""
+"""The recorder of the tape backend: each operator with its storages, and operators that need the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cgplan.backends.blame import current_line
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     Refusals,
     implemented_in_python,
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
     on a GPU, too, a capture runs nothing.
 
     Attributes:
-        steps: What was recorded.
+        steps: The recorded operators.
         refusals: Operators that need the host.
     """
 
@@ -218,7 +218,7 @@ def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
     for tensor in given:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise CaptureError(
-                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {current_line()}",
+                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
                 remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from cgplan.buffers.copier import has_memory, no_memory
+from cgplan.buffers.copier import has_memory, no_memory, not_dense
 from cgplan.buffers.static import torch_dtype
 from cgplan.config import Input
 from cgplan.errors import InputError
@@ -107,10 +107,7 @@ class BatchReader:
                 remedy=f"Move it with .to('{self._device}'), or pass a tensor on the host.",
             )
         if value.layout is not torch.strided:
-            raise InputError(
-                f"input {name!r} has the layout {value.layout}",
-                remedy="Pass a dense tensor, such as .to_dense() gives.",
-            )
+            raise not_dense(name, value)
         if not has_memory(value):
             raise no_memory(name)
 

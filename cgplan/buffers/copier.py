@@ -11,7 +11,6 @@ Note [Copying in]
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
@@ -24,19 +23,11 @@ CopyIn = Callable[[Sequence[torch.Tensor], int], None]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def as_plain(value: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor itself, or its elements where it is of a subclass, whose address says nothing about them.
-
-    Raises:
-        InputError: the tensor is not dense.
-    """
-    if type(value) not in PLAIN:
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
-    if value.layout is not torch.strided:
-        raise InputError(
-            f"input {name!r} has the layout {value.layout}", remedy="Pass a dense tensor, such as .to_dense() gives."
-        )
-    return value
+def not_dense(name: str, value: torch.Tensor) -> InputError:
+    """The error for a tensor of another layout."""
+    return InputError(
+        f"input {name!r} has the layout {value.layout}", remedy="Pass a dense tensor, such as .to_dense() gives."
+    )
 
 
 def has_memory(value: torch.Tensor) -> bool:
@@ -55,8 +46,9 @@ def no_memory(name: str) -> InputError:
     )
 
 
-class BatchCopy(ABC):
-    """Brings batches of one size into the static buffers, see Note [Copying in].
+class BatchCopy:
+    """Brings batches of one size into the static buffers by torch's operators, see Note [Copying in]: one launch for
+    each dtype, one for each input with padding to reset.
 
     Its functions take the batch's tensors in the order of the buffers, their names, shapes, dtypes and devices checked,
     and the current stream's handle, which devices without streams ignore.
@@ -86,6 +78,7 @@ class BatchCopy(ABC):
         self._copy_inputs = copy_inputs
         self._rows = [buffer.count(num_tokens, num_reqs) for buffer in self._buffers]
         self._padded_rows = [buffer.count(padded_tokens, padded_reqs) for buffer in self._buffers]
+        self._views: list[torch.Tensor] = []
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
@@ -97,9 +90,22 @@ class BatchCopy(ABC):
         ]
         self._always_pads = any(self._least_rows)
 
-    @abstractmethod
+    @torch.no_grad()
     def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
         """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
+        if not self._views:
+            self._views = [buffer.view(rows) for buffer, rows in zip(self._buffers, self._rows, strict=True)]
+        # _foreach_copy_ is one launch for tensors of one dtype and device, and a loop over all for others
+        groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for index, value in enumerate(values):
+            source = self._source(index, value)
+            if source is not None:
+                targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
+                targets.append(self._views[index])
+                sources.append(source)
+        for targets, sources in groups.values():
+            torch._foreach_copy_(targets, sources)
+        self.pad(values, stream)
 
     def path(self, values: Sequence[torch.Tensor]) -> CopyIn:  # noqa: ARG002
         """The quickest function that does the work of ``run`` for tensors on the devices of these."""
@@ -114,14 +120,20 @@ class BatchCopy(ABC):
             self._reset_padding(stream)
         marks.tokens, marks.reqs = self._tokens, self._reqs
 
-    @abstractmethod
-    def _reset_padding(self, stream: int) -> None:
+    @torch.no_grad()
+    def _reset_padding(self, stream: int) -> None:  # noqa: ARG002
         """Make the rows behind the batch padding, as far as an earlier one reached."""
+        for buffer, rows, padded in zip(self._buffers, self._rows, self._padded_rows, strict=True):
+            buffer.pad(rows, padded)
 
     def _source(self, index: int, value: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that is copied for an input: None for its buffer's own view, which stays as it is, and a clone of
-        one that lies in the buffers otherwise. InputError for others where copies are off.
+        """The tensor that is copied for an input: None for its buffer's own view, which stays as it is; a clone of one
+        that lies in the buffers otherwise; the elements of one of a subclass, whose address says nothing about them.
         """
+        if type(value) not in PLAIN:
+            value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+        elif value.layout is not torch.strided:
+            raise not_dense(self._names[index], value)
         tensor, address = self._buffers[index].tensor, value.data_ptr()
         if address == tensor.data_ptr() and value.stride() == tensor.stride():
             return None
@@ -136,7 +148,7 @@ class BatchCopy(ABC):
         return value.clone() if bisect_right(self._bounds, address) & 1 else value
 
 
-class Copier(ABC):
+class Copier:
     """Makes a BatchCopy for each size of batch.
 
     Args:
@@ -147,7 +159,7 @@ class Copier(ABC):
         name: How it copies, for reports.
     """
 
-    name: str
+    name = "torch operators"
 
     def __init__(self, buffers: StaticBuffers, *, copy_inputs: bool) -> None:
         self.buffers, self.copy_inputs = buffers, copy_inputs
@@ -155,13 +167,12 @@ class Copier(ABC):
 
     def prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> BatchCopy:
         """For batches of one size; arguments as for BatchCopy."""
-        copy = self._prepare(num_tokens, num_reqs, padded_tokens, padded_reqs)
+        copy = self._new(num_tokens, num_reqs, padded_tokens, padded_reqs)
         self._copies.add(copy)
         return copy
 
-    @abstractmethod
-    def _prepare(self, *counts: int) -> BatchCopy:
-        """Make it."""
+    def _new(self, *counts: int) -> BatchCopy:
+        return BatchCopy(self.buffers, *counts, copy_inputs=self.copy_inputs)
 
     def note_writes(self, before: list[int]) -> None:
         """Find the buffers that the model has written into since their ``versions`` were ``before``: from now on their
@@ -174,43 +185,3 @@ class Copier(ABC):
     def close(self) -> None:
         """Free the memory that copies go through."""
         return
-
-
-class TorchCopier(Copier):
-    """Copies by torch's operators: one launch for each dtype, one for each input with padding to reset."""
-
-    name = "torch operators"
-
-    def _prepare(self, *counts: int) -> BatchCopy:
-        return TorchBatchCopy(self.buffers, *counts, copy_inputs=self.copy_inputs)
-
-
-class TorchBatchCopy(BatchCopy):
-    """One size of batch, copied by torch's operators."""
-
-    def __init__(self, buffers: StaticBuffers, *counts: int, copy_inputs: bool) -> None:
-        super().__init__(buffers, *counts, copy_inputs=copy_inputs)
-        self._targets = [buffer.view(rows) for buffer, rows in zip(self._buffers, self._rows, strict=True)]
-
-    @torch.no_grad()
-    def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
-        """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
-        # _foreach_copy_ is one launch for tensors of one dtype and device, and a loop over all for others
-        groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for index, value in enumerate(values):
-            plain = value
-            if type(value) is not torch.Tensor or value.layout is not torch.strided:
-                plain = as_plain(value, self._names[index])
-            source = self._source(index, plain)
-            if source is not None:
-                targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
-                targets.append(self._targets[index])
-                sources.append(source)
-        for targets, sources in groups.values():
-            torch._foreach_copy_(targets, sources)
-        self.pad(values, stream)
-
-    def _reset_padding(self, stream: int) -> None:  # noqa: ARG002
-        with torch.no_grad():
-            for buffer, rows, padded in zip(self._buffers, self._rows, self._padded_rows, strict=True):
-                buffer.pad(rows, padded)

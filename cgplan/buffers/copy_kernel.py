@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cgplan.buffers.copier import PLAIN, BatchCopy, Copier, CopyIn, as_plain
+from cgplan.buffers.copier import PLAIN, BatchCopy, Copier, CopyIn
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
 from cgplan.buffers.static import StaticBuffer, StaticBuffers
 from cgplan.errors import BackendError
@@ -32,8 +32,8 @@ THREADS = 256
 _MOST_BLOCKS = 512  # of threads, for one input
 _BYTES_A_BLOCK = THREADS * 64
 _JOB = struct.Struct("=16s4Q6I8x")
-_HEAD = struct.calcsize("=4I")
-_BATCH_BYTES = _HEAD + INPUTS * (8 + _JOB.size)
+_HEAD = struct.Struct("=4I")
+_BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
 _COUNTS: dict[str | None, int] = {"num_tokens": 1, "num_reqs": 2}
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
@@ -120,14 +120,15 @@ def compile_copy_rows(capability: tuple[int, int]) -> bytes:
 
 
 class _Arguments:
-    """The arguments of one launch, in memory: the kernel's Batch, or its InlineBatch. The sources are written later."""
+    """The arguments of one launch, in memory: the kernel's Batch; or, with offsets of its sources, its InlineBatch."""
 
-    def __init__(self, kernel: CopyKernel, jobs: Sequence[bytes], *, inline: bool = False) -> None:
-        packed = (bytes(_HEAD + INPUTS * 8) + b"".join(jobs)).ljust(_BATCH_BYTES, b"\0")
-        self.memory = ctypes.create_string_buffer(packed, ARGUMENT_BYTES if inline else _BATCH_BYTES)
+    def __init__(self, kernel: CopyKernel, jobs: Sequence[bytes], offsets: Sequence[int] = ()) -> None:
+        sources = struct.pack(f"={INPUTS}Q", *offsets, *[0] * (INPUTS - len(offsets)))
+        packed = b"".join((bytes(_HEAD.size), sources, *jobs)).ljust(_BATCH_BYTES, b"\0")
+        self.memory = ctypes.create_string_buffer(packed, ARGUMENT_BYTES if offsets else _BATCH_BYTES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))  # the list of arguments: there is one
         self.at = ctypes.addressof(self._pointers)
-        self.function = kernel.inline_function if inline else kernel.function
+        self.function = kernel.inline_function if offsets else kernel.function
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class KernelCopier(Copier):
         self.targets = [_Target.of(buffer) for buffer in buffers.buffers.values()]
         self.device = next(iter(buffers.buffers.values())).tensor.device
 
-    def _prepare(self, *counts: int) -> BatchCopy:
+    def _new(self, *counts: int) -> BatchCopy:
         return KernelBatchCopy(self, *counts)
 
     def config(self, sizes: Sequence[int]) -> LaunchConfig:
@@ -223,7 +224,7 @@ class KernelBatchCopy(BatchCopy):
 
     def __init__(self, copier: KernelCopier, *counts: int) -> None:
         self._kernel, self._targets = copier.kernel, copier.targets
-        self._inline: _Arguments | None = None  # made when a batch rides in them
+        self._inline: tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]] | None = None
         super().__init__(copier.buffers, *counts, copy_inputs=copier.copy_inputs)
         self._blocks, self._device = copier.blocks, copier.device
         dtypes = [buffer.tensor.dtype for buffer in self._buffers]
@@ -251,14 +252,14 @@ class KernelBatchCopy(BatchCopy):
         self._jobs = [t.job(*counts) for t, *counts in zip(self._targets, self._rows, self._least_rows, strict=True)]
         self._arguments = _Arguments(self._kernel, self._jobs)
         if self._inline is not None:
-            self._inline = _Arguments(self._kernel, self._jobs, inline=True)
+            self._inline = self._inline_arguments()
 
     def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
         """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
         sources, on_host, kept = [], [], []
         with torch.no_grad():
             for index, value in enumerate(values):
-                source = self._source(index, as_plain(value, self._names[index]))
+                source = self._source(index, value)
                 if source is None:
                     sources.append(self._own[index])
                     continue
@@ -288,7 +289,7 @@ class KernelBatchCopy(BatchCopy):
         if self._staged_bytes > ARGUMENT_BYTES - _BATCH_BYTES:
             return self._staged_from_host
         if self._inline is None:
-            self._inline = _Arguments(self._kernel, self._jobs, inline=True)
+            self._inline = self._inline_arguments()
         return self._inline_from_host
 
     def _addresses(self, values: Sequence[torch.Tensor]) -> list[int] | None:
@@ -302,14 +303,15 @@ class KernelBatchCopy(BatchCopy):
 
     def _from_device(self, values: Sequence[torch.Tensor], stream: int) -> None:
         sources, bounds = self._addresses(values), self._bounds
-        if sources is None or (
-            max(sources) >= bounds[0]
-            and min(sources) < bounds[-1]
-            and any(bisect_right(bounds, source) & 1 for source in sources)
-        ):
+        if sources is None:
             self.run(values, stream)
-        else:
-            self._launch(self._arguments, sources, stream)
+            return
+        if max(sources) >= bounds[0] and min(sources) < bounds[-1]:
+            for source in sources:
+                if bisect_right(bounds, source) & 1:  # it lies in a static buffer
+                    self.run(values, stream)
+                    return
+        self._launch(self._arguments, sources, stream)
 
     def _staged_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
         sources = self._addresses(values)
@@ -323,22 +325,31 @@ class KernelBatchCopy(BatchCopy):
         self._launch(self._arguments, places, stream)
 
     def _inline_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
-        sources, arguments = self._addresses(values), self._inline
-        if sources is None or arguments is None:
+        sources = self._addresses(values)
+        if sources is None or self._inline is None:
             self.run(values, stream)
             return
+        arguments, places = self._inline
+        for (place, size), source in zip(places, sources):  # noqa: B905
+            _memcpy_small(place, source, size)
+        self._launch(arguments, (), stream)
+
+    def _inline_arguments(self) -> tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]]:
+        """The arguments of a batch that rides in them, with the place and the size of each input."""
+        arguments = _Arguments(self._kernel, self._jobs, self._places)
         start = ctypes.addressof(arguments.memory) + _BATCH_BYTES
-        for place, source, size in zip(self._places, sources, self._sizes):  # noqa: B905
-            _memcpy_small(start + place, source, size)
-        self._launch(arguments, self._places, stream)
+        return arguments, [
+            (ctypes.c_void_p(start + place), ctypes.c_size_t(size))
+            for place, size in zip(self._places, self._sizes, strict=True)
+        ]
 
     def _reset_padding(self, stream: int) -> None:
         self._launch(self._arguments, self._own, stream)
 
     def _launch(self, arguments: _Arguments, sources: Sequence[int], stream: int) -> None:
-        """Launch the kernel on addresses, or on offsets into the values of an inline batch. Raises BackendError."""
-        marks = self._marks
-        self._write(arguments.memory, 0, marks.tokens, marks.reqs, marks.exposed_tokens, marks.exposed_reqs, *sources)
+        """Launch the kernel on sources at these addresses; absent: they are in the arguments. Raises BackendError."""
+        marks, write = self._marks, self._write if sources else _HEAD.pack_into
+        write(arguments.memory, 0, marks.tokens, marks.reqs, marks.exposed_tokens, marks.exposed_reqs, *sources)
         if stream != self._stream:
             self._config.stream = self._wide_config.stream = self._stream = stream
         near = marks.tokens <= self._near and marks.exposed_tokens <= self._near

@@ -220,7 +220,7 @@ class StaticBuffers:
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
-        """A block for captures between batches: all rows are padding in it, and after it hold what they held before."""
+        """A block for captures between batches: all rows are padding in it, and get their bytes back."""
         marks, kept = replace(self.marks), {name: buffer.tensor.clone() for name, buffer in self.buffers.items()}
         self.clear()
         try:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.captures.key_capture import CapturedKey, driver_bytes
+from cgplan.captures.key import CapturedKey, driver_bytes
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.spread import Spread
-from cgplan.optimizer.subset import restricted
+from cgplan.optimizer.subset import restricted, spread
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.pricing.estimated import NODE_BYTES
@@ -41,11 +40,11 @@ def fitting(plan: Plan, config: Config, free: int | None) -> tuple[Plan, tuple[K
         free: Free device memory, None where not known.
     """
     order = sorted(plan.keys, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
-    spread = Spread(plan, len(order) if config.budget.max_graphs is None else config.budget.max_graphs)
-    start, kept = 0, spread.of(order)
+    most = len(order) if config.budget.max_graphs is None else config.budget.max_graphs
+    start, kept = 0, spread(plan, order, most)
     while start < len(order) and not _fits(plan, config, free, kept):
         start += 1
-        kept = spread.of(order[start:])
+        kept = spread(plan, order[start:], most)
     left = set(order) - set(kept)
     return restricted(plan, kept, config), tuple(key for key in order if key in left)
 

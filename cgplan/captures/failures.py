@@ -1,4 +1,4 @@
-"""What went wrong in a session, in words that name the key, the user's line and the remedy."""
+"""Errors of a session in words that name the key, the user's line and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from cgplan.backends.host_sync import blamed_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.units import format_bytes
@@ -50,7 +50,7 @@ def explain_failure(
     """The typed error for what was raised while a key was warmed up or captured.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         mode, descriptor: The key.
         capturing: Whether the capture had begun; before it, the model ran eagerly.
         free: Bytes of device memory that were free then, None if not known.

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureMemoryError, CgplanError, InputError
@@ -25,6 +26,7 @@ from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
 from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+from cgplan.reports.records import StateRecord
 
 
 class _Metadata(dict[str, Any]):
@@ -48,7 +50,7 @@ class GraphedModel:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:
-        plan, config: What is captured.
+        plan, config: The keys, and how to capture them.
         backend: The device.
         most_tokens: Tokens of the largest key that the static buffers hold.
         pools: Where it is captured.
@@ -56,14 +58,15 @@ class GraphedModel:
         buffers: Static buffers for the largest key.
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
+        outputs: How the model's outputs are checked and cut.
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
         roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
         generators: The random generators that the model draws from, but for the default one.
-        footprints: What a look at the model saw ahead of the captures, by mode.
+        footprints: Findings of the looks ahead of the captures, by mode.
         looked_at: One line on what the last captures looked at.
-        state_lines: What the last captures put back, left, or could not keep, in words.
-        notes: What the report should warn of.
+        state: Places that the last captures wrote, and whether they were put back.
+        notes: Warnings for the report.
         before_free: Called before graphs are freed: other ranks may read their memory.
         is_alone: Whether no other rank runs the same forwards beside this one.
     """
@@ -89,8 +92,10 @@ class GraphedModel:
         self.generators: tuple[torch.Generator, ...] = ()
         self.footprints: dict[CUDAGraphMode, Footprint] = {}
         self.looked_at = ""
-        self.state_lines: tuple[str, ...] = ()
+        self.state: tuple[StateRecord, ...] = ()
         self.returns_nothing = False
+        rows = config.model.output_rows if config.model else "num_tokens"
+        self.outputs = OutputRows(rows, plan.query_len, config.compilation.outputs == "clone")
         self.notes: list[str] = []
         self.before_free: Callable[[], None] = lambda: None
         self.is_alone = True
@@ -136,16 +141,15 @@ class GraphedModel:
         self.backend.synchronize()  # the next batch may come on another stream
         self._kept = None
         self._volatile |= kept.volatile
-        self.looked_at, self.state_lines = kept.summary(), kept.report()
-        if kept.not_kept:
-            self.notes.append(self.state_lines[-1])
+        self.looked_at = kept.summary()
+        self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
         if not self.scope.is_open:
             self.seal()
 
     @property
     def copied_bytes(self) -> int:
         """Bytes on the device of the copies that the state will be restored from."""
-        return 0 if self._kept is None else self._kept.copied_bytes
+        return 0 if self._kept is None else self._kept.copied()
 
     @property
     def is_compiled(self) -> bool:
@@ -191,7 +195,7 @@ class GraphedModel:
 
     def copy_limit(self) -> int:
         """Bytes of copies of the model's state that may lie on the device."""
-        limit: int | None = getattr(self.config.compilation, "state_copy", None)
+        limit = self.config.compilation.state_copy
         return (self.backend.memory().free or 4 << 30) // 4 if limit is None else limit
 
     def _use_generators(self, found: Sequence[torch.Generator]) -> None:
@@ -272,6 +276,15 @@ class GraphedModel:
         self.sweep()
         for key in keys:
             self.pools.drop(key)
+
+    def drop_all(self) -> None:
+        """Free all graphs and their pools; more can be captured."""
+        self.backend.synchronize()
+        for wrapper in self.scope.wrappers:
+            wrapper.reset(self.scope)
+        self.scope.entries, self.scope.wrappers = [], []
+        self.backend.release_cached()
+        self.pools.renew()
 
     def holds(self, key: Key) -> bool:
         """Whether a graph of that key is there."""

@@ -214,11 +214,11 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
     plan = within_count(build_plan(loaded.config), loaded.config)
     if costs is not None:
         plan = plan.model_copy(update={"predicted": costs.of(plan.keys), "machine": machine})
-    plan = plan.model_copy(update=_without_traffic(plan, loaded.config))
+    plan = plan.model_copy(update=_without_traffic(plan))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
 
 
-def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
+def _without_traffic(plan: Plan) -> dict[str, tuple[str, ...]]:
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     notes = (
@@ -231,7 +231,7 @@ def _without_traffic(plan: Plan, config: Config) -> dict[str, tuple[str, ...]]:
     unbounded = (
         (f"{named} did not bound this plan: without traffic memory and time bound the capture alone",) if limits else ()
     )
-    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(config, plan))}
+    return {"notes": notes, "lint": (*unbounded, *lint_without_traffic(plan))}
 
 
 def _evenly_padded(plan: Plan) -> PaddingPlot:

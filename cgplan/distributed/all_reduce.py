@@ -93,10 +93,10 @@ class AllReduce(ABC):
     def begin_pass(self) -> None:  # noqa: B027
         """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished sums."""
 
-    def end_pass(self) -> Registration | None:
+    def end_pass(self) -> Registration:
         """After captures, on all ranks: register the graphs' buffers. Raises as GraphBufferRegistry.register."""
         self.ranks.agree("the capture pass")
-        return None
+        return Registration()
 
     def release(self) -> None:  # noqa: B027
         """Before graphs are freed, on all ranks."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 
 import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
 from cgplan.distributed.all_reduce import AllReduce
-from cgplan.distributed.kernels import DTYPES, PACK_BYTES, CpuKernels, CudaKernels, Kernels
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration
-from cgplan.distributed.transports import CudaIpcTransport, MemoryTransport, SharedMemoryTransport
+from cgplan.distributed.transports import MemoryTransport
 from cgplan.modes import CUDAGraphMode
 from cgplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PACK_BYTES = 16  # one load of a thread; inputs are aligned to it, and so many bytes long or a multiple
 
 
 class CustomAllReduce(AllReduce):
@@ -29,33 +32,41 @@ class CustomAllReduce(AllReduce):
 
     Args:
         ranks, backend: As for AllReduce.
-        fallback: For other tensors.
+        transport: How ranks reach each other's memory; the all-reduce owns it.
+        signal_bytes: Of the memory through which ranks signal to each other.
+        fallback: For other tensors; the all-reduce owns it.
         max_bytes: Largest tensor that the kernels take.
         table_rows: All-reduces in all graphs, at most.
 
     Attributes:
-        registry: Of this all-reduce, which owns it, the transport and the kernels.
+        registry: Of the graphs' buffers.
     """
 
     name = "custom"
 
     def __init__(
-        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
+        self,
+        ranks: Ranks,
+        backend: GraphBackend,
+        transport: MemoryTransport,
+        signal_bytes: int,
+        fallback: AllReduce,
+        max_bytes: int,
+        table_rows: int,
     ) -> None:
         super().__init__(ranks, backend)
-        on_cpu = ranks.device.type == "cpu"
-        self._transport: MemoryTransport = SharedMemoryTransport() if on_cpu else CudaIpcTransport(ranks.device)
-        self.registry = GraphBufferRegistry(ranks, self._transport, backend.device, table_rows)
-        self._kernels: Kernels = (
-            CpuKernels(ranks, self.registry, self._transport)
-            if on_cpu
-            else CudaKernels(ranks, self.registry, self._transport, max_bytes)
-        )
-        self._fallback, self._max_bytes = fallback, max_bytes
-        self._staging = self._transport.empty(max_bytes)
-        addresses = self.registry.open_block("staging buffers", self._staging)
-        self._staging_row = torch.tensor(addresses, dtype=torch.int64, device=backend.device)
+        self._transport, self._fallback, self._max_bytes = transport, fallback, max_bytes
+        self.registry = GraphBufferRegistry(ranks, transport, backend.device, table_rows)
+        self._own = transport.empty(signal_bytes)
+        self._addresses = self.registry.open_block("signals", self._own)  # of all ranks' signals
+        self._staging = transport.empty(max_bytes)
+        row = self.registry.open_block("staging buffers", self._staging)
+        self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
         self._logged: set[str] = set()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Make this rank's signals new, and forget table rows; no rank is in a sum."""
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Over the registered buffer in a FULL graph, else over the staging buffer."""
@@ -81,17 +92,13 @@ class CustomAllReduce(AllReduce):
         torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        self._kernels.run(x, out, row)
-
     def begin_pass(self) -> None:
         """Unregister, and make the signals new: a rank that failed may have left a barrier early."""
         self.registry.unregister()
-        self._kernels.forget()
         with self.ranks.step("the end of all sums"):  # one that was aborted may still write a signal to a peer
-            self._kernels.reset()
+            self.reset()
         with self.ranks.step("new signals"):
-            self._kernels.reset()
+            self.reset()
         self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
@@ -102,14 +109,7 @@ class CustomAllReduce(AllReduce):
         return self.registry.is_sealed and self.registry.rows > 0
 
     def release(self) -> None:
-        self._kernels.forget()
         self.registry.unregister()
-
-    def abort(self) -> None:
-        self._kernels.abort()
-
-    def check(self) -> None:
-        self._kernels.check()
 
     def close(self) -> None:
         if self.is_closed:

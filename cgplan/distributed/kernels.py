@@ -5,18 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
+from cgplan.backends import GraphBackend
+from cgplan.distributed.all_reduce import AllReduce
+from cgplan.distributed.custom import DTYPES, PACK_BYTES, CustomAllReduce
 from cgplan.distributed.ranks import Ranks
-from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry
-from cgplan.distributed.transports import MemoryTransport
+from cgplan.distributed.registry import SUM_ALIKE
+from cgplan.distributed.transports import CudaIpcTransport, SharedMemoryTransport
 from cgplan.errors import AllReduceError, CgplanError, RankMismatchError, RegistrationError
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PACK_BYTES = 16  # one load of a thread; inputs are aligned to it, and so many bytes long or a multiple
 
 _MOST_BLOCKS = 64  # of one kernel, each with its own signals
 _WARPS = 8
@@ -31,39 +30,6 @@ _SPINS = 200  # looks at the signals before the thread yields for longer
 _SAME_CALLS = "Every rank has to make the same calls in the same order."  # a remedy
 
 
-class Kernels(ABC):
-    """Sums over table rows on one kind of device. Ranks signal through memory that the registry opens on all of them.
-
-    Args:
-        ranks: All ranks.
-        registry: Opens the signals.
-        transport: Holds them.
-        nbytes: Of the signals, and what lies behind them.
-    """
-
-    def __init__(self, ranks: Ranks, registry: GraphBufferRegistry, transport: MemoryTransport, nbytes: int) -> None:
-        self._ranks = ranks
-        self._own = transport.empty(nbytes)
-        self._addresses = registry.open_block("signals", self._own)
-
-    @abstractmethod
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        """Write the sum of all ranks' inputs, which lie where ``row`` says, to ``out``."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Make this rank's signals new; no rank is in a sum."""
-
-    def abort(self) -> None:  # noqa: B027
-        """End waits of queued sums until ``reset``."""
-
-    def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a barrier was left without the others."""
-
-    def forget(self) -> None:  # noqa: B027
-        """Drop what is kept of table rows: they will be written again."""
-
-
 def _unregistered() -> RegistrationError:
     return RegistrationError(
         "a graph was replayed before its buffers were registered",
@@ -71,17 +37,16 @@ def _unregistered() -> RegistrationError:
     )
 
 
-class CudaKernels(Kernels):
-    """One-shot and two-shot all-reduce on one GPU, see triton_kernels.py.
+class CudaAllReduce(CustomAllReduce):
+    """One-shot and two-shot all-reduce on 2, 4 or 8 GPUs, see triton_kernels.py.
 
-    A wait ends, and leaves a wrong sum and an error word, after about ``distributed.timeout``.
-
-    Args:
-        ranks, registry, transport: As for Kernels; 2, 4 or 8 ranks.
-        max_bytes: Largest message. The slices of the two-shot all-reduce lie behind the signals.
+    A wait ends, and leaves NaN and an error word, after about ``distributed.timeout``. The slices of the two-shot
+    all-reduce lie behind the signals. The arguments are those of CustomAllReduce.
     """
 
-    def __init__(self, ranks: Ranks, registry: GraphBufferRegistry, transport: MemoryTransport, max_bytes: int) -> None:
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
+    ) -> None:
         from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
 
         self._one_shot, self._two_shot = one_shot, two_shot
@@ -89,7 +54,8 @@ class CudaKernels(Kernels):
         self._most = ONE_SHOT_BYTES[ranks.world_size]
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
         slice_bytes = -(-max_bytes // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
-        super().__init__(ranks, registry, transport, self._signal_bytes + slice_bytes)
+        transport, nbytes = CudaIpcTransport(ranks.device), self._signal_bytes + slice_bytes
+        super().__init__(ranks, backend, transport, nbytes, fallback, max_bytes, table_rows)
         device = ranks.device
         self._signals = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
@@ -98,10 +64,10 @@ class CudaKernels(Kernels):
         self._beside = torch.cuda.Stream(device)  # for the word that ends a wait on the other streams
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        world, pack = self._ranks.world_size, PACK_BYTES // x.itemsize
+        world, pack = self.world_size, PACK_BYTES // x.itemsize
         packs, block = x.nbytes // PACK_BYTES, _BLOCK_BYTES // x.itemsize
         common = {
-            "RANK": self._ranks.rank, "WORLD": world, "PACK": pack, "BLOCK": block, "LIMIT": self._limit,
+            "RANK": self.rank, "WORLD": world, "PACK": pack, "BLOCK": block, "LIMIT": self._limit,
             "num_warps": _WARPS,
         }  # fmt: skip
         given = (row, out, self._signals, self._counts, self._error, packs)
@@ -114,15 +80,15 @@ class CudaKernels(Kernels):
             )
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self._ranks.device)
+        torch.cuda.synchronize(self.ranks.device)
         self._own[: self._signal_bytes].zero_()
         self._counts.zero_()
         self._error.zero_()
-        torch.cuda.synchronize(self._ranks.device)
+        torch.cuda.synchronize(self.ranks.device)
 
     def abort(self) -> None:
         """Write the error word beside the kernels that wait."""
-        with torch.cuda.device(self._ranks.device), torch.cuda.stream(self._beside):
+        with torch.cuda.device(self.ranks.device), torch.cuda.stream(self._beside):
             self._error.copy_(self._aborted, non_blocking=True)
 
     def check(self) -> None:
@@ -132,11 +98,11 @@ class CudaKernels(Kernels):
         code = int(self._error.item())
         if not code:
             return
-        self._ranks.check()
+        self.ranks.check()
         if code == UNREGISTERED:
             raise _unregistered()
         raise AllReduceError(
-            f"an all-reduce on rank {self._ranks.rank} {'timed out' if code == TIMED_OUT else 'was aborted'}: a rank "
+            f"an all-reduce on rank {self.rank} {'timed out' if code == TIMED_OUT else 'was aborted'}: a rank "
             "did not come to it, and sums since then are wrong",
             remedy=_SAME_CALLS,
         )
@@ -145,23 +111,22 @@ class CudaKernels(Kernels):
         return (min(-(-nbytes // _BLOCK_BYTES), _MOST_BLOCKS),)
 
 
-class CpuKernels(Kernels):
+class CpuAllReduce(CustomAllReduce):
     """Sums over table rows on the CPU.
 
     A barrier: each rank adds one to its own count, writes it to its place in every rank's signals, and waits until all
-    places of its own signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
+    places in its signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
     is one aligned word with one writer; a yield, which passes through locks, stands before each write and after each
     wait, so that data is written before the count that tells of it, on any processor. Behind the counts is a record for
     each rank, of what it brings to the sum: dtype and shape, written before the first barrier, compared before the
-    second.
-
-    Args:
-        ranks, registry, transport: As for Kernels.
+    second. The arguments are those of CustomAllReduce.
     """
 
-    def __init__(self, ranks: Ranks, registry: GraphBufferRegistry, transport: MemoryTransport) -> None:
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
+    ) -> None:
         words = (1 + _RECORD) * ranks.world_size
-        super().__init__(ranks, registry, transport, 8 * words)
+        super().__init__(ranks, backend, SharedMemoryTransport(), 8 * words, fallback, max_bytes, table_rows)
         self._signals: list[Any] = [(ctypes.c_uint64 * words).from_address(address) for address in self._addresses]
         self._count = 0
         self._left: CgplanError | None = None  # why a barrier was left without the others
@@ -178,16 +143,16 @@ class CpuKernels(Kernels):
                 let a rank read what another one has not written yet.
         """
         if self._left is not None:
-            self._ranks.check()
+            self.ranks.check()
             raise AllReduceError(
-                f"rank {self._ranks.rank} has left an earlier all-reduce: {self._left.message}",
+                f"rank {self.rank} has left an earlier all-reduce: {self._left.message}",
                 remedy="Capture again on all ranks, or start them again.",
             )
         addresses = row.tolist()
         if not all(addresses):
             raise _unregistered()
         own = _record(x)
-        at = self._ranks.world_size + self._ranks.rank * _RECORD
+        at = self.world_size + self.rank * _RECORD
         for signals in self._signals:
             signals[at : at + len(own)] = own
         self._meet()
@@ -204,9 +169,11 @@ class CpuKernels(Kernels):
     def reset(self) -> None:
         self._count, self._left = 0, None
         self._own.zero_()
-
-    def forget(self) -> None:
         self._views.clear()
+
+    def release(self) -> None:
+        self._views.clear()
+        super().release()
 
     def _view(self, address: int, like: torch.Tensor) -> torch.Tensor:
         """A rank's input, [numel], on the memory at an address."""
@@ -218,7 +185,7 @@ class CpuKernels(Kernels):
 
     def _unlike(self, own: list[int]) -> RankMismatchError | None:
         """How the first rank whose record differs from rank 0's does; the same on all ranks."""
-        world, told = self._ranks.world_size, self._signals[self._ranks.rank]
+        world, told = self.world_size, self._signals[self.rank]
         if all(told[at : at + len(own)] == own for at in range(world, len(told), _RECORD)):
             return None
         first, *others = [_described(told[at : at + _RECORD]) for at in range(world, len(told), _RECORD)]
@@ -236,12 +203,12 @@ class CpuKernels(Kernels):
             raise
 
     def _barrier(self) -> None:
-        rank, world, own = self._ranks.rank, self._ranks.world_size, self._signals[self._ranks.rank]
+        rank, world, own = self.rank, self.world_size, self._signals[self.rank]
         self._count += 1
         time.sleep(0)
         for signals in self._signals:
             signals[rank] = self._count
-        spins, deadline = 0, time.monotonic() + self._ranks.timeout
+        spins, deadline = 0, time.monotonic() + self.ranks.timeout
         while min(own[:world]) < self._count:
             spins += 1
             if spins < _SPINS:
@@ -249,14 +216,14 @@ class CpuKernels(Kernels):
                 continue
             time.sleep(2e-5 if spins < 50 * _SPINS else 1e-3)
             if spins % 256 == 0:
-                self._ranks.check()
+                self.ranks.check()
                 if time.monotonic() > deadline:
                     late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
                     error = AllReduceError(
-                        f"rank {late} did not come to an all-reduce within {self._ranks.timeout:g} s",
+                        f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s",
                         remedy=_SAME_CALLS,
                     )
-                    self._ranks.leave(error)
+                    self.ranks.leave(error)
                     raise error
         time.sleep(0)
 
@@ -272,4 +239,4 @@ def _described(record: list[int]) -> str:
     return f"{record[1 : 1 + dims]} {DTYPES[dtype]}"
 
 
-__all__ = ["DTYPES", "PACK_BYTES", "CpuKernels", "CudaKernels", "Kernels"]
+__all__ = ["ONE_SHOT_BYTES", "CpuAllReduce", "CudaAllReduce"]

@@ -10,7 +10,7 @@ Note [Steps]
 
 Note [Teardown]
     What ranks share is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
-    rank closes the handles that it has opened of the others' memory; (3) a step: nobody reads my memory any more;
+    rank closes the handles that it has opened of the others' memory; (3) a step: no rank reads my memory any more;
     (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
     Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
     before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left out, the order stays.

@@ -45,12 +45,12 @@ class Registration:
         seconds: From the first step to the last.
     """
 
-    rows: int
-    buffers: int
-    bases: int
-    opened: int
-    mapped_bytes: int
-    seconds: float
+    rows: int = 0
+    buffers: int = 0
+    bases: int = 0
+    opened: int = 0
+    mapped_bytes: int = 0
+    seconds: float = 0.0
 
 
 class GraphBufferRegistry:

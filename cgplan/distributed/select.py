@@ -10,8 +10,7 @@ import torch
 from cgplan.backends import GraphBackend
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
-from cgplan.distributed.custom import CustomAllReduce
-from cgplan.distributed.kernels import ONE_SHOT_BYTES
+from cgplan.distributed.kernels import ONE_SHOT_BYTES, CpuAllReduce, CudaAllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.transports import uses_expandable_segments
 from cgplan.errors import AllReduceError
@@ -42,7 +41,8 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
     most, rows = config.distributed.all_reduce_max_size, config.distributed.table_rows
     if wanted == "symm_mem":
         return SymmetricAllReduce(ranks, backend, collective, most)
-    return CustomAllReduce(ranks, backend, collective, most, rows)
+    kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
+    return kind(ranks, backend, collective, most, rows)
 
 
 def _why_not(wanted: str, ranks: Ranks) -> str:

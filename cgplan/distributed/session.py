@@ -31,7 +31,7 @@ class RankedCapture(Together):
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
         self._ranks, self._reducer = ranks, reducer
         self._has_budget = any(limit is not None for limit in vars(config.budget).values())
-        self._registration: Registration | None = None
+        self._registration = Registration()
         self._failed = False
 
     def begin(self, plan: Plan, free: int | None) -> int | None:
@@ -116,11 +116,11 @@ class RankedCapture(Together):
             host=socket.gethostname(),
             device=self._ranks.presences[self._ranks.rank].device,
             all_reduce=self._reducer.name,
-            rows=registered.rows if registered else 0,
-            buffers=registered.buffers if registered else 0,
-            bases=registered.bases if registered else 0,
-            mapped_bytes=registered.mapped_bytes if registered else 0,
-            registration_seconds=registered.seconds if registered else 0.0,
+            rows=registered.rows,
+            buffers=registered.buffers,
+            bases=registered.bases,
+            mapped_bytes=registered.mapped_bytes,
+            registration_seconds=registered.seconds,
             pool_bytes=report.pool_bytes,
             static_bytes=report.static_bytes,
             total_bytes=report.total_bytes,

@@ -13,14 +13,14 @@ Note [Signals]
     of the one-shot kernel publishes nothing: its reads are over, as what was made of them is stored. It is not ORDERED,
     which spares a fence over the whole system.
 
-    A kernel has two barriers. One-shot: before the first read all inputs are written; after the last one nobody reads
+    A kernel has two barriers. One-shot: before the first read all inputs are written; after the last one no rank reads
     my input any more, so that what follows may overwrite it. Two-shot: as before; then after the slices are reduced,
-    which also says that nobody reads my input any more. The slices lie behind the signals, and are not written again
+    which also says that no rank reads my input any more. The slices lie behind the signals, and are not written again
     before the first barrier of the next kernel, at which all blocks of this kernel have ended everywhere.
 
     The error word is 0 while all is well. A host that learns that a rank failed writes it, which ends all waits; so
     does a wait of LIMIT looks. Sums since then are NaN, and the host finds out why when it reads the word
-    (`CudaKernels.check`). The kernel reads it by atomics, of which one thread hands the result to the whole block:
+    (`CudaAllReduce.check`). The kernel reads it by atomics, of which one thread hands the result to the whole block:
     threads that saw different values would part ways in the loop.
 """
 

@@ -1,4 +1,4 @@
-"""What of torch's state around a call a graph depends on: grad and inference mode, autocast, random generators.
+"""Torch's state around a call that a graph depends on: grad and inference mode, autocast, random generators.
 
 Note [Ambient state]
     A graph takes no notice of what is around its replay. Each part of that state is dealt with in its own way.
@@ -58,7 +58,7 @@ class AmbientState(NamedTuple):
 
         Args:
             now: The state of a call.
-            done: What was done in this state, ``captured`` or ``traced``.
+            done: ``captured`` or ``traced``: the work of this state.
             names: Parts that count; all if empty.
         """
         if now == self:

@@ -2,10 +2,10 @@
 
 Note [The look]
     A dispatch mode sees each operator of one run on padding. Compiled functions run as they are written: under a
-    dispatch mode Dynamo would skip them, then and ever after. The look is no warm-up: warm-ups come after it and run
-    everything as a replay's capture will. Code between segments (eager pieces) runs on each replay, so what it reads,
-    binds and seeds is its own affair. Not seen: kernels that do not pass PyTorch's dispatcher, and what a forward does
-    for other sizes.
+    dispatch mode Dynamo would skip them, then and ever after. The look does not count as a warm-up: warm-ups come
+    after it and run everything as the capture will. Code between segments (eager pieces) runs on each replay, so it may
+    read, bind and seed as it likes. Not seen: kernels that do not pass PyTorch's dispatcher, and the code that a
+    forward runs for other sizes.
 
 Note [Rebound state]
     ``self.cache = self.cache + x`` makes a new tensor on each call. A graph would always read the tensor that was there
@@ -32,11 +32,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
     as_written,
-    blamed_line,
     implemented_in_python,
     is_composite,
     probing,
@@ -59,7 +59,7 @@ def no_operators() -> dict[Part, Counter[str]]:
 
 @dataclass(slots=True)
 class Footprint:
-    """What one look saw.
+    """The findings of one look.
 
     Attributes:
         operators: Calls by name, for code in graphs and code between them; views and bare allocations left out.
@@ -92,7 +92,7 @@ class Look(TorchDispatchMode):
         names: Paths of tensors to look for, by id.
         device: Where graphs run.
         limit: Bytes of copies on the device, see ``ModelState.saving``.
-        part: What code outside of wrappers and eager pieces is.
+        part: The part that code outside of wrappers and eager pieces belongs to.
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
         numbers: Tells the model's numbers by path; absent: not looked at.
@@ -257,7 +257,7 @@ class Look(TorchDispatchMode):
                 self.found.random = f"{name}, before {blamed_line()}"
 
     def finish(self) -> Footprint:
-        """What was seen. Generators are where they were before the look."""
+        """The findings. Generators are where they were before the look."""
         found = self.found
         if found.error is None:
             self._end_part(self._part)
@@ -276,7 +276,7 @@ def current_look() -> Look | None:
 def look(
     call: Callable[[], object], state: ModelState, limit: int = 0, *, names: ModelState | None = None, **options: Any
 ) -> Footprint:
-    """Run a forward eagerly, once, and say what it does. What the forward raises is in ``Footprint.error``.
+    """Run a forward eagerly, once, and note its footprint. An error of the forward is in ``Footprint.error``.
 
     Args:
         call: Runs the forward on padding.
@@ -310,10 +310,10 @@ def examine(
 
     Args:
         call, state, limit, options: As for ``look``.
-        inputs: What the forward is given; the model may keep it.
+        inputs: Arguments of the forward, which the model may keep.
 
     Returns:
-        What was seen, and what the report should warn of.
+        The footprint, and warnings for the report.
 
     Raises:
         CaptureError: graph code reads state that it binds again, or sets the state of a random generator.
@@ -337,7 +337,7 @@ def examine(
     if lost or frozen:
         names = ", ".join(path.removeprefix("model.") for path in (*lost, *frozen)[:5])
         raise CaptureError(
-            f"the forward reads {names} and binds it anew on each call; a graph would always read what was there at "
+            f"the forward reads {names} and binds it again on each call; a graph would always read what was there at "
             "capture",
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
             "do it outside of the forward.",

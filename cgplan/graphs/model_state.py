@@ -1,4 +1,4 @@
-"""What a model holds: where its tensors lie, what a capture changed of it, and how that is put back.
+"""ModelState: everything that a model holds at one moment. It finds moved tensors, and undoes the changes of captures.
 
 Note [What is looked at]
     One walk answers for addresses, exchanged objects, rebinding, random generators and what is put back. It enters
@@ -22,22 +22,19 @@ from __future__ import annotations
 
 import keyword
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgplan.backends.host_sync import written_tensors
 from cgplan.errors import AddressError
-from cgplan.units import format_bytes
 
 _NUMBERS = (bool, int, float, complex)
 _PLAIN = frozenset(
@@ -55,8 +52,8 @@ _SHOWN = 10
 _ABSENT: Any = object()
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
-_layouts: weakref.WeakKeyDictionary[type, _Layout] = weakref.WeakKeyDictionary()
 
+Outcome = Literal["device", "host", "new", "not kept"]
 Token = tuple[str, Any]  # path and what changed there
 
 
@@ -119,8 +116,6 @@ class _Layout:
 
     @classmethod
     def of(cls, kind: type) -> _Layout:
-        if (known := _layouts.get(kind)) is not None:
-            return known
         static: dict[str, Any] = {}
         for owner in reversed(kind.__mro__):
             static |= vars(owner)
@@ -128,14 +123,13 @@ class _Layout:
         is_module = issubclass(kind, torch.nn.Module)
         opaque = issubclass(kind, _OPAQUE) or "__graph_memory__" in static
         slots = [vars(owner).items() for owner in kind.__mro__ if "__slots__" in vars(owner)]
-        made = _layouts[kind] = cls(
+        return cls(
             opaque or (kind.__module__.startswith(_OPAQUE_MODULES) and not is_module),
-            is_module and any(_COMPILED in getattr(f, "__dict__", ()) for f in static.values()),
+            is_module and any(_COMPILED in f.__dict__ for f in static.values() if isinstance(f, types.FunctionType)),
             own if isinstance(own, types.GetSetDescriptorType | types.MemberDescriptorType) else None,
             tuple((n, m) for items in slots for n, m in items if isinstance(m, types.MemberDescriptorType)),
             tuple(f for n in ("forward", "__call__") if isinstance(f := static.get(n), types.FunctionType)),
         )
-        return made
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +139,7 @@ class Place:
     Attributes:
         path: Such as ``model.layers[0].weight``.
         container, key: Where it is read; None once the record let go of the model's objects.
-        value: What was there; None after that.
+        value: The object there; None after that.
         step: The last step of the path.
         home: The id of the container.
         address: Of a dense tensor on the device of the record, in bytes.
@@ -162,7 +156,7 @@ class Place:
     form: tuple[Any, ...] | None = None
 
     def now(self) -> Any:
-        """What is there now; a marker where nothing is."""
+        """The object there now; ``_ABSENT`` if there is none."""
         try:
             return self.container[self.key]
         except (LookupError, AttributeError, ValueError):
@@ -179,7 +173,7 @@ class _Saved:
     copy: torch.UntypedStorage | None
     nbytes: int
     version: int | None
-    on_device: bool = True
+    kept: Outcome = "device"
 
 
 @dataclass(slots=True, eq=False)
@@ -191,12 +185,11 @@ class ModelState:
     Attributes:
         roots: The objects by name.
         device: Tensors elsewhere have no address here.
-        places: What was found, in order, by path.
+        places: All places, in the order of the walk, by path.
         generators: Random generators of the device, but for the default one.
         is_compiled: Whether functions or modules under torch.compile were found.
-        kept: Paths and bytes of what ``restore`` put back, of storages; after it.
-        new: Paths that the runs before a capture made or filled, and that stay; after ``restore``.
-        not_kept: Paths and bytes of storages that were written and too large to be copied.
+        outcome: After ``restore``, bytes by path, and whether the place was put back from a copy (on the ``device`` or
+            the ``host``), was made on first use and stays (``new``), or was too large to be copied (``not kept``).
         volatile: Paths at which each run of the forward binds another object.
     """
 
@@ -205,9 +198,7 @@ class ModelState:
     places: dict[str, Place] = field(default_factory=dict)
     generators: tuple[torch.Generator, ...] = ()
     is_compiled: bool = False
-    kept: dict[str, int] = field(default_factory=dict)
-    new: list[str] = field(default_factory=list)
-    not_kept: dict[str, int] = field(default_factory=dict)
+    outcome: dict[str, tuple[int, Outcome]] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
     _sizes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # of dicts their keys, of lists their items
     _fast: list[tuple[Any, Any, Any, int | None]] = field(default_factory=list)
@@ -220,7 +211,7 @@ class ModelState:
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], device: torch.device) -> ModelState:
-        """What can be reached from ``roots`` now. ``cuda`` without an index is the current device."""
+        """Everything that can be reached from ``roots`` now. ``cuda`` without an index is the current device."""
         state = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunctionSubclass():
             state._walk()
@@ -229,6 +220,7 @@ class ModelState:
     def _walk(self) -> None:
         generators: dict[int, torch.Generator] = {}
         defaults = {id(torch.default_generator), *map(id, torch.cuda.default_generators)}
+        layouts: dict[type, _Layout] = {}
         seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
         todo: list[tuple[Any, Any, str, str]] = [(self.roots, name, "", name) for name in reversed(self.roots)]
         while todo:
@@ -254,7 +246,9 @@ class ModelState:
                 if issubclass(kind, torch.Generator):
                     if value.device == self.device and id(value) not in defaults:
                         generators[id(value)] = value
-                elif not (layout := _Layout.of(kind)).is_opaque:
+                    continue
+                layout = layouts[kind] if kind in layouts else layouts.setdefault(kind, _Layout.of(kind))
+                if not layout.is_opaque:
                     self.is_compiled |= layout.is_compiled
                     children = list(self._children(value, layout, place.path))
                     todo += [(where, key, place.path, step) for where, key, step in reversed(children)]
@@ -321,7 +315,7 @@ class ModelState:
                     yield where, key, step
 
     def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Any, Any, str]]:
-        """What a function refers to; of one that torch made, only what it stands for."""
+        """Objects that a function refers to; of a function that torch made, only the one that it stands for."""
         own = function.__dict__
         self.is_compiled |= _COMPILED in own
         if str(function.__globals__.get("__name__", "")).startswith(("torch.", "cgplan.")):
@@ -443,7 +437,7 @@ class ModelState:
         return [p for p in self.places.values() if not _is_same(p.value, p.now())]
 
     def _changes(self) -> dict[Token, Any]:
-        """What is not as it was: what is there now by path and kind of change."""
+        """All differences from the record: the present value by path and kind of change."""
         found: dict[Token, Any] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for place in self.places.values():
@@ -478,20 +472,13 @@ class ModelState:
         self._once |= once
         self._each |= after.keys() - once
 
-    @contextmanager
-    def saving(self, limit: int) -> Iterator[None]:
-        """A block whose operators' writes to the model's memory are undone by ``restore``.
-
-        Code that torch.compile compiled must run as it is written inside, see footprint.py.
+    def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
+        """Copy the model's storages that an operator is about to write, unless that was done.
 
         Args:
+            func, args, kwargs: The operator and its arguments, in a dispatch mode around the forward.
             limit: Bytes of copies on their device; further ones lie on the host.
         """
-        with _Saving(self, limit):
-            yield
-
-    def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
-        """Copy the model's storages that an operator is about to write, unless that was done; as for ``saving``."""
         for tensor in written_tensors(func, args, kwargs):
             try:
                 storage = tensor.untyped_storage()
@@ -501,7 +488,7 @@ class ModelState:
             if not address or address in self._saved:
                 continue
             if (place := self._storage_places().get(address)) is not None:
-                self._saved[address] = self._save(place, tensor, storage, limit)
+                self._saved[address] = self._save(place, storage, limit)
             elif storage.nbytes() <= _SMALL and (address not in self._fresh or self._fresh[address][0].expired()):
                 self._fresh[address] = StorageWeakRef(storage), storage.clone(), _version_of(tensor)
 
@@ -527,42 +514,37 @@ class ModelState:
                         self._storages.setdefault(place.value.untyped_storage().data_ptr(), place)
         return self._storages
 
-    def _save(self, place: Place, tensor: torch.Tensor, storage: torch.UntypedStorage, limit: int) -> _Saved:
-        nbytes, copy, on_device = storage.nbytes(), None, True
-        of_host = sum(s.nbytes for s in self._saved.values() if not s.on_device and s.copy is not None)
-        if self.copied_bytes + nbytes <= limit:
+    def _save(self, place: Place, storage: torch.UntypedStorage, limit: int) -> _Saved:
+        nbytes, copy, kept = storage.nbytes(), None, "not kept"
+        if self.copied("device") + nbytes <= limit:
             with suppress(torch.OutOfMemoryError):
-                copy = storage.clone()
-        if copy is None and tensor.device.type != "cpu" and of_host + nbytes <= _HOST_COPIES:
-            copy, on_device = storage.cpu(), False
-        held = place.value if isinstance(place.value, torch.Tensor) else tensor
-        return _Saved(place.path, held, storage, copy, nbytes, _version_of(held), on_device)
+                copy, kept = storage.clone(), "device"
+        if copy is None and storage.device.type != "cpu" and self.copied("host") + nbytes <= _HOST_COPIES:
+            copy, kept = storage.cpu(), "host"
+        return _Saved(place.path, place.value, storage, copy, nbytes, _version_of(place.value), kept)  # type: ignore[arg-type]
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of copies that lie on their own device now."""
-        return sum(s.nbytes for s in self._saved.values() if s.on_device and s.copy is not None)
+    def copied(self, where: Outcome = "device") -> int:
+        """Bytes of copies that are held now, on their own device or on the host."""
+        return sum(saved.nbytes for saved in self._saved.values() if saved.kept == where)
 
     def restore(self) -> None:
-        """Make the model what it was, see Note [What is put back]; may be called again. The device is idle."""
-        stays = self._once - self._each
-        changes = self._changes()
-        self.new = sorted({path for path, _ in changes if (path, _) in stays})
+        """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle."""
+        stays, changes = self._once - self._each, self._changes()
         for key, saved in self._saved.items():
-            if (saved.path, ("written", key)) in stays:
-                continue
-            if saved.copy is None:
-                self.not_kept[saved.path] = saved.nbytes
-            elif saved.storage.nbytes() == saved.copy.nbytes():
-                saved.storage.copy_(saved.copy)
-                self.kept[saved.path] = saved.nbytes
+            if (saved.path, ("written", key)) not in stays:
+                self.outcome[saved.path] = saved.nbytes, saved.kept
+                if saved.copy is not None and saved.storage.nbytes() == saved.nbytes:
+                    saved.storage.copy_(saved.copy)
         for path, kind in sorted(changes, key=lambda token: token[1] != "items"):  # lengths come first
             if (path, kind) in stays:
+                now = changes[path, kind]
+                self.outcome[path] = now.nbytes if isinstance(now, torch.Tensor) else 0, "new"
                 continue
             if kind in ("bound", "moved"):
                 self.volatile.add(path)
             if kind == "bound":
-                self._put_back(self.places[path])
+                with suppress(LookupError, AttributeError, TypeError):  # a tuple cannot change
+                    self.places[path].container[self.places[path].key] = self.places[path].value
             elif kind == "items":
                 where, before = self._sizes[path]
                 value = getattr(where, "value", where)
@@ -572,31 +554,6 @@ class ModelState:
             elif kind == "keys":
                 for key, _ in changes[path, kind]:
                     del self._sizes[path][0][key]
-
-    def _put_back(self, place: Place) -> None:
-        with suppress(LookupError, AttributeError, TypeError):  # a tuple cannot change
-            place.container[place.key] = place.value
-
-    def report(self) -> tuple[str, ...]:
-        """After ``restore``, in words: what was put back, what is new, what was not kept."""
-        lines = []
-        if self.kept:
-            lines.append(f"put back after the captures: {_listed(self.kept)}")
-        if self.new:
-            lines.append(f"made on first use, and stays: {_listed(dict.fromkeys(self.new))}")
-        if self.not_kept:
-            lines.append(f"written by the captures and too large to be kept: {_listed(self.not_kept)}")
-        return tuple(lines)
-
-
-class _Saving(TorchDispatchMode):
-    def __init__(self, state: ModelState, limit: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._state, self._limit = state, limit
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self._state.save_written(func, args, kwargs or {}, self._limit)
-        return func(*args, **(kwargs or {}))
 
 
 def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -669,11 +626,6 @@ def _remedy(lines: Iterable[str]) -> str:
         f"{remedy} Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "
         f"options=CUDAGraphOptions(copied_arguments={shown}) copies it to where the graph reads it."
     )
-
-
-def _listed(paths: Mapping[str, int | None]) -> str:
-    shown = [path if nbytes is None else f"{path} ({format_bytes(nbytes)})" for path, nbytes in paths.items()]
-    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
 __all__ = ["ModelState", "Place"]

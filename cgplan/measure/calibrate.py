@@ -22,7 +22,7 @@ from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.context import CaptureScope
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.key_capture import CapturedKey, KeyCapture, driver_bytes
+from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
@@ -94,18 +94,18 @@ def _measure_alone(
     graphed: GraphedModel, keys: Sequence[Key], before: MemoryReading
 ) -> tuple[list[_Alone], int, float]:
     """Each key by itself; bytes that the session keeps outside of its pool and its buffers; seconds spent once."""
-    backend, capture, found, workspace, once = graphed.backend, KeyCapture.of(graphed), list[_Alone](), 0, 0.0
+    backend, found, workspace, once = graphed.backend, list[_Alone](), 0, 0.0
     for mode, descriptor in keys:
-        first = _seconds(capture.capture(mode, descriptor))
-        capture.drop_all()
+        first = _seconds(capture_key(graphed, (mode, descriptor)))
+        graphed.drop_all()
         outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes - graphed.copied_bytes
         workspace = max(workspace, outside if backend.supports("driver_bytes") else 0)
-        done = capture.capture(mode, descriptor)
+        done = capture_key(graphed, (mode, descriptor))
         once += max(first - _seconds(done), 0.0)
         name = (mode, descriptor.num_active_loras, descriptor.num_tokens)
         found.append(_Alone(name, done.after[1], done.record(backend).nodes, _seconds(done)))
         del done
-        capture.drop_all()
+        graphed.drop_all()
     return found, workspace, once
 
 
@@ -147,7 +147,7 @@ def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[
     while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
         # Wrappers capture a key again for another scope; the pool is the same.
         graphed.scope = CaptureScope(graphed.scope.pool, backend, address_check=graphed.scope.address_check)
-        captured = KeyCapture.of(graphed).capture(*key)
+        captured = capture_key(graphed, key)
         held.append(captured)
         growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)
         nodes, nbytes = nodes + (captured.record(backend).nodes or 1), nbytes + growth
@@ -158,7 +158,7 @@ def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[
 
 def _free(graphed: GraphedModel, held: Sequence[CapturedKey]) -> None:
     """Free graphs of which wrappers know the last ones alone."""
-    KeyCapture.of(graphed).drop_all()
+    graphed.drop_all()
     for entry in (entry for captured in held for entry in captured.entries):
         for graph in entry.segments:
             graphed.backend.reset(graph)

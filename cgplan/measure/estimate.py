@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import gc_paused
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
-    blamed_line,
     implemented_in_python,
     is_composite,
     refuse_host,

@@ -1,31 +1,17 @@
-"""The Pareto curve, and what stands beside it: ladders, and sizes that are not worth a graph."""
+"""The Pareto curve of graphs against step time, and the ladders beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from cgplan.config import Config
-from cgplan.errors import PlanError
-from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.evidence import LadderPoint, NotWorth, ParetoPoint
-from cgplan.optimizer.lanes import (
-    Routes,
-    expected_step,
-    key_of,
-    lanes_of,
-    largest_of,
-    may_serve,
-    padded_share,
-    serve,
-    stride_of,
-)
-from cgplan.optimizer.left_out import NO_BATCH
+from cgplan.modes import Key
+from cgplan.optimizer.evidence import LadderPoint, ParetoPoint
+from cgplan.optimizer.lanes import expected_step, key_of, padded_share, serve
 from cgplan.optimizer.problem import Problem
 from cgplan.optimizer.search import Limits, Search
-from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Plan, capture_order
 from cgplan.traffic.histogram import Traffic
@@ -33,8 +19,8 @@ from cgplan.traffic.step_times import StepTimes
 
 FIRST, LAST = 64, 128  # graphs that curves go up to
 MOST = 256  # graphs of a plan
-CLOSE = 0.01  # share of what graphs can bring at all that may be left when a curve has gone far enough
-ALIKE = 1e-3  # relative difference that steps are called as long with
+CLOSE = 0.01  # share of the time that graphs can save at all that may be left when a curve has gone far enough
+ALIKE = 1e-3  # relative difference between steps that count as equally long
 WORTH = 1e-4  # relative gain below which graphs are not worth a word
 NO_GAIN = 0.01  # relative distance from the bound below which other sizes bring no gain in step time
 
@@ -44,8 +30,8 @@ class Curve:
     """The best plans by their number of graphs, if nothing else is limited.
 
     Attributes:
+        plan: Bounds of a batch, as the keys need them.
         found: Index k: at most k graphs.
-        graphs: K, the largest number.
     """
 
     problem: Problem
@@ -58,8 +44,7 @@ class Curve:
         """A curve of 64 graphs; of 128 where 64 do not bring 99% of what graphs can bring, or ``most`` allows more."""
         graphs = FIRST
         while True:
-            found = Search(problem, Limits(graphs), curve=True)
-            curve = cls(problem, plan, costs, found)
+            curve = cls(problem, plan, costs, Search(problem, Limits(graphs), curve=True))
             if graphs >= LAST or (curve.enough() is not None and (most or 0) <= graphs):
                 return curve
             graphs *= 2
@@ -85,13 +70,7 @@ class Curve:
 
     def keys(self, graphs: int) -> tuple[Key, ...]:
         """The keys of a point, in capture order."""
-        if graphs == 0:
-            return ()
         return self.keys_of(self.found.chosen(graphs))
-
-    def all_keys(self) -> tuple[Key, ...]:
-        """A key for every candidate of every lane."""
-        return self.keys_of(range(1, lane.sizes.size) for lane in self.problem.lanes)
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
         """The keys of chosen candidates, in capture order."""
@@ -120,55 +99,24 @@ def price(costs: GraphCosts | None, keys: tuple[Key, ...]) -> tuple[int | None, 
     return cost.total_bytes, cost.seconds
 
 
-def ladder_points(config: Config, traffic: Traffic, times: StepTimes, curve: Curve) -> Iterator[LadderPoint]:
-    """What each ladder gives that fits the configuration, and the sizes that it lists, first."""
-    given, most = config.compilation.cudagraph_capture_sizes, config.compilation.max_cudagraph_capture_size
-    listed = isinstance(given, tuple)
-    for name in ("configured", *LADDERS) if listed else LADDERS:
-        sizes = {"cudagraph_capture_sizes": name, "max_cudagraph_capture_size": None if listed else most}
-        asked = config.compilation if name == "configured" else config.compilation.model_copy(update=sizes)
-        try:
-            keys = build_plan(config.model_copy(update={"compilation": asked})).keys
-        except PlanError:
-            continue
-        served = serve(keys, traffic, times)
+def ladder_points(
+    ladders: Mapping[str, Plan], traffic: Traffic, times: StepTimes, curve: Curve
+) -> Iterator[LadderPoint]:
+    """Expected step, costs and padding of each ladder's plan, and the points of the curve that equal it."""
+    for name, plan in ladders.items():
+        served = serve(plan.keys, traffic, times)
         expected = expected_step(served)
         equal, alike = curve.fewest(expected), curve.fewest(expected * (1 + ALIKE))
-        bytes_, seconds = price(curve.costs, keys)
+        bytes_, seconds = price(curve.costs, plan.keys)
         yield LadderPoint(
             name=name,
-            graphs=len(keys),
+            graphs=len(plan.keys),
             expected_us=expected,
             bytes=bytes_,
             seconds=seconds,
             padding=padded_share(served),
-            unused=len(keys) - sum(part.lane is not None for part in served),
+            unused=len(plan.keys) - sum(part.lane is not None for part in served),
             equal=None if equal is None else curve.point(equal),
             alike=None if alike is None else curve.point(alike),
             no_gain=expected <= (1 + NO_GAIN) * curve.problem.infinite_us,
         )
-
-
-def not_worth(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator[NotWorth]:
-    """Sizes of the plan's lanes at which a graph brings nothing: no batch would run in it, none that comes there is as
-    large, or eager steps take no longer. LoRA cases that were not planned for are left out.
-    """
-    routes, lanes = Routes(plan.keys), lanes_of(plan.mode, plan.lora_cases)
-    runs = [(batch, routes.of(batch)) for batch, _ in traffic.histogram]
-    ranks = [(batch, len(lanes) if route is None else lanes.index(route[0])) for batch, route in runs]
-    planned = times.told_apart(plan.lora_cases)
-    for rank, lane in enumerate(lanes):
-        if lane.num_active_loras not in planned:
-            continue
-        largest, stride, case = largest_of(lane, plan), stride_of(lane, plan), lane.num_active_loras
-        graph, eager = (times.curve(m, largest, case) for m in (lane.mode, CUDAGraphMode.NONE))
-        worth = np.flatnonzero(graph < eager)
-        end = int(worth[-1]) // stride * stride if worth.size else 0
-        # Batches that graphs of an earlier lane run do not come here.
-        wanted = max((batch.num_tokens for batch, at in ranks if at >= rank and may_serve(lane, batch)), default=0)
-        wanted = min(-(-wanted // stride) * stride, largest)
-        if wanted < end:
-            reason = f"no batch of this lane is as large: {wanted} does as well" if wanted else NO_BATCH
-            yield NotWorth(**lane._asdict(), first=wanted + 1, last=end, reason=reason)
-        if end < largest:
-            yield NotWorth(**lane._asdict(), first=end + 1, last=largest, reason="an eager step takes no longer")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from cgplan.modes import CUDAGraphMode
-from cgplan.planning.plan import Lane, Mode
+from cgplan.planning.plan import LaneRecord, LeftOut
 
-if TYPE_CHECKING:
-    from cgplan.optimizer.lanes import Served
-
+NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
@@ -74,82 +71,33 @@ class LadderPoint(_Record):
     no_gain: bool
 
 
-class SizeUse(_Record):
-    """What one graph of the plan runs, or (mode NONE) what runs eagerly.
+class SizeUse(LaneRecord):
+    """The steps that one graph of the plan runs, or (mode NONE) the eager steps.
 
     Attributes:
-        mode, uniform, num_active_loras, size: The graph; size in tokens, None for eager steps.
+        size: Of the graph, in tokens; None for eager steps.
         share: Of all steps, from 0 to 1.
         padding: Share of the tokens it runs which are padding, from 0 to 1.
     """
 
-    mode: Mode
-    uniform: bool
-    num_active_loras: int
     size: int | None
     share: float
     padding: float
 
-    @classmethod
-    def of(cls, served: Served, weight: float) -> SizeUse:
-        """From what a graph runs, out of batches with that weight in all."""
-        lane = served.lane or Lane(CUDAGraphMode.NONE, False, 0)
-        share = served.weight / weight
-        return cls(**lane._asdict(), size=served.size, share=share, padding=served.padding)
 
-
-class LaneSizes(_Record):
+class LaneSizes(LaneRecord):
     """Capture sizes of one lane, in tokens, ascending."""
 
-    mode: Mode
-    uniform: bool
-    num_active_loras: int
     sizes: tuple[int, ...]
 
-    @classmethod
-    def of(cls, lane: Lane, sizes: tuple[int, ...]) -> LaneSizes:
-        """Of one lane."""
-        return cls(**lane._asdict(), sizes=sizes)
 
-    @property
-    def lane(self) -> Lane:
-        """Which batches the sizes are for."""
-        return Lane(self.mode, self.uniform, self.num_active_loras)
-
-
-class NotWorth(_Record):
+class NotWorth(LaneRecord):
     """Sizes of one lane at which a graph brings nothing: tokens from ``first`` to ``last``, and why."""
 
-    mode: Mode
-    uniform: bool
     num_active_loras: int = 0  # absent from plans of earlier versions
     first: int
     last: int
     reason: str
-
-    @property
-    def lane(self) -> Lane:
-        """Which batches the sizes are for."""
-        return Lane(self.mode, self.uniform, self.num_active_loras)
-
-
-class LeftOut(_Record):
-    """Sizes of one lane that a plan could have and has not, and why.
-
-    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
-    these keys more would break, such as "budget.max_graphs"; or another sentence.
-    """
-
-    mode: Mode
-    uniform: bool
-    num_active_loras: int
-    sizes: tuple[int, ...]
-    reason: str
-
-    @property
-    def lane(self) -> Lane:
-        """Which batches the sizes are for."""
-        return Lane(self.mode, self.uniform, self.num_active_loras)
 
 
 class NextGraph(_Record):

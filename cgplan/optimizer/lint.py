@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Routes, Served, lanes_of, serve
+from cgplan.optimizer.lanes import Routes, Served, lanes_of, largest_of, serve, stride_of
 from cgplan.planning.plan import Lane, Plan
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
@@ -19,7 +18,7 @@ MOST_STEPS = 3  # of a lane that are named
 SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
 
-def lint(config: Config, plan: Plan, traffic: Traffic, times: StepTimes) -> tuple[str, ...]:
+def lint(plan: Plan, traffic: Traffic, times: StepTimes) -> tuple[str, ...]:
     """All warnings about a plan for this traffic.
 
     Raises:
@@ -31,26 +30,26 @@ def lint(config: Config, plan: Plan, traffic: Traffic, times: StepTimes) -> tupl
         *scheduler_cliffs(plan, traffic, times),
         *beyond_the_scheduler(plan, traffic),
         *unreachable_sizes(plan),
-        *uneven_sizes(config, plan),
+        *uneven_sizes(plan),
         *lora_cases(plan, traffic, served),
         *wide_steps(served),
         *unused_modes(plan, traffic, served),
     )
 
 
-def lint_without_traffic(config: Config, plan: Plan) -> tuple[str, ...]:
+def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
     """What can be said of a plan that was not made for traffic: no figures of steps, only of sizes."""
     return (
         *uncaptured_decode(plan),
         *unreachable_sizes(plan),
-        *uneven_sizes(config, plan),
+        *uneven_sizes(plan),
         *sparse_steps(plan),
     )
 
 
 def uncaptured_decode(plan: Plan) -> Iterator[str]:
     """The largest decode batch of the scheduler, if it has no graph where smaller ones have."""
-    most = min(plan.max_num_seqs, plan.max_num_batched_tokens // plan.query_len) * plan.query_len
+    most = largest_of(Lane(CUDAGraphMode.FULL, True, 0), plan)
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
     if held < most:
         yield (
@@ -63,7 +62,7 @@ def sparse_steps(plan: Plan) -> Iterator[str]:
     """Steps of a ladder where more than a quarter of what runs is padding, if all sizes of batches are as frequent."""
     lanes = {(Lane(lane.mode, lane.uniform, 0), sizes) for lane, sizes in plan.lanes().items()}
     for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
-        stride = plan.query_len if lane.uniform else 1
+        stride = stride_of(lane, plan)
         steps = [(below + stride, size) for below, size in pairwise((0, *sizes)) if size - below > FINE * stride]
         wide = [(first, size) for first, size in steps if size - first > 2 * WIDE * size]
         for first, size in wide[:MOST_STEPS]:
@@ -105,9 +104,9 @@ def scheduler_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator
     """The largest batch that the scheduler makes, if traffic stays below it and a graph would be faster."""
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     reqs = min(seqs, tokens // plan.query_len)
-    extremes = [(Batch(tokens, min(seqs, tokens)), "max_num_batched_tokens")]
+    extremes = [(StepShape(tokens, min(seqs, tokens)), "max_num_batched_tokens")]
     if reqs:
-        extremes.insert(0, (Batch(reqs * plan.query_len, reqs, True), "max_num_seqs"))
+        extremes.insert(0, (StepShape(reqs * plan.query_len, reqs, True), "max_num_seqs"))
     for batch, limit in extremes:
         seen = any(b.uniform is batch.uniform and b.num_tokens >= batch.num_tokens for b, _ in traffic.histogram)
         options = _graph(plan, batch, times)
@@ -142,10 +141,7 @@ def beyond_the_scheduler(plan: Plan, traffic: Traffic) -> Iterator[str]:
 def unreachable_sizes(plan: Plan) -> Iterator[str]:
     """Sizes that no batch is padded to: none lies between the next smaller size and them."""
     for lane, sizes in plan.lanes().items():
-        stride = plan.query_len if lane.uniform else 1
-        most = plan.max_num_batched_tokens
-        if lane.uniform:
-            most = min(most // stride, plan.max_num_seqs) * stride
+        stride, most = stride_of(lane, plan), largest_of(lane, plan)
         pairs = zip((0, *sizes), sizes, strict=False)
         dead = [size for below, size in pairs if min(size, most) // stride <= below // stride]
         if dead:
@@ -156,15 +152,15 @@ def unreachable_sizes(plan: Plan) -> Iterator[str]:
             )
 
 
-def uneven_sizes(config: Config, plan: Plan) -> Iterator[str]:
+def uneven_sizes(plan: Plan) -> Iterator[str]:
     """Sizes that hold no whole number of requests of a uniform batch."""
-    q, given = plan.query_len, config.compilation.cudagraph_capture_sizes
+    q, given = plan.query_len, (plan.config or {}).get("compilation", {}).get("cudagraph_capture_sizes")
     if q == 1:
         return
     uneven = sorted({key.num_tokens for _, key in plan.keys if key.uniform and key.num_tokens % q})
     if uneven:
         yield f"sizes {_list(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
-    if isinstance(given, tuple) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
+    if isinstance(given, list) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
         rounded = [size for size in sorted(set(given)) if size % q]
         most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
         there = sorted({up for size in rounded if (up := -(-size // q) * q) <= most})
@@ -232,7 +228,7 @@ def unused_modes(plan: Plan, traffic: Traffic, served: Sequence[Served]) -> Iter
                 yield f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode {plan.mode} are for those"
 
 
-def _graph(plan: Plan, batch: Batch, times: StepTimes) -> tuple[CUDAGraphMode, float, float] | None:
+def _graph(plan: Plan, batch: StepShape, times: StepTimes) -> tuple[CUDAGraphMode, float, float] | None:
     """The mode whose graph could run a batch, its microseconds, and those of an eager step; None if none could."""
     case = min((case for case in plan.lora_cases if case >= batch.num_active_loras), default=None)
     if case is None or batch.num_tokens > plan.max_num_batched_tokens:

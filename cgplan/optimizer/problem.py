@@ -1,4 +1,4 @@
-"""What the search chooses among, as arrays: candidates of each lane, and the batches that want them."""
+"""The sizes that the search chooses among, and the batches that want them, as arrays."""
 
 from __future__ import annotations
 
@@ -100,19 +100,6 @@ class Problem:
             self.workspace + float(np.sort(driver)[:graphs].sum()),
             self.once + float(np.sort(seconds)[:graphs].sum()),
         )
-
-    def bound_beyond(self, graphs: int, memory: float | None) -> float:
-        """Microseconds, times weight, that no plan with at least so many graphs is below: none takes longer than its
-        best time, if it is no larger than what the memory besides the keys pays for.
-        """
-        spare = np.inf if memory is None else memory - self.cheapest(graphs)[0]
-        total = self.eager_us
-        for demand in self.demands:
-            lanes = [self.lanes[index] for index in demand.lanes]
-            largest = max(int(lane.sizes[lane.pool + lane.static <= spare].max(initial=0)) for lane in lanes)
-            held = int(demand.below(np.array([largest]))[0])
-            total += float(demand.best[held] + demand.eager[-1] - demand.eager[held])
-        return total
 
     def total_of(self, chosen: Sequence[Sequence[int]]) -> float:
         """Microseconds, times weight, if these candidates of each lane are captured."""

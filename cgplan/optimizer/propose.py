@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
 from cgplan.config import Config
-from cgplan.errors import BudgetError
+from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import Key
 from cgplan.optimizer.curve import MOST, WORTH, Curve
 from cgplan.optimizer.evidence import Evidence
@@ -18,7 +19,7 @@ from cgplan.optimizer.explain import Case
 from cgplan.optimizer.lanes import lanes_of, serve
 from cgplan.optimizer.problem import problem_of
 from cgplan.optimizer.search import Best, Limits, best_plan
-from cgplan.planning.build import build_plan
+from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
@@ -82,7 +83,9 @@ def propose(
             "predicted": costs and costs.of(keys),
         }
     )
-    evidence = Case(config, traffic, times, costs, plan, curve, limits, best, served, failed).evidence()
+    sizes, ladders = config.compilation.cudagraph_capture_sizes, dict(_ladders(config))
+    asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
+    evidence = Case(plan, traffic, times, costs, curve, limits, best, served, failed, ladders, asked).evidence()
     plan = plan.model_copy(update={"evidence": evidence.model_dump(mode="json")})
     return Proposal(plan=Plan.model_validate(plan.model_dump()), evidence=evidence)
 
@@ -93,6 +96,19 @@ def _without_keys(config: Config) -> Plan:
     bare = config.model_copy(update={"compilation": config.compilation.model_copy(update=one)})
     of_config = {"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
     return build_plan(bare).model_copy(update=of_config)
+
+
+def _ladders(config: Config) -> Iterator[tuple[str, Plan]]:
+    """Plans of the sizes that the configuration lists and of each ladder that fits it, by name."""
+    asked = config.compilation
+    listed = isinstance(asked.cudagraph_capture_sizes, tuple)
+    for name in ("configured", *LADDERS) if listed else LADDERS:
+        sizes: dict[str, str | None] = {"cudagraph_capture_sizes": name}
+        if listed:
+            sizes["max_cudagraph_capture_size"] = None
+        changed = asked if name == "configured" else asked.model_copy(update=sizes)
+        with suppress(PlanError):
+            yield name, build_plan(config.model_copy(update={"compilation": changed}))
 
 
 def _limits(config: Config, costs: GraphCosts | None) -> Limits | None:
@@ -120,7 +136,7 @@ def _best(limits: Limits | None, curve: Curve, most: int | None) -> Best:
         memory, seconds = problem.cheapest(limits.graphs + 1)
         if asked or math.isinf(memory) or not limits.pays_for(limits.graphs, memory, seconds):
             return best
-        return replace(best, bound=min(best.bound, problem.bound_beyond(limits.graphs + 1, limits.memory)))
+        return replace(best, bound=min(best.bound, problem.infinite_us * problem.weight))
     graphs = curve.enough()
     if graphs is None:
         graphs = curve.fewest(curve.expected_us(curve.graphs) * (1 + WORTH)) or 0

@@ -28,12 +28,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
 from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths
-from cgplan.optimizer.problem import Problem
+from cgplan.optimizer.problem import Candidates, Problem
 
 Chosen = tuple[tuple[int, ...], ...]  # candidates of each lane, ascending, as indices
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
@@ -219,8 +219,9 @@ class Search:
         shared = _shares([curves[i] for i in first], int(a))
         *others, rest = _shares([*(curves[i] for i in second), room.min(axis=1)], int(b))
         share = dict(zip((*first, *second), (*shared, *others), strict=True))
-        sizes = [paths[i].sizes(share[i], end) for i, end in enumerate(corner.ends)]
-        return tuple(map(tuple, (*sizes, paths[-1].sizes(rest, int(room[rest].argmin())))))
+        found = [paths[i].sizes(share[i], end) for i, end in enumerate(corner.ends)]
+        found.append(paths[-1].sizes(rest, int(room[rest].argmin())))
+        return tuple(_raised(lane, sizes) for lane, sizes in zip(self._problem.lanes, found, strict=True))
 
     def _enumerate(self) -> Floats:
         """Try the ends of the first of two lanes; returns the bound."""
@@ -253,27 +254,19 @@ class Search:
 
     def _descend(self) -> Floats:
         """Begin with lanes that are whole or empty, and move one end at a time, by less and less; returns the bound."""
-        tops = [lane.sizes.size - 1 for lane in self._problem.lanes[:-1]]
-        whole = list(product(*((0, top) for top in tops)))[-CORNERS:]
-        tried = set(whole)
-        self._try(list(tried))
-        for shift in range(1, max(tops).bit_length() + 1):
-            improved = True
-            while improved and self._left > 0:
-                before = self.value
-                around = {
-                    (
-                        *ends[:lane],
-                        min(max(ends[lane] + sign * max(tops[lane] >> shift, 1), 0), tops[lane]),
-                        *ends[lane + 1 :],
-                    )
-                    for ends in {corner.ends for corner in self._best[self._watched] if corner is not None}
-                    for lane in range(len(tops))
-                    for sign in (-1, 1)
-                } - tried
-                tried |= around
-                self._try(sorted(around)[: self._left])
-                improved = not np.array_equal(before, self.value)
+        tops = np.array([lane.sizes.size - 1 for lane in self._problem.lanes[:-1]])
+        around = set(list(product(*((0, int(top)) for top in tops)))[-CORNERS:])
+        tried: set[tuple[int, ...]] = set()
+        shift = 1
+        while shift <= int(tops.max()).bit_length():
+            before = self.value
+            self._try(sorted(around - tried)[: max(self._left, 1)])
+            tried |= around
+            shift += int(np.array_equal(before, self.value) or self._left <= 0)
+            steps = np.diag(np.maximum(tops >> shift, 1))
+            best = {corner.ends for corner in self._best[self._watched] if corner is not None}
+            moved = [np.clip([*(ends + steps), *(ends - steps)], 0, tops).tolist() for ends in best]
+            around = {tuple(ends) for several in moved for ends in several}
         return self._apart()
 
     def _apart(self) -> Floats:
@@ -381,6 +374,13 @@ class Search:
         for first, row in enumerate(table):
             np.minimum(least[first:], row[: len(row) - first], out=least[first:])
         return np.asarray(np.minimum.accumulate(least))
+
+
+def _raised(lane: Candidates, sizes: list[int]) -> tuple[int, ...]:
+    """Each size but the largest in favour of the largest one below the next that takes and costs as much."""
+    figures = np.stack([lane.times, lane.driver, lane.seconds])
+    alike = [(figures[:, size:above] == figures[:, [size]]).all(axis=0) for size, above in pairwise(sizes)]
+    return (*(size + int(np.flatnonzero(same)[-1]) for size, same in zip(sizes, alike, strict=False)), *sizes[-1:])
 
 
 def _min_plus(table: Floats, curve: Floats) -> Floats:

@@ -1,19 +1,37 @@
-"""Plans with some of their keys: those that are asked for, or those that ``budget.max_graphs`` allows."""
+"""Plans with some of their keys: those that are asked for, or those that ``budget.max_graphs`` allows.
+
+Note [Spread]
+    Without traffic, batches of every size up to a lane's largest count as equally frequent. A lane keeps its largest
+    size, so that no batch of its kind loses its graph, and of the others those with which batches are padded to the
+    fewest tokens on average: the optimizer's problem for one lane, with a step time that is the size itself. The least
+    mean of a lane falls by less with each further graph, because its cost is Monge; so graphs that go to the lane where
+    the next one saves most, one by one, are spread best over all lanes. Each lane counts the same; of equal ones decode
+    comes first.
+
+    Where there are fewer graphs than lanes, the lanes stay that serve most kinds of batches: those for more adapters
+    serve batches with fewer, those of mixed batches serve uniform decode.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from cgplan.config import Config
 from cgplan.modes import Key
 from cgplan.planning.costs import KeyCost, static_bytes
-from cgplan.planning.plan import Plan
+from cgplan.planning.plan import Lane, Plan
 from cgplan.pricing.allocator import unit_of
+
+if TYPE_CHECKING:
+    from cgplan.optimizer.paths import Paths
 
 
 def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
-    """The plan with these of its keys alone; what is predicted of them goes along.
+    """The plan with these of its keys alone, and with the prediction for them.
 
     Pool memory that a left out key would have brought is brought by the next one, in proportion to their sizes.
     """
@@ -53,11 +71,48 @@ def within_count(plan: Plan, config: Config) -> Plan:
     most = config.budget.max_graphs
     if most is None or len(plan.keys) <= most or config.compilation.capture_policy == "lazy":
         return plan
-    from cgplan.optimizer.spread import Spread  # numpy from here on
-
-    part = restricted(plan, Spread(plan, most).of(plan.keys), config)
+    part = restricted(plan, spread(plan, plan.keys, most), config)
     note = (
         f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, and those with "
         "which batches are padded least if all sizes of them are as frequent"
     )
-    return part.model_copy(update={"notes": (*plan.notes, note)})
+    return part.model_copy(update={"notes": (*part.notes, note)})
+
+
+def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
+    """At most so many of these keys, in their order, see Note [Spread].
+
+    Args:
+        plan: Its keys, and the tokens of a request in uniform decode.
+        keys: Those of the plan, or what is left of them without the largest sizes of some lanes.
+        most: How many to keep.
+    """
+    if len(keys) <= most:
+        return tuple(keys)
+    sizes, ends = plan.lanes(), Counter(Lane.of(*key) for key in keys)
+    lanes = sorted(ends, key=lambda lane: (-lane.num_active_loras, lane.uniform))[:most]
+    strides = {lane: plan.query_len if lane.uniform else 1 for lane in lanes}
+    paths = {lane: _least_padding(sizes[lane], strides[lane], most) for lane in lanes}
+
+    def saved(lane: Lane) -> float:
+        """Rows of padding that one more graph saves a batch, on average; below 0 where no size is left."""
+        if numbers[lane] == ends[lane]:
+            return -1.0
+        cost = paths[lane].cost[numbers[lane] : numbers[lane] + 2, ends[lane]]
+        return float(cost[0] - cost[1]) / (sizes[lane][ends[lane] - 1] // strides[lane])
+
+    numbers = dict.fromkeys(lanes, 1)
+    for _ in range(most - len(lanes)):
+        numbers[max(lanes, key=lambda lane: (saved(lane), lane.uniform))] += 1
+    kept = {(lane, sizes[lane][n - 1]) for lane in lanes for n in paths[lane].sizes(numbers[lane], ends[lane])}
+    return tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in kept)
+
+
+@lru_cache(64)
+def _least_padding(sizes: tuple[int, ...], stride: int, most: int) -> Paths:
+    import numpy as np
+
+    from cgplan.optimizer.paths import best_paths
+
+    times = np.array([0, *sizes], dtype=np.float64)
+    return best_paths((times // stride)[None], times, min(most, len(sizes)))[0]

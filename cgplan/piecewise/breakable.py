@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.blame import current_line
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
-from cgplan.backends.host_sync import blamed_line
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.pools import GraphPool
 from cgplan.piecewise.eager_piece import EagerPiece, TorchState
@@ -121,14 +120,14 @@ class BreakableCUDAGraphCapture:
     def __enter__(self) -> BreakableCUDAGraphCapture:
         if _active.capture is not None:
             raise CaptureError(
-                f"a breakable capture inside another one, at {current_line()}",
+                f"a breakable capture inside another one, at {blamed_line()}",
                 remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
             )
         if self._is_ready or self._items:
             raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
         if not _turn.acquire(timeout=PATIENCE):
             raise CaptureError(
-                f"a breakable capture of another thread is still open after {PATIENCE:.0f} s, at {current_line()}",
+                f"a breakable capture of another thread is still open after {PATIENCE:.0f} s, at {blamed_line()}",
                 remedy="Capture in one thread at a time; an eager piece must not wait for a thread that captures.",
             )
         _active.capture = self

@@ -12,8 +12,7 @@ from cgplan.config import Config
 from cgplan.config.schema import BudgetConfig
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import LeftOut
-from cgplan.planning.plan import Lane, Machine, Mode, Plan, budget_of, capture_config, config_hash
+from cgplan.planning.plan import LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
 
 # Settings that a plan decides itself: its keys are captured whatever the configuration says of them now.
 DECIDED_BY_THE_PLAN = (
@@ -37,19 +36,12 @@ class FieldChange(_Record):
     new: Any
 
 
-class LaneChange(_Record):
+class LaneChange(LaneRecord):
     """Capture sizes that a lane gains, loses and keeps, in tokens, ascending."""
 
-    mode: Mode
-    uniform: bool
-    num_active_loras: int
     added: tuple[int, ...]
     removed: tuple[int, ...]
     kept: tuple[int, ...]
-
-    @property
-    def lane(self) -> Lane:
-        return Lane(self.mode, self.uniform, self.num_active_loras)
 
 
 class Figure(_Record):

@@ -60,6 +60,32 @@ class Lane(NamedTuple):
         return name + adapters
 
 
+class LaneRecord(BaseModel):
+    """Figures of one lane, in JSON beside its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Mode
+    uniform: bool
+    num_active_loras: int
+
+    @property
+    def lane(self) -> Lane:
+        """Which batches the figures are for."""
+        return Lane(self.mode, self.uniform, self.num_active_loras)
+
+
+class LeftOut(LaneRecord):
+    """Sizes of one lane that a plan could have and has not, and why.
+
+    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
+    these keys more would break, such as "budget.max_graphs"; or another sentence.
+    """
+
+    sizes: tuple[int, ...]
+    reason: str
+
+
 class Machine(BaseModel):
     """The machine that a plan's figures were measured on: name of the GPU, versions of its driver and of torch."""
 

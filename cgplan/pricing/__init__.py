@@ -1,1 +1,1 @@
-"""What graphs cost."""
+"""The cost of graphs: measured, or estimated on the CPU."""

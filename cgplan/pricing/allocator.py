@@ -116,7 +116,10 @@ class CachingPool:
             return
         size = round_size(nbytes)
         small = size <= SMALL_SIZE
-        found = self._fit(size, small, stream) or self._grow(size, small, stream)
+        found = self._fit(size, small, stream)
+        if found is None:
+            found = _Block(self.reserved, segment_size(size), small, stream)
+            self.reserved += found.size
         rest = found.size - size
         if rest >= MIN_BLOCK_SIZE if small else rest > SMALL_SIZE:  # should_split
             self._split(found, size)
@@ -153,12 +156,6 @@ class CachingPool:
             return None
         found = self._at.pop(free[index][2])
         del free[index]
-        return found
-
-    def _grow(self, size: int, small: bool, stream: int) -> _Block:
-        nbytes = segment_size(size)
-        found = _Block(self.reserved, nbytes, small, stream)
-        self.reserved += nbytes
         return found
 
     def _split(self, block: _Block, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What graphs cost, from recordings of allocations run through a model of PyTorch's caching allocator."""
+"""The cost of graphs, from recordings of allocations run through a model of PyTorch's caching allocator."""
 
 from __future__ import annotations
 
@@ -82,12 +82,9 @@ class Recording:
             return [
                 e if e.nbytes is None else Allocation(e.block, -(-e.nbytes * num_tokens // mine)) for e in self.events
             ]
-        return [
-            e
-            if e.nbytes is None
-            else Allocation(e.block, _between((mine, e.nbytes), (theirs, o.nbytes or 0), num_tokens))
-            for e, o in zip(self.events, other.events, strict=True)
-        ]
+        pairs = zip(self.events, other.events, strict=True)
+        lines = ((e, (mine, e.nbytes or 0), (theirs, o.nbytes or 0)) for e, o in pairs)
+        return [e if e.nbytes is None else Allocation(e.block, _between(a, b, num_tokens)) for e, a, b in lines]
 
 
 class EstimatedCosts(GraphCosts):
@@ -113,26 +110,22 @@ class EstimatedCosts(GraphCosts):
         self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """See GraphCosts. Smaller sizes, each half of the one before, are taken to be captured, too."""
+        """Smaller sizes, each half of the one before, are taken to be captured, too."""
         lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
         return max((self._pool_bytes(lane, num_tokens) for lane in lanes), default=0)
 
     def static_bytes(self, num_tokens: int) -> int:
-        """See GraphCosts."""
         return static_bytes(self._config, num_tokens)
 
     def driver_bytes(self, key: Key) -> int:
-        """See GraphCosts."""
         return round(self._operators(key) * NODE_BYTES)
 
     def seconds(self, key: Key) -> float:
-        """See GraphCosts."""
         warmups = self._config.compilation.cudagraph_num_of_warmups
         return self._operators(key) * (CAPTURE_SECONDS + warmups * WARMUP_SECONDS)
 
     @property
     def workspace_bytes(self) -> int:
-        """See GraphCosts."""
         return WORKSPACE_BYTES
 
     def _operators(self, key: Key) -> float:

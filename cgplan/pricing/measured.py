@@ -1,15 +1,16 @@
-"""What graphs cost, from captures that were really made."""
+"""The cost of graphs, from captures that were really made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import Any
 
 from cgplan.config import Config
 from cgplan.errors import ReportError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.build import lora_cases, resolve_mode
 from cgplan.planning.costs import GraphCosts, static_bytes
 from cgplan.planning.plan import Plan
@@ -44,7 +45,7 @@ def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]])
 
 @dataclass(frozen=True, slots=True)
 class CaseCost:
-    """What a plan would save without one of its LoRA cases; batches of that case then take the next larger one.
+    """The saving of a plan without one of its LoRA cases, whose batches then take the next larger one.
 
     Attributes:
         num_active_loras: The case.
@@ -67,18 +68,15 @@ def case_costs(plan: Plan, costs: GraphCosts | None) -> tuple[CaseCost, ...]:
     """
     if plan.max_loras is None:
         return ()
-    whole = None if costs is None else costs.of(plan.keys)
     found = []
     for case in plan.lora_cases:
         rest = [key for key in plan.keys if key[1].num_active_loras != case]
         graphs = len(plan.keys) - len(rest)
-        if costs is None or whole is None:
+        if costs is None:
             found.append(CaseCost(case, graphs, None, None))
-        else:
-            without = costs.of(rest)
-            found.append(
-                CaseCost(case, graphs, whole.total_bytes - without.total_bytes, whole.seconds - without.seconds)
-            )
+            continue
+        whole, others = costs.of(plan.keys), costs.of(rest)
+        found.append(CaseCost(case, graphs, whole.total_bytes - others.total_bytes, whole.seconds - others.seconds))
     return tuple(found)
 
 
@@ -98,7 +96,7 @@ def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredKey:
-    """What one captured key took.
+    """The cost of one captured key.
 
     Attributes:
         mode, num_active_loras, num_tokens: Which key.
@@ -114,38 +112,7 @@ class MeasuredKey:
 
     @property
     def has_lora(self) -> bool:
-        """Whether it is for adapters."""
         return self.num_active_loras > 0
-
-
-class _Record(Protocol):
-    """A GraphRecord of a capture report."""
-
-    @property
-    def mode(self) -> CUDAGraphMode: ...
-    @property
-    def descriptor(self) -> BatchDescriptor: ...
-    @property
-    def nodes(self) -> int | None: ...
-    @property
-    def pool_growth(self) -> int: ...
-    @property
-    def driver_bytes(self) -> int | None: ...
-    @property
-    def warmup_seconds(self) -> float: ...
-    @property
-    def capture_seconds(self) -> float: ...
-
-
-class _Report(Protocol):
-    """A CaptureReport."""
-
-    @property
-    def records(self) -> Sequence[_Record]: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    @property
-    def origin(self) -> str: ...
 
 
 class MeasuredCosts(GraphCosts):
@@ -189,8 +156,9 @@ class MeasuredCosts(GraphCosts):
         self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
 
     @classmethod
-    def from_report(cls, report: _Report, config: Config, notes: Iterable[str] = ()) -> MeasuredCosts:
-        """Costs from a saved CaptureReport of the same model; ``notes`` say where it was another one.
+    def from_report(cls, report: Any, config: Config, notes: Iterable[str] = ()) -> MeasuredCosts:
+        """Costs from a CaptureReport of the same model, of which ``records``, ``workspace_bytes`` and ``origin`` are
+        read; ``notes`` say where it was another model.
 
         Driver memory, which the driver takes in chunks, is spread over the keys of a mode by their nodes. A report
         says of a mode's largest size alone how large a pool it needs; those of smaller ones are taken in proportion.
@@ -202,7 +170,10 @@ class MeasuredCosts(GraphCosts):
                 "the report has no captured keys, so it says nothing of costs",
                 remedy="Give the report of a capture with `capture_policy: eager`, or --costs measure.",
             )
-        per_node = {mode: _driver_bytes_per_node(records, mode) for mode in {r.mode for r in records}}
+        per_node = {}
+        for mode in {r.mode for r in records}:  # per key where nodes were not counted
+            mine = [r for r in records if r.mode is mode]
+            per_node[mode] = sum(r.driver_bytes or 0 for r in mine) / max(sum(r.nodes or 1 for r in mine), 1)
         once = _once_seconds(records)
         keys, pools, pool = [], dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
         for index, record in enumerate(records):
@@ -226,7 +197,7 @@ class MeasuredCosts(GraphCosts):
         )
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """See GraphCosts. Other sizes than the measured ones lie on the line through their neighbours; smaller ones
+        """Other sizes than the measured ones lie on the line through their neighbours; smaller ones
         take at least their share of the smallest. Rounded up to whole segments where pools consist of them.
         """
         points = self._pools.get(mode)
@@ -241,25 +212,21 @@ class MeasuredCosts(GraphCosts):
         return nbytes if above is None else min(nbytes, above[1])
 
     def static_bytes(self, num_tokens: int) -> int:
-        """See GraphCosts."""
         return static_bytes(self._config, num_tokens)
 
     def driver_bytes(self, key: Key) -> int:
-        """See GraphCosts; on average, because the driver takes memory in chunks."""
+        """On average, because the driver takes memory in chunks."""
         return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
 
     def seconds(self, key: Key) -> float:
-        """See GraphCosts."""
         return self._of(key, lambda measured: measured.seconds)
 
     @property
     def workspace_bytes(self) -> int:
-        """See GraphCosts."""
         return self._workspace_bytes
 
     @property
     def once_seconds(self) -> float:
-        """See GraphCosts."""
         return self._once_seconds
 
     def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
@@ -283,23 +250,11 @@ class MeasuredCosts(GraphCosts):
 
 def _nondecreasing(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """A pool into which a size has been captured holds every smaller one."""
-    most, found = 0, []
-    for size, nbytes in sorted(points):
-        most = max(most, nbytes)
-        found.append((size, most))
-    return tuple(found)
+    sizes = sorted(size for size, _ in points)
+    return tuple(zip(sizes, accumulate((nbytes for _, nbytes in sorted(points)), max), strict=True))
 
 
-def _driver_bytes_per_node(records: Sequence[_Record], mode: CUDAGraphMode) -> float:
-    """Driver memory of a mode's keys over their nodes, or over the keys where nodes were not counted."""
-    mine = [record for record in records if record.mode is mode]
-    return sum(r.driver_bytes or 0 for r in mine) / max(sum(r.nodes or 1 for r in mine), 1)
-
-
-def _once_seconds(records: Sequence[_Record]) -> float:
+def _once_seconds(records: Sequence[Any]) -> float:
     """How much longer the first key took than the next one of its mode."""
     seconds = [r.warmup_seconds + r.capture_seconds for r in records if r.mode is records[0].mode]
     return max(seconds[0] - seconds[1], 0.0) if len(seconds) > 1 else 0.0
-
-
-__all__ = ["CaseCost", "case_costs", "stand_in_notes"]

@@ -121,7 +121,7 @@ def _copied(output: Any) -> Any:
 
 
 def _difference_of(found: Any, references: Sequence[tuple[str, Any]]) -> str | None:
-    """The first difference of an output from (what it is compared with, that output), to the last bit; NaN is NaN."""
+    """The first difference of an output from (name, other output), to the last bit; NaN is NaN."""
     leaves, spec = tree_flatten(found)
     for what, reference in references:
         others, other_spec = tree_flatten(reference)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
@@ -16,7 +17,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 from cgplan.runner.stats import RunnerStats
 from cgplan.units import format_bytes
 
@@ -82,7 +83,7 @@ class CudaGraphManager:
         config: Inputs, sizes and modes.
         model: Any callable or nn.Module, on the device already. The caller owns it.
         backend: The device; absent: the pool's, or ``config.device``.
-        pool: Where it captures; absent: a pool of its own, or several, as ``compilation.pool`` says.
+        pool: Where it captures; absent: a new pool, or several, as ``compilation.pool`` says.
         plan: What it captures; absent: ``build_plan(config)``.
         name: What messages and reports call the model.
         progress: Called before each key.
@@ -202,7 +203,7 @@ class CudaGraphManager:
 def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
     """Capture several managers that share a pool, all or none.
 
-    The one with the largest size goes first, so that the others fit into what it reserved.
+    The one with the largest size goes first, so that the others fit into the memory that it reserved.
 
     Raises:
         CgplanError: they do not share one pool, two have one name, or one of them is captured already.
@@ -212,7 +213,7 @@ def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
     if len({id(manager.pool) for manager in managers}) != 1 or len(set(names)) < len(names):
         raise CgplanError(
             f"{'managers ' + ', '.join(names) if names else 'an empty list'} cannot be captured together",
-            remedy="Give them one GraphPool, and each a name of its own.",
+            remedy="Give them one GraphPool, and different names.",
         )
     if any(manager.is_captured for manager in managers):
         raise CgplanError("one of the managers is captured already", remedy="Close it first.")

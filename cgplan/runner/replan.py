@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.failures import explain_eager_failure
-from cgplan.captures.live import LiveGraphs
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError, InputError
@@ -74,7 +74,7 @@ def time_on_padding(graphed: GraphedModel, repeats: int = REPEATS) -> Points:
 
 WORTH_MOVING = 0.25  # of the pools' bytes: what a new generation has to give back
 
-Reopen = Callable[[Plan], LiveGraphs]
+Reopen = Callable[[Plan], CapturedKeys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class OnDemand:
         live: The runner's graphs.
     """
 
-    def __init__(self, live: LiveGraphs, stats: RunnerStats) -> None:
+    def __init__(self, live: CapturedKeys, stats: RunnerStats) -> None:
         self.live = live
         self._stats = stats
         self._forbidden = 0
@@ -247,7 +247,7 @@ class OnDemand:
         added = tuple(key for key in keys if key not in set(live.keys))
         live.asked = live.wanted = wanted
         if self._is_worth_moving(keys, evicted, added):
-            return "new generation", live.begin_anew(keys)
+            return "new generation", live.begin_again(keys)
         if evicted or added:
             return "exchanged", live.capture(added, evicted=evicted, anew=True)
         return "exchanged", ()

@@ -15,7 +15,7 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.buffers.batch import BatchReader
-from cgplan.captures.live import LiveGraphs
+from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
 from cgplan.errors import CgplanError, InputError
 from cgplan.graphs.pools import PoolUse
@@ -36,11 +36,11 @@ MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was pre
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = torch.Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
 _NOT_MET = (LookupError, AttributeError, TypeError, RuntimeError)  # looking up a wrong call may raise them
-_log = logging.getLogger("cgplan")
+logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
-    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees what it owns.
+    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
 
     It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
     ``clone``: new tensor objects on graph memory, which the next call of this runner overwrites. With
@@ -60,8 +60,8 @@ class GraphRunner:
 
     def __init__(
         self,
-        live: LiveGraphs,
-        capture: Callable[[Plan, Collection[Key] | None], LiveGraphs],
+        live: CapturedKeys,
+        capture: Callable[[Plan, Collection[Key] | None], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
@@ -83,17 +83,13 @@ class GraphRunner:
     def _open(self) -> None:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
-        self._graphed, self._outputs = live.graphed, live.outputs
+        self._graphed, self._outputs = live.graphed, live.graphed.outputs
         backend, compilation = live.graphed.backend, live.graphed.config.compilation
         self._copier = backend.copier(live.graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
         self._current_stream = backend.stream_getter()
         self._checks_once = compilation.address_policy != "always"
         self._is_plain = False  # whether a call without autocast has passed
         self.graphs_changed()
-        for record in live.report.records:
-            _log.debug(
-                "%s: captured %s %s in %.3f s", self._name, record.mode, record.descriptor, record.capture_seconds
-            )
         self._closed = self._is_freed = self._suspended = False  # last: what takes no lock looks at it first
 
     def graphs_changed(self) -> None:
@@ -225,16 +221,19 @@ class GraphRunner:
 
     def _prepared(self, route: Route, values: Values | None) -> PreparedCall:
         """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises DispatchMissError."""
-        reason, mode, key = None, route.mode, f"{route.mode} {route.descriptor}"
+        reason, mode = None, route.mode
         if mode is CUDAGraphMode.NONE:
             reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
-        _log.debug("%s: %s runs as %s", self._name, route.batch, f"NONE: {reason}" if reason else key)
+            logger.debug("%s: %s runs as NONE: %s", self._name, route.batch, reason)
+        else:
+            logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, route.descriptor)
         count = self.stats.count_of(route, mode, route.descriptor, reason)
         call = PreparedCall.of(route, count, values, self._graphed, self._outputs, self._copier)
         if self._debug is not None and mode is not CUDAGraphMode.NONE:
             self._debug.wrap(call)
         if self.config.report.nvtx:
-            call.replay = partial(_annotated, partial(self.backend.annotate, f"cgplan {key}"), call.replay)
+            name = f"cgplan {mode} {route.descriptor}"
+            call.replay = partial(_annotated, partial(self.backend.annotate, name), call.replay)
         return call
 
     def _launch(self, call: PreparedCall, values: Values) -> None:
@@ -279,8 +278,8 @@ class GraphRunner:
             if route.wanted is not None:
                 self.graphs_changed()  # prepared calls hold outputs, and a graph that is evicted waits for its own
                 self._demand.capture(route.wanted)
-                failed = self._demand.live.failed.get(route.wanted)
-                _log.debug("%s: %s %s %s", self._name, "failed to capture" if failed else "captured", *route.wanted)
+                if (failed := self._demand.live.failed.get(route.wanted)) is not None:
+                    logger.debug("%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail)
         finally:
             self.graphs_changed()
 
@@ -496,7 +495,7 @@ class GraphRunner:
         Args:
             traffic: What to plan for; absent: the batches since the last replan.
             times: Step times; absent: measured now, on padding.
-            costs: What graphs cost; absent: what captures so far have cost.
+            costs: Costs of graphs; absent: those of the captures so far.
             apply: False: propose only.
 
         Returns:
@@ -523,7 +522,7 @@ class GraphRunner:
                 if apply:
                     self.graphs_changed()
 
-    def _reopen(self, plan: Plan) -> LiveGraphs:
+    def _reopen(self, plan: Plan) -> CapturedKeys:
         """Give all memory back, and make static buffers for a plan, without a graph yet."""
         self._free()
         return self._capture_plan(plan, ())

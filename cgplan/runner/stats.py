@@ -15,7 +15,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import Mode
 from cgplan.runner.routing import Route
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.vllm_log import COLUMNS
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class StatsRecord(BaseModel):
     captures: int
     evictions: int
     failures: int = 0
-    batches: tuple[tuple[Batch, int], ...]
+    batches: tuple[tuple[StepShape, int], ...]
 
 
 class RunnerStats:
@@ -273,13 +273,13 @@ class RunnerStats:
                     notes = ["no input counts requests: num_reqs of these batches are as many as their tokens allow"]
         return Traffic.of(found, "runner.stats", notes)
 
-    def _batch(self, count: BatchCount) -> Batch:
+    def _batch(self, count: BatchCount) -> StepShape:
         reqs = count.num_reqs
         if reqs is None:
             per_request = self.plan.query_len if count.uniform else 1
             reqs = min(count.num_tokens // per_request, self.plan.max_num_seqs)
-        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not what is beyond max_num_seqs
-        return Batch(count.num_tokens, reqs, uniform, count.num_active_loras)
+        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not beyond max_num_seqs
+        return StepShape(count.num_tokens, reqs, uniform, count.num_active_loras)
 
 
 def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
@@ -290,7 +290,7 @@ def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
     return total
 
 
-_COUNTERS = {  # name: (what it counts, labels beside `runner`)
+_COUNTERS = {  # name: (description, labels beside `runner`)
     "replays": (
         "Calls that a graph served, by its key.",
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),

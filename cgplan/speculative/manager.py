@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
 from cgplan.graphs.pools import GraphPool
 from cgplan.runner.manager import CudaGraphManager, PoolReport, capture_together
 from cgplan.runner.routing import as_count
-from cgplan.runner.session import CaptureProgress
 from cgplan.speculative.passes import BLOCKS, PagedModel, Propose, SpecState, Verify
 from cgplan.speculative.plan import check_draft_tokens, plan_speculation, whole_numbers
 

@@ -23,9 +23,6 @@ class StepShape(NamedTuple):
     num_active_loras: int = 0
 
 
-Batch = StepShape
-
-
 class Traffic(BaseModel):
     """A weighted histogram of steps.
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import cgplan
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.host_sync import blamed_line
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.tape import TapeBackend
 from cgplan.backends.tape_pool import ALIGNMENT, TapePool
 from cgplan.errors import BackendError, CaptureError, HostSyncError
@@ -956,14 +956,14 @@ def test_a_user_line_inside_torchs_neighbours_is_a_user_line(tmp_path: Any) -> N
     """``site-packages/torchvision`` begins with ``site-packages/torch`` and is no machinery for that."""
     from pathlib import Path
 
-    from cgplan.backends.blame import raising_line
+    from cgplan.backends.blame import blamed_line
 
     neighbour = str(Path(torch.__file__).parent) + "vision/models.py"
     space: dict[str, Any] = {}
     exec(compile("def forward():\n    raise ValueError\n", neighbour, "exec"), space)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         space["forward"]()
-    assert f"{neighbour}:2" in raising_line(caught.value.__traceback__)
+    assert f"{neighbour}:2" in blamed_line(caught.value.__traceback__)
 
 
 def test_a_line_of_traced_code_is_the_users_line_that_it_came_from() -> None:

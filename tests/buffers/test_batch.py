@@ -14,7 +14,7 @@ from torch import Tensor
 import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.backends import GraphBackend
-from cgplan.buffers.copier import TorchCopier
+from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureMemoryError, InputError
 
@@ -293,7 +293,7 @@ def test_a_model_that_writes_its_input_in_an_eager_run(backend: GraphBackend) ->
 
 def test_batches_that_were_prepared_before_a_write_was_seen() -> None:
     buffers = StaticBuffers({"x": ROWS}, 8, 8, torch.device("cpu"))
-    copier = TorchCopier(buffers, copy_inputs=True)
+    copier = Copier(buffers, copy_inputs=True)
     copy = copier.prepare(3, 3, 8, 8)
     x = torch.ones(3, 3)
     copy.run([x], 0)

@@ -21,7 +21,7 @@ import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.backends import GraphBackend
 from cgplan.buffers import copy_kernel
-from cgplan.buffers.copier import BatchCopy, Copier, TorchCopier
+from cgplan.buffers.copier import BatchCopy, Copier
 from cgplan.buffers.copy_kernel import CopyKernel, KernelCopier, compile_copy_rows
 from cgplan.buffers.pinned import StagingBlocks
 from cgplan.buffers.static import StaticBuffers
@@ -214,7 +214,7 @@ def test_batches_and_padding_after_batches_of_any_size(
     emulated: Emulated, kind: str, data: Any, specs: dict[str, Input], steps: list[Any], host: bool
 ) -> None:
     buffers = StaticBuffers(specs, MOST, MOST, CPU)
-    copier: Copier = TorchCopier(buffers, copy_inputs=True)
+    copier: Copier = Copier(buffers, copy_inputs=True)
     if kind == "kernel":
         copier = emulated.copier(buffers)
         copier.device = torch.device("meta") if host else CPU  # nothing is there: then all tensors are on the host
@@ -239,7 +239,7 @@ def test_padding_where_model_or_caller_write_at_any_time(
         buffers.expose(MOST, MOST)
     for buffer in buffers.buffers.values():
         buffer.written = not exposed
-    copier: Copier = emulated.copier(buffers) if kind == "kernel" else TorchCopier(buffers, copy_inputs=True)
+    copier: Copier = emulated.copier(buffers) if kind == "kernel" else Copier(buffers, copy_inputs=True)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
         copier.prepare(tokens, reqs, padded_tokens, padded_reqs).run(values, 0)
@@ -299,7 +299,7 @@ def test_small_batches_from_the_host_ride_in_the_arguments(emulated: Emulated) -
 def test_inputs_that_lie_in_other_inputs_buffers(emulated: Emulated) -> None:
     """An output may be a view of a static buffer, and come back as another input, shifted or in another order."""
     specs = {"x": ROWS, "y": ROWS}
-    for make in (emulated.copier, lambda b: TorchCopier(b, copy_inputs=True)):
+    for make in (emulated.copier, lambda b: Copier(b, copy_inputs=True)):
         buffers = StaticBuffers(specs, 8, 8, CPU)
         copier = make(buffers)
         x, y = (buffers.buffers[name].tensor for name in "xy")
@@ -369,7 +369,7 @@ def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
     for value in (c.conj().imag, lazily_negated, negated, torch.nn.Parameter(torch.ones(3))):
         copy.path([value])([value], 0)
         same(buffers.buffers["x"].view(3), value.detach().resolve_neg().clone())
-    for copier in (emulated.copier(buffers), TorchCopier(buffers, copy_inputs=True)):
+    for copier in (emulated.copier(buffers), Copier(buffers, copy_inputs=True)):
         wrapped = Wrapped.around(torch.arange(3.0))
         copy = copier.prepare(3, 3, 4, 4)
         copy.path([wrapped])([wrapped], 0)
@@ -423,7 +423,7 @@ def test_an_error_of_the_driver(emulated: Emulated) -> None:
 def test_what_captures_write_into_padding_is_told_from_what_batches_left() -> None:
     """For captures after the first batch: the buffers are cleared before, and looked at after."""
     buffers = StaticBuffers({"x": ROWS, "ids": IDS}, 4, 4, CPU)
-    copier = TorchCopier(buffers, copy_inputs=True)
+    copier = Copier(buffers, copy_inputs=True)
     copier.prepare(3, 3, 4, 4).run([torch.ones(3), torch.ones(3, dtype=torch.int64)], 0)
     buffers.clear()
     assert_staged(buffers, [torch.zeros(1), torch.full((1,), -1)], 4, 4)
@@ -586,7 +586,7 @@ def test_batches_and_padding_on_the_gpu(
     device = torch.device("cuda", torch.cuda.current_device())
     buffers = StaticBuffers(specs, MOST, MOST, device)
     backend = cgplan.backends.select_backend("cuda")
-    copier = backend.copier(buffers, copy_inputs=True) if kind == "kernel" else TorchCopier(buffers, copy_inputs=True)
+    copier = backend.copier(buffers, copy_inputs=True) if kind == "kernel" else Copier(buffers, copy_inputs=True)
     stream = backend.stream_getter()()
     ways = ways_in(copier, CPU if host else device)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
@@ -664,7 +664,7 @@ def any_copier(
     """Backends with either copier; on the CPU the kernel is the emulated one."""
     if request.param == "torch":
         monkeypatch.setattr(
-            type(backend), "copier", lambda self, buffers, *, copy_inputs: TorchCopier(buffers, copy_inputs=copy_inputs)
+            type(backend), "copier", lambda self, buffers, *, copy_inputs: Copier(buffers, copy_inputs=copy_inputs)
         )
     elif backend.device.type == "cpu":
         emulator: Emulated = request.getfixturevalue("emulated")

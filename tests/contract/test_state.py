@@ -62,6 +62,11 @@ def test_the_first_call_answers_like_a_fresh_model(backend: GraphBackend, policy
     model = Model()
     options = {"cudagraph_mode": mode, "cudagraph_num_of_warmups": warmups, "capture_policy": policy, **piecewise}
     with closing(open_runner(backend, model, **options)) as runner:
+        if policy != "lazy":
+            assert "model (Model): 1 tensors" in runner.report.looked_at
+            assert [(place.path, place.nbytes, place.kept) for place in runner.report.state] == [
+                ("model.n", 4, "device")
+            ]
         assert answers(runner, device, 4, 1, 2, 3, 9) == [1, 2, 3, 4, 5]
         assert model.n.item() == 5
         runner.recapture()

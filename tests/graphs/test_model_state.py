@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cgplan.errors import AddressError
+from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 
 CPU = torch.device("cpu")
@@ -381,8 +382,12 @@ def once(model: Any) -> None:
 
 def run(model: Model, change: Callable[[Any], None], captures: int) -> ModelState:
     state = holds(model)
-    with state.saving(1 << 20):
+
+    def forward() -> None:
         change(model)
+
+    with torch.no_grad():
+        look(forward, state, 1 << 20)
     for _ in range(captures):
         change(model)
         with state.noting_capture():
@@ -403,9 +408,9 @@ def test_what_each_run_changes_is_put_back(captures: int) -> None:
     assert model._cache[1]["a"] is inner
     assert len(model._cache) == 2
     assert not hasattr(model, "made_each_time")
-    assert set(state.kept) == {"x.steps", "x.layers[0].weight"}
+    assert {path for path, (_, kept) in state.outcome.items() if kept == "device"} == {"x.steps", "x.layers[0].weight"}
     assert state.rebound() == []
-    assert not state.new
+    assert "new" not in [kept for _, kept in state.outcome.values()]
 
 
 @torch.no_grad()
@@ -415,16 +420,20 @@ def test_what_is_made_on_first_use_stays_and_is_named() -> None:
     assert model.table is not None
     assert (model.steps.tolist(), model.count, len(model._cache)) == ([7, 7], 5, 3)
     assert 2 in model.tables
-    assert {"x.table", "x.steps", "x.count", "x._cache"} <= set(state.new)
-    assert any("made on first use" in line for line in state.report())
+    new = {path for path, (_, kept) in state.outcome.items() if kept == "new"}
+    assert {"x.table", "x.steps", "x.count", "x._cache"} <= new
 
 
 @torch.no_grad()
 def test_where_no_capture_succeeds_all_is_put_back() -> None:
     model = Model()
     state = holds(model)
-    with state.saving(1 << 20):
+
+    def forward() -> None:
         once(model)
+
+    with torch.no_grad():
+        look(forward, state, 1 << 20)
     with pytest.raises(RuntimeError, match="no"), state.noting_capture():
         raise RuntimeError("no")
     state.restore()
@@ -456,11 +465,15 @@ def test_what_is_bound_in_closures_globals_deques_and_slots_is_put_back() -> Non
 def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> None:
     model = Model()
     state = holds(model)
-    with state.saving(1 << 20):
+
+    def forward() -> None:
         model.steps[:1].add_(1)
         torch.add(model.steps, 1, out=model._cache[0])
         model(model.steps)
-    assert state.copied_bytes == 16
+
+    with torch.no_grad():
+        look(forward, state, 1 << 20)
+    assert state.copied() == 16
     for _ in range(2):
         state.restore()
         assert (model.steps.tolist(), model._cache[0].tolist()) == ([0, 0], [0, 0])
@@ -470,8 +483,12 @@ def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> Non
 def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
     model = nn.BatchNorm1d(2)
     state = holds(model)
-    with state.saving(1 << 20), torch.no_grad():
+
+    def forward() -> None:
         model(torch.randn(4, 2))
+
+    with torch.no_grad():
+        look(forward, state, 1 << 20)
     state.restore()
     assert model.running_mean.tolist() == [0, 0]
     assert model.num_batches_tracked.item() == 0
@@ -480,20 +497,27 @@ def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
 def test_what_is_too_large_is_named() -> None:
     model = Model()
     state = holds(model)
-    with state.saving(4):
+
+    def forward() -> None:
         model.steps.add_(1)
+
+    with torch.no_grad():
+        look(forward, state, 4)
     state.restore()
     assert model.steps.tolist() == [1, 1]
-    assert state.not_kept == {"x.steps": 8}
-    assert state.report() == ("written by the captures and too large to be kept: x.steps (8 B)",)
+    assert state.outcome == {"x.steps": (8, "not kept")}
 
 
 def test_inference_tensors_are_put_back() -> None:
     with torch.inference_mode():
         model = SimpleNamespace(steps=torch.zeros(2))
         state = holds(model)
-        with state.saving(1 << 20):
+
+        def forward() -> None:
             model.steps.add_(1)
+
+    with torch.no_grad():
+        look(forward, state, 1 << 20)
     state.restore()
     assert model.steps.tolist() == [0, 0]
 
@@ -522,9 +546,12 @@ def test_a_counter_that_is_made_on_first_use_begins_where_it_was_made() -> None:
         model.table.add_(1)
 
     state = holds(model)
-    with state.saving(1 << 20):
+
+    def forward() -> None:
         counts(model)
-    state.adopt_fresh()
+
+    with torch.no_grad():
+        look(forward, state, 1 << 20)
     for _ in range(2):
         counts(model)
         with state.noting_capture():

@@ -111,7 +111,7 @@ def test_state_that_is_read_and_bound_anew_is_refused(
 ) -> None:
     model = Model(backend, change).eval()
     before = reserved(backend)
-    with pytest.raises(CaptureError, match=f"the forward reads {named} and binds it anew") as caught:
+    with pytest.raises(CaptureError, match=f"the forward reads {named} and binds it again") as caught:
         open_runner(backend, model, way)
     assert "in place" in caught.value.remedy
     del caught
@@ -226,7 +226,7 @@ def test_state_in_a_container_is_refused(backend: GraphBackend, change: Callable
     model = Model(backend, forward)
     make, path = CONTAINERS[change]
     model.held = make(torch.ones(2, device=backend.device))
-    with pytest.raises(CaptureError, match=rf"the forward reads {path} and binds it anew"):
+    with pytest.raises(CaptureError, match=rf"the forward reads {path} and binds it again"):
         open_runner(backend, model, way)
 
 
@@ -250,7 +250,7 @@ def test_a_flag_that_the_forward_turns_each_time_is_refused(backend: GraphBacken
 
     model = Model(backend, forward).eval()
     model.odd = False
-    with pytest.raises(CaptureError, match="the forward reads odd and binds it anew"):
+    with pytest.raises(CaptureError, match="the forward reads odd and binds it again"):
         open_runner(backend, model, "full")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import same
+from checks import Tally, same
 from torch import Tensor, nn
 
 from cgplan import ConfigError, GraphRunner, build_plan, get_forward_context
@@ -185,7 +185,7 @@ def test_a_peer_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> None
 
 def test_a_long_reason_loses_its_middle() -> None:
     """Messages begin with what happened, or end with it, as those with the user's line do."""
-    failing = [False]
+    failing = Tally([False])
 
     def forward(x: Tensor) -> Tensor:
         if failing[0]:
@@ -202,7 +202,7 @@ def test_a_long_reason_loses_its_middle() -> None:
 
 
 def test_where_cgplan_fails_its_baselines_go_on(backend: GraphBackend) -> None:
-    failing = [False]
+    failing = Tally([False])
 
     def forward(x: Tensor) -> Tensor:
         if failing[0]:
@@ -314,7 +314,7 @@ def test_rounds_are_in_random_order_and_the_seed_repeats_it(monkeypatch: pytest.
 
 def test_wrong_results_show(backend: GraphBackend) -> None:
     """A graph that froze what the model computes anew, say."""
-    factor = [1.0]
+    factor = Tally([1.0])
 
     def change(_: int, __: int, step: str) -> None:
         factor[0] = 3.0 if step.startswith("round") else 1.0
@@ -387,11 +387,13 @@ def test_padding_that_draws_other_numbers(backend: GraphBackend) -> None:
 
 def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> None:
     """Its state lies where nobody looks: no figure, but the reason, for its own code as for the others."""
-    state = torch.zeros((), device=backend.device)
+
+    class Hidden:
+        state = torch.zeros((), device=backend.device)
 
     def forward(x: Tensor) -> Tensor:
-        state.add_(1)
-        return x + state
+        Hidden.state.add_(1)
+        return x + Hidden.state
 
     peers = bench(open_runner(backend, forward), against=("eager", "bare"), seed=0).peers
     assert peers is not None
@@ -403,7 +405,7 @@ def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> N
 
 
 def test_outputs_of_another_structure_are_told(backend: GraphBackend) -> None:
-    wraps = [False]
+    wraps = Tally([False])
 
     def change(_: int, __: int, step: str) -> None:
         wraps[0] = step.startswith("round")

@@ -23,7 +23,8 @@ from cgplan.optimizer.lint import (
     wide_steps,
 )
 from cgplan.planning import Plan, build_plan
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -69,12 +70,12 @@ def traffic(*parts: dict[Batch, float]) -> Traffic:
 def test_a_plan_that_fits_has_no_warning() -> None:
     config = config_of("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 32, 48, 64, 100, 150, 190])
     seen = traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))
-    assert lint(config, build_plan(config), seen, TIMES) == ()
+    assert lint(build_plan(config), seen, TIMES) == ()
 
 
 def test_lint_gathers_every_rule() -> None:
     config = config_of("FULL_AND_PIECEWISE", [16, 31], seqs=32, spec=1, lora={"max_loras": 2})
-    warnings = lint(config, build_plan(config), traffic(decode({30: 1, 2: 5, 60: 1})), TIMES)
+    warnings = lint(build_plan(config), traffic(decode({30: 1, 2: 5, 60: 1})), TIMES)
     for piece in (
         "that no graph holds, up to 60",
         "max_num_seqs allows",
@@ -150,18 +151,18 @@ def test_sizes_that_no_batch_reaches() -> None:
 
 def test_sizes_that_are_no_multiples_of_the_query_length() -> None:
     config = config_of("FULL_DECODE_ONLY", [4, 9, 10, 12], spec=2)
-    (warning,) = uneven_sizes(config, build_plan(config))
+    (warning,) = uneven_sizes(build_plan(config))
     assert "cudagraph_capture_sizes 4, 10 are not multiples of 3" in warning
     assert "captured at 6, 12" in warning
     config = config_of("FULL_DECODE_ONLY", [1, 3, 7], spec=2)
-    (warning,) = uneven_sizes(config, build_plan(config))
+    (warning,) = uneven_sizes(build_plan(config))
     assert "1, 7 are not multiples of 3" in warning
     assert "captured at 3 instead and dropped at 7" in warning
     assert build_plan(config).capture_sizes == (3,)
     even = config_of("FULL_DECODE_ONLY", [3, 9], spec=2)
-    assert list(uneven_sizes(even, build_plan(even))) == []
-    assert list(uneven_sizes(config_of("FULL", [5]), plan_of("FULL", [5]))) == []
-    (by_hand,) = uneven_sizes(even, with_sizes(build_plan(even), (7, 2, True)))
+    assert list(uneven_sizes(build_plan(even))) == []
+    assert list(uneven_sizes(plan_of("FULL", [5]))) == []
+    (by_hand,) = uneven_sizes(with_sizes(build_plan(even), (7, 2, True)))
     assert "sizes 7 of uniform decode are not multiples of 3" in by_hand
 
 
@@ -238,7 +239,7 @@ def test_modes_that_the_traffic_never_uses() -> None:
 
 def test_sizes_alone_tell_of_cliffs_and_wide_steps() -> None:
     config = config_of("FULL_DECODE_ONLY", [1, 8, 40], lora={"max_loras": 2})
-    cliff, step = lint_without_traffic(config, build_plan(config))
+    cliff, step = lint_without_traffic(build_plan(config))
     assert "uniform decode batches of 64 tokens, the largest graph holds 40" in cliff
     assert step == "FULL uniform: batches of 9 to 40 tokens run at 40, 39% of which is padding on average"
 
@@ -249,19 +250,19 @@ def test_ladders_have_no_warning(ladder: str, spec: int) -> None:
     config = config_of("FULL_AND_PIECEWISE", spec=spec, seqs=64, tokens=512)
     compilation = config.compilation.model_copy(update={"cudagraph_capture_sizes": ladder})
     config = config.model_copy(update={"compilation": compilation})
-    assert lint_without_traffic(config, build_plan(config)) == ()
+    assert lint_without_traffic(build_plan(config)) == ()
 
 
 def test_steps_of_a_request_more_are_those_of_uniform_decode() -> None:
     config = config_of("FULL_DECODE_ONLY", [3, 60], spec=2, seqs=20)
-    (step,) = lint_without_traffic(config, build_plan(config))
+    (step,) = lint_without_traffic(build_plan(config))
     assert step == "FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"
 
 
 def test_many_wide_steps_are_counted() -> None:
     sizes = [3**n for n in range(9)]
     config = config_of("FULL", sizes, tokens=8192, seqs=64)
-    steps = lint_without_traffic(config, build_plan(config))
+    steps = lint_without_traffic(build_plan(config))
     assert len(steps) == 4
     assert steps[-1] == "FULL: and 3 more steps as wide"
 

@@ -17,8 +17,8 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence, LadderPoint
+from cgplan.optimizer.explain import Gains
 from cgplan.optimizer.lanes import Routes, expected_step, padded_share, serve
-from cgplan.optimizer.left_out import Gains
 from cgplan.optimizer.lint import lint
 from cgplan.optimizer.propose import Proposal, propose
 from cgplan.planning import CudagraphDispatcher, Plan, build_plan, config_hash
@@ -29,7 +29,8 @@ from cgplan.reports import render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.traffic.files import read_traffic
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
@@ -206,7 +207,7 @@ def test_every_figure_of_the_evidence_is_of_the_plan() -> None:
     assert sum(use.share for use in evidence.uses) == pytest.approx(1)
     assert [use.size for use in evidence.uses] == [12, 24, 36, 48, 60]
     assert evidence.uses[0].padding == pytest.approx(1 - 6.5 / 12)
-    assert evidence.warnings == lint(config, proposal.plan, seen, TIMES)
+    assert evidence.warnings == lint(proposal.plan, seen, TIMES)
     assert evidence.exact
     assert evidence.gap == pytest.approx(0, abs=1e-9)
     assert evidence.lower_bound_us == pytest.approx(evidence.expected_us.plan)

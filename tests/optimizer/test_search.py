@@ -20,7 +20,8 @@ from cgplan.optimizer.search import Chosen, Limits, Search, best_plan
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -175,6 +176,7 @@ BUDGETS = st.builds(
 # --- one lane -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     rises=st.lists(st.lists(st.integers(0, 3), min_size=40, max_size=40), min_size=1, max_size=3),
     weights=st.lists(st.lists(st.integers(0, 5), min_size=40, max_size=40), min_size=3, max_size=3),

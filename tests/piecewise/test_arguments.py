@@ -135,8 +135,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         CgplanError,
         "FULL_AND_PIECEWISE",
     ),
-    "options as a dict": (lambda: CUDAGraphWrapper(abs, FULL, options={}), CgplanError, "where a CUDAGraphOptions"),  # type: ignore[arg-type]
-    "backend by name": (lambda: BreakableCUDAGraphWrapper(abs, backend="cpu"), CgplanError, "where a GraphBackend"),  # type: ignore[arg-type]
     "policy": (lambda: CUDAGraphOptions(address_check="often"), ConfigError, "first or always"),  # type: ignore[arg-type]
     "warm-ups": (lambda: CUDAGraphOptions(num_of_warmups=-1), ConfigError, "num_of_warmups is -1"),
     "one position": (lambda: CUDAGraphOptions(copied_arguments=0), ConfigError, "a tuple of positions"),  # type: ignore[arg-type]
@@ -151,7 +149,7 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "a foreign pool": (
         lambda: captured(print, pool=select_backend("cpu").new_pool()),
         BackendError,
-        "is no pool of this",
+        "is not a pool of this",
     ),
     "never entered": (
         lambda: BreakableCUDAGraphCapture(select_backend("cpu")).__exit__(None, None, None),

@@ -261,7 +261,7 @@ def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> N
         made["eager"] = piece()
 
     assert host_sync_of(forward, backend.device) is None
-    assert torch.equal(made["eager"], x), "nobody sums with it now"
+    assert torch.equal(made["eager"], x), "no rank sums with it now"
     x.fill_(5)
     backend.replay(made["graph"])
     assert torch.equal(made["output"], x * 2)

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ from cgplan.reports.records import FailedKey, ReplanReport
 from cgplan.runner.manager import CudaGraphManager
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -772,17 +774,25 @@ def test_moved_memory_is_refused_by_a_replan_without_graphs(backend: GraphBacken
     runner.close()
 
 
-def test_all_are_captured_anew_largest_first(backend: GraphBackend) -> None:
+def test_all_are_captured_again_largest_first() -> None:
     """After a failure that made the pool grow, not in the order in which batches asked."""
-    model = Net(backend)
-    runner = open_runner(backend, "lazy", model, sizes=(8, 64, 512))
-    for size in (8, 64, 512):
-        ask(runner, backend, size)
-    with runner._demand.live._changes(anew=True):
-        runner._demand.live._begin_anew(tuple(runner._demand.live._records))
-    assert [d.num_tokens for _, d in runner._demand.live._records] == [512, 64, 8]
-    runner.graphs_changed()
-    ask(runner, backend, 8, 500)
+    backend = TapeBackend()
+
+    class FailsLate(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.put(len(x))
+            return super().forward(x) * (1.0 if len(x) < 512 else float(x.sum().item() != 0.125))
+
+    seen: SimpleQueue[int] = SimpleQueue()  # not a list, which captures would put back
+    runner = open_runner(backend, "lazy", FailsLate(backend), sizes=(8, 64, 512))
+    ask(runner, backend, 8, 64)
+    runner(x=rows(backend, 500))
+    assert runner.report.generation == 2
+    sizes = [seen.get() for _ in range(seen.qsize())]
+    again = [size for size in sizes[sizes.index(512) :] if size < 500]
+    assert again == sorted(again, reverse=True)
+    assert {8, 64} == set(again)
+    ask(runner, backend, 8, 60)
     runner.close()
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_of
 
-from cgplan.config import Config
 from cgplan.errors import StepTimeError, TrafficError
-from cgplan.planning import build_plan
 from cgplan.traffic.histogram import StepShape
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, SchedulerBounds, StepTime, simulate
 
@@ -25,6 +24,10 @@ def steps_of(
 
 def decode(tokens: int, loras: int = 0) -> StepShape:
     return StepShape(tokens, tokens, True, loras)
+
+
+def mixed(tokens: int, reqs: int, loras: int = 0) -> StepShape:
+    return StepShape(tokens, reqs, False, loras)
 
 
 # --- the reference: a running list, a waiting list, one step at a time -----------------------------------------
@@ -146,7 +149,6 @@ def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
-FEW_DRAFTS = SchedulerBounds(4, 64, query_len=3, accepted_tokens=1.5)
 PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
 
 
@@ -154,42 +156,26 @@ PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0
     ("requests", "bounds", "steps"),
     [
         # a prefill in chunks; it yields the first of 4 tokens
-        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {StepShape(8, 1): 2, StepShape(4, 1): 1, decode(1): 3}),
+        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {mixed(8, 1): 2, mixed(4, 1): 1, decode(1): 3}),
         # at most one token: the request ends with its prefill
-        ([Request(0, 3, 0)], SchedulerBounds(8, 8), {StepShape(3, 1): 1}),
-        ([Request(0, 3, 1)], SchedulerBounds(8, 8), {StepShape(3, 1): 1}),
+        ([Request(0, 3, 0)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
+        ([Request(0, 3, 1)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
         # requests beyond max_num_seqs wait
-        (
-            [Request(0, 1, 3)] * 5,
-            SchedulerBounds(2, 64),
-            {StepShape(2, 2): 2, decode(2): 4, StepShape(1, 1): 1, decode(1): 2},
-        ),
+        ([Request(0, 1, 3)] * 5, SchedulerBounds(2, 64), {mixed(2, 2): 2, decode(2): 4, mixed(1, 1): 1, decode(1): 2}),
         # a step with prefill is mixed, and decodes come first
-        (
-            [Request(0, 1, 9), Request(0, 30, 1)],
-            SchedulerBounds(4, 8),
-            {StepShape(8, 2): 4, StepShape(3, 2): 1, decode(1): 4},
-        ),
+        ([Request(0, 1, 9), Request(0, 30, 1)], SchedulerBounds(4, 8), {mixed(8, 2): 4, mixed(3, 2): 1, decode(1): 4}),
         # query_len tokens of each decoding request
-        (
-            [Request(0, 5, 7)] * 2,
-            SchedulerBounds(4, 64, query_len=3),
-            {StepShape(10, 2): 1, StepShape(6, 2, True): 2},
-        ),
-        ([Request(0, 5, 7)] * 2, FEW_DRAFTS, {StepShape(10, 2): 1, StepShape(6, 2, True): 4}),
+        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3), {mixed(10, 2): 1, StepShape(6, 2, True): 2}),
+        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3, None, 1.5), {mixed(10, 2): 1, StepShape(6, 2, True): 4}),
         # decodes that do not fit wait their turn and are not uniform
-        (
-            [Request(0, 2, 3)] * 3,
-            SchedulerBounds(4, 8, query_len=3, accepted_tokens=1.0),
-            {StepShape(6, 3): 1, StepShape(8, 3): 2},
-        ),
+        ([Request(0, 2, 3)] * 3, SchedulerBounds(4, 8, 3, None, 1.0), {mixed(6, 3): 1, mixed(8, 3): 2}),
         # an adapter too many lets others pass; without a bound all run
         (
             PASSING,
             SchedulerBounds(8, 64, max_loras=1),
-            {StepShape(3, 3, False, 1): 1, decode(3, 1): 2, StepShape(1, 1, False, 1): 1, decode(1, 1): 2},
+            {mixed(3, 3, 1): 1, decode(3, 1): 2, mixed(1, 1, 1): 1, decode(1, 1): 2},
         ),
-        (PASSING, SchedulerBounds(8, 64), {StepShape(4, 4, False, 2): 1, decode(4, 2): 2}),
+        (PASSING, SchedulerBounds(8, 64), {mixed(4, 4, 2): 1, decode(4, 2): 2}),
     ],
 )
 def test_steps_by_hand(requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]) -> None:
@@ -246,16 +232,10 @@ def test_each_batch_is_asked_for_once() -> None:
     assert set(asked.values()) == {1}
 
 
-def test_bounds_come_from_the_configuration() -> None:
-    config = Config.model_validate(
-        {
-            "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 128},
-            "speculative": {"num_speculative_tokens": 2, "accepted_tokens": 1.5},
-            "lora": {"max_loras": 3},
-        }
-    )
-    assert SchedulerBounds.of(build_plan(config), 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
-    assert SchedulerBounds.of(build_plan(Config())) == SchedulerBounds(256, 8192)
+def test_bounds_are_those_of_the_plan() -> None:
+    plan = plan_of(spec=2, seqs=4, tokens=128, lora={"max_loras": 3})
+    assert SchedulerBounds.of(plan, 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
+    assert SchedulerBounds.of(plan_of()) == SchedulerBounds(256, 8192)
 
 
 # --- bad input -------------------------------------------------------------------------------------------------

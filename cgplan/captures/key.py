@@ -10,13 +10,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.buffers.outputs import OutputRows
 from cgplan.captures.failures import explain_failure
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.wrapper import CUDAGraphEntry
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import GraphRecord
 
 _WRAP = (
@@ -52,7 +51,7 @@ class CapturedKey:
     reading_seconds: float
 
     @property
-    def key(self) -> tuple[CUDAGraphMode, BatchDescriptor]:
+    def key(self) -> Key:
         """As plans hold it."""
         return self.mode, self.descriptor
 
@@ -80,47 +79,21 @@ def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryRead
     return (before.free - after.free) - (after.reserved - before.reserved)
 
 
-class KeyCapture:
-    """Captures keys of a model, one at a time, inside the backend's session.
+def capture_key(graphed: GraphedModel, key: Key, *, in_service: bool = False) -> CapturedKey:
+    """Warm up and capture one key, inside the backend's session. The model is as it was afterwards.
 
     Args:
         graphed: The model; the graphs are its own.
-        outputs: What the model's outputs are checked against.
-        in_service: Whether a key that fails leaves the others as they are.
+        key: What is captured.
+        in_service: Whether a key that fails leaves the others as they are; for the message.
+
+    Raises:
+        CaptureError: the key could not be captured; its subclasses say why.
+        ModelError: the model failed before its capture began.
     """
-
-    def __init__(self, graphed: GraphedModel, outputs: OutputRows, *, in_service: bool = False) -> None:
-        self._graphed = graphed
-        self._in_service = in_service
-        self._outputs = outputs
-        self._backend = graphed.backend
-
-    @classmethod
-    def of(cls, graphed: GraphedModel, *, in_service: bool = False) -> KeyCapture:
-        """With the outputs that the configuration describes."""
-        config = graphed.config
-        rows = config.model.output_rows if config.model else "num_tokens"
-        outputs = OutputRows(rows, graphed.plan.query_len, config.compilation.outputs == "clone")
-        return cls(graphed, outputs, in_service=in_service)
-
-    @property
-    def outputs(self) -> OutputRows:
-        """How outputs are cut."""
-        return self._outputs
-
-    def capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> CapturedKey:
-        """Warm up and capture one key.
-
-        Raises:
-            CaptureError: the key could not be captured; its subclasses say why.
-            ModelError: the model failed before its capture began.
-        """
-        with self._graphed.keeping_state(), ExitStack() as stack:
-            return self._capture(mode, descriptor, stack)
-
-    def _capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, stack: ExitStack) -> CapturedKey:
-        backend, graphed, scope, capturing = self._backend, self._graphed, self._graphed.scope, False
-        scope.pool = graphed.pools.of((mode, descriptor))
+    (mode, descriptor), backend, scope, capturing = key, graphed.backend, graphed.scope, False
+    scope.pool = graphed.pools.of(key)
+    with graphed.keeping_state(), ExitStack() as stack:
         try:
             start = time.perf_counter()
             graphed.look(mode, descriptor)
@@ -144,11 +117,11 @@ class KeyCapture:
                 capturing=capturing,
                 free=backend.memory().free,
                 host_sync=graphed.footprints[mode].host_sync if mode in graphed.footprints else None,
-                all_freed=not self._in_service,
+                all_freed=not in_service,
             )
             raise failure from (error if failure is not error else error.__cause__)
         graphed.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
-        self._outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
+        graphed.outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
         entries, scope.entries = scope.entries, []
         if not entries:
             raise CaptureError(
@@ -159,20 +132,6 @@ class KeyCapture:
         scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
         after = (backend.memory(), graphed.pools.nbytes)
         reading = (read - warm) + (time.perf_counter() - done)
-        captured = sum(entry.capture_seconds for entry in entries)
-        eager = sum(entry.eager_pieces for entry in entries)
-        return CapturedKey(mode, descriptor, tuple(entries), eager, before, after, warm - start, captured, reading)
-
-    def drop_all(self) -> None:
-        """Free all graphs that were captured so far, and their pool; more can be captured.
-
-        All, because library workspaces are shared: torch 2.12 and later release those of the capture stream with each
-        graph that is freed, whoever else still uses them.
-        """
-        scope = self._graphed.scope
-        self._backend.synchronize()
-        for wrapper in scope.wrappers:
-            wrapper.reset(scope)
-        scope.entries, scope.wrappers = [], []
-        self._backend.release_cached()
-        self._graphed.pools.renew()
+        seconds = sum(entry.capture_seconds for entry in entries)
+        pieces = sum(entry.eager_pieces for entry in entries)
+        return CapturedKey(mode, descriptor, tuple(entries), pieces, before, after, warm - start, seconds, reading)

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from cgplan.cli.main import app
 from cgplan.config import Config, validate_config
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.spread import Spread
-from cgplan.optimizer.subset import within_count
+from cgplan.optimizer.subset import spread, within_count
 from cgplan.planning import Plan, build_plan
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -96,7 +95,7 @@ def test_lanes_that_serve_most_batches_stay_where_there_are_fewer_graphs_than_la
 
 def test_without_the_largest_sizes_the_rest_is_spread() -> None:
     plan = build_plan(config_of(None, [1, 2, 4, 8, 16, 32]))
-    part = Spread(plan, 2).of([key for key in plan.keys if key[1].num_tokens <= 8])
+    part = spread(plan, [key for key in plan.keys if key[1].num_tokens <= 8], 2)
     assert [key.num_tokens for _, key in part] == [8, 4]
 
 
