@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.together import ALONE, Together
 from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish
@@ -34,7 +35,7 @@ from cgplan.planning.plan import budget_of
 from cgplan.reports import Report
 from cgplan.reports.records import check_peers
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
 
 
