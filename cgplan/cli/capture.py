@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
+from cgplan.captures.together import ALONE, Together
 from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish
 from cgplan.cli.plan import announcements, read_plan
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.schema import ModelConfig
 from cgplan.distributed import (
-    AllReduce,
     RankedCapture,
     agree_on_model,
     agree_on_plan,
@@ -58,12 +59,10 @@ class Request:
 
 
 def run_capture(request: Request) -> None:
-    """Capture and publish the report. Raises the errors of each step."""
     _report(request, "capture", lambda runner: runner.report)
 
 
 def run_bench(request: Request, against: Sequence[str], seed: int | None) -> None:
-    """Capture, measure and publish the report. Raises the errors of each step."""
     against = check_peers(against)
     if against and has_ranks():
         raise ConfigError(
@@ -90,17 +89,15 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     """A block with the runner; at its end everything that ranks share is taken down."""
     loaded = read_config(request.config, request.overrides)
     config = loaded.config
-    model = _model_of(config, request.config)
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
-    if plan.keys:
-        _check_rows(config, request.config)
+    model = _checked_model(config, plan, request.config)
     if request.output is not None and is_first_rank():
         check_writable(request.output)
     if request.plan is None:
         _announce(plan)
     if has_ranks():
         fit = None if request.plan is None else (lambda backend: _fitted(plan, config, backend, request))
-        with captured_on_ranks(command, loaded, model, plan, fit) as runner:
+        with _captured_on_ranks(command, loaded, model, plan, fit) as runner:
             yield runner
         return
     backend = select_backend(config.device)
@@ -108,15 +105,18 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         plan = _fitted(plan, config, backend, request)
         _announce(plan)
     built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    with progress("capture") as step:
-        runner = CaptureSession(
-            plan,
-            built.forward,
-            backend,
-            config,
-            progress=lambda at: step(at.index, at.total, f"{at.mode} {at.descriptor}"),
-        ).run()
-    yield runner
+    yield _run(config, plan, built.forward, backend)
+
+
+def _run(
+    config: Config, plan: Plan, model: Callable[..., Any], backend: GraphBackend, together: Together = ALONE
+) -> GraphRunner:
+    with progress("capture" if is_first_rank() else "") as step:
+
+        def show(at: CaptureProgress) -> None:
+            step(at.index, at.total, f"{at.mode} {at.descriptor}")
+
+        return CaptureSession(plan, model, backend, config, progress=show, together=together).run()
 
 
 def _announce(plan: Plan) -> None:
@@ -151,26 +151,24 @@ def _limits(budget: dict[str, Any]) -> str:
     return ", ".join(word(budget[name]) for name, word in words.items() if name in budget)
 
 
-def _model_of(config: Config, path: Path) -> ModelConfig:
+def _checked_model(config: Config, plan: Plan, path: Path) -> ModelConfig:
+    """The model to capture. Raises ConfigError without one, and where its inputs do not tell the size of a batch."""
     if config.model is None or config.model.target is None:
         raise ConfigError(
             f"{path}: there is no `model` with a target, so nothing can be captured",
             remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a starting configuration.",
         )
-    return config.model
-
-
-def _check_rows(config: Config, path: Path) -> None:
-    """A runner tells the size of a batch from its tensors."""
-    if all(spec.row_dim is None for spec in (*config.inputs.values(), *config.metadata.values())):
+    specs = (*config.inputs.values(), *config.metadata.values())
+    if plan.keys and all(spec.row_dim is None for spec in specs):
         raise ConfigError(
             f"{path}: no input has a dimension that counts the rows of a batch",
             remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
         )
+    return config.model
 
 
 @contextmanager
-def captured_on_ranks(
+def _captured_on_ranks(
     command: str, loaded: LoadedConfig, model: ModelConfig, plan: Plan, fit: Callable[[GraphBackend], Plan] | None
 ) -> Iterator[GraphRunner]:
     """A block with this rank's runner. At its end everything is taken down in the order of Note [Teardown].
@@ -199,7 +197,7 @@ def captured_on_ranks(
             with ranks.step("loading the model"), all_reduce_by(reducer):
                 built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
             agree_on_model(ranks, built.forward)
-            runner = _captured_by_ranks(loaded, plan, built.forward, reducer)
+            runner = _run(config, plan, built.forward, reducer.backend, RankedCapture(ranks, reducer, config))
             try:
                 yield runner
                 reducer.check()
@@ -208,16 +206,3 @@ def captured_on_ranks(
                 raise
             finally:
                 runner.close()
-
-
-def _captured_by_ranks(loaded: LoadedConfig, plan: Plan, model: Callable[..., Any], reducer: AllReduce) -> GraphRunner:
-    ranks = reducer.ranks
-    with progress("capture" if ranks.rank == 0 else "") as step:
-        return CaptureSession(
-            plan,
-            model,
-            reducer.backend,
-            loaded.config,
-            progress=lambda at: step(at.index, at.total, f"{at.mode} {at.descriptor}"),
-            together=RankedCapture(ranks, reducer, loaded.config),
-        ).run()

@@ -88,7 +88,6 @@ def _report(path: str) -> CaptureReport:
 
 
 def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
-    """Notes on a report whose costs are used."""
     if found := named(mismatches(report.plan, config)):
         yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
     if report.environment.driver is None:

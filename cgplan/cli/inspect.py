@@ -27,8 +27,6 @@ from cgplan.reports.plan_tables import case_table, lane_table
 
 
 class Row(NamedTuple):
-    """One value of a configuration, by dotted key."""
-
     key: str
     value: str
     origin: str
@@ -162,7 +160,6 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
 
 
 def _text(value: Any) -> str:
-    """A value as YAML writes it."""
     if value is None:
         return "absent"
     plain = value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value

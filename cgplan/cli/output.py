@@ -169,7 +169,6 @@ def progress(doing: str) -> Iterator[Step]:
     console = Console(stderr=True)
 
     def line(index: int, total: int, what: str) -> None:
-        """One for each tenth of the way, and one for the last step."""
         first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
         if doing and (first_of_its_tenth or index == total - 1):
             console.file.write(f"{doing} {index + 1}/{total}: {what}\n")

@@ -60,8 +60,6 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan and its plots."""
-
     plan: Plan
     pareto: ParetoPlot | None
     padding: PaddingPlot | None
@@ -192,7 +190,6 @@ def _step_times(path: Path, config: Config, machine: Machine | None) -> StepTime
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
-    """Notes on a bench whose times are used."""
     if not text.lstrip().startswith("{"):
         return
     report = parse_report(text, path)
@@ -222,7 +219,6 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
 
 
 def _without_traffic(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Notes and warnings of a plan without traffic."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     notes = (

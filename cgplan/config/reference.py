@@ -25,7 +25,6 @@ class _NamedDefaults(GenerateJsonSchema):
     """Enums stand in YAML by name, so their defaults do here."""
 
     def encode_default(self, dft: Any) -> Any:
-        """A default as YAML writes it."""
         return dft.name if isinstance(dft, Enum) else super().encode_default(dft)
 
 

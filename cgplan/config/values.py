@@ -53,12 +53,10 @@ def dtype_name(value: object) -> object:
 
 
 def off_word(value: object) -> object:
-    """``off``, which YAML reads as false."""
     return "off" if value is False else value
 
 
 def strict_size(value: object) -> object:
-    """A capture size as YAML gives it: a whole number of at least 1, and no text or truth value. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"a capture size must be a whole number, found {value!r}")
     if value < 1:
@@ -75,14 +73,12 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def check_pad(value: object) -> object:
-    """A padding value: a number, a truth value, or `last`. Raises ValueError."""
     if value != "last" and not isinstance(value, int | float):
         raise ValueError(f"found {value!r}, expected a number, true, false, or `last`")
     return value
 
 
 def check_example(value: object) -> object:
-    """An example: a number, one of the words, or [low, high]. Raises ValueError."""
     pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
     if value not in (None, "normal", "arange", "spread") and not isinstance(value, int | float) and not pair:
         raise ValueError(f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]")
@@ -92,7 +88,6 @@ def check_example(value: object) -> object:
 
 
 def check_device(value: object) -> object:
-    """A device by torch's name, or `auto`. Raises ValueError."""
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
     return value
@@ -104,7 +99,6 @@ Device = Annotated[
 
 
 def check_sizes(value: object) -> object:
-    """Capture sizes: a ladder's name, or a list that is not empty. Raises ValueError."""
     if isinstance(value, str):
         names = get_args(LadderName)
         if value not in names:

@@ -49,7 +49,6 @@ def _capture(report: CaptureReport) -> RenderableType:
 
 
 def environment_rows(environment: Environment) -> list[tuple[str, str]]:
-    """The machine, the versions and the date."""
     cuda = [f"CUDA {environment.cuda}"] if environment.cuda else []
     driver = [f"driver {environment.driver}"] if environment.driver else []
     versions = [f"cgplan {environment.cgplan}", f"torch {environment.torch}", *cuda, *driver]
@@ -174,7 +173,6 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
 
 
 def _without_graph(report: CaptureReport) -> Iterator[str]:
-    """Planned keys that neither side counts, and why."""
     captured = {(r.mode, r.descriptor) for r in report.records}
     why = {(key.mode, key.descriptor): "over the budget" if key.is_over_budget else "failed" for key in report.failed}
     if report.budget is not None:
@@ -283,7 +281,6 @@ def _by_key(stops: Iterable[StopRecord]) -> list[list[StopRecord]]:
 
 
 def _rule(budget: BudgetRecord) -> str:
-    """Why keys were left out before the first capture."""
     if budget.max_graphs is None:
         return "known before not to fit; the largest first"
     if budget.memory is None and budget.capture_time is None and budget.reserve is None:

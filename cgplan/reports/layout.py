@@ -71,7 +71,6 @@ class Column:
     left: bool = False
 
     def cell(self, row: Any) -> str:
-        """Text of the value in a row."""
         value = row
         for name in self.value.split(".") if isinstance(self.value, str) else ():
             if value is not None:

@@ -209,7 +209,6 @@ def _padding(plan: Plan) -> RenderableType:
 
 
 def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
-    """Sizes that batches are padded to; ``beyond`` names the way of those above the largest size."""
     return Grid(
         [*_padding_rows(captured), (f"above {captured[-1]}", beyond, None)],
         Column("batch of (tokens)", "0", left=True),
@@ -273,7 +272,6 @@ def _evidence(evidence: Evidence) -> RenderableType:
 
 
 def pareto_plot(evidence: Evidence) -> ParetoPlot:
-    """The curve, the ladders and the plan."""
     points = [Point("this plan", evidence.graphs, evidence.expected_us.plan)]
     points += [Point(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
     return ParetoPlot([p.graphs for p in evidence.pareto], [p.expected_us for p in evidence.pareto], points)

@@ -75,7 +75,6 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     low, high = min(every_y), max(every_y)
 
     def place(graphs: float, microseconds: float) -> tuple[int, int]:
-        """Row and column."""
         most = math.log1p(every_x[-1]) - math.log1p(every_x[0])
         along = (math.log1p(graphs) - math.log1p(every_x[0])) / most if most else 0
         below = (high - microseconds) / (high - low) if high > low else 0

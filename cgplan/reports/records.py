@@ -179,7 +179,6 @@ class StateRecord(Record):
 
     @property
     def is_put_back(self) -> bool:
-        """Whether it is as the capture found it."""
         return self.kept in ("device", "host")
 
 
@@ -374,7 +373,6 @@ class PeersRecord(Record):
     records: tuple[PeerRecord, ...]  # by size, in the order of ways
 
     def of(self, name: str, num_tokens: int) -> PeerRecord | None:
-        """The record of a way at a size; None where that way failed."""
         return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
 
 
