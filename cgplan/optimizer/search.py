@@ -180,8 +180,8 @@ class Search:
         if not lanes:
             return
         saved = problem.eager_total - problem.infinite_us * problem.weight
-        self._byte = 0.0 if limits.memory is None else rate * saved / limits.memory
-        second = 0.0 if limits.seconds is None else rate * saved / limits.seconds
+        self._byte = rate * saved / limits.memory if limits.memory else 0.0
+        second = rate * saved / limits.seconds if limits.seconds else 0.0
         self.budget_price = self._byte * (limits.memory or 0) + second * ((limits.seconds or 0) - problem.once)
         self._prices = [self._byte * lane.driver + second * lane.seconds for lane in lanes]
         self._holds = [[demand.below(lane.sizes) for lane in lanes] for demand in problem.demands]
@@ -194,10 +194,9 @@ class Search:
         if limits.memory is not None:
             self._spare = limits.memory * (1 + ROUNDING) - np.add.outer(counts * bytes_, counts * last_bytes)
         if limits.seconds is not None:
-            took = np.add.outer(counts * seconds, counts * last_seconds) + problem.once * (
-                np.add.outer(counts, counts) > 0
-            )
-            self._late = took > limits.seconds * (1 + ROUNDING)
+            took = np.add.outer(counts * seconds, counts * last_seconds)
+            self._late = took + problem.once > limits.seconds * (1 + ROUNDING)
+            self._late[0, 0] = False
         if len(lanes) == 1:
             self._try([()])
             self.bound = self.value
