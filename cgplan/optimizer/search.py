@@ -237,7 +237,7 @@ class Search:
             middles = self._try([((low.ends[0] + high.ends[0]) // 2,) for low, high, _ in halved])
             for (low, high, least), middle in zip(halved, middles, strict=True):
                 spans += [*self._spans(low, middle, least), *self._spans(middle, high, least)]
-        return floor
+        return np.maximum(floor, self._apart()) if self._left <= 0 else floor
 
     def _spans(self, low: _Corner, high: _Corner, least: Floats) -> list[_Span]:
         """The ends between two that were tried, if there are any; no plan with one of them is below ``least``."""
