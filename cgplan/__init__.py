@@ -10,6 +10,7 @@ from cgplan.version import __version__
 
 if TYPE_CHECKING:
     from cgplan.api import capture
+    from cgplan.backends import select_backend
     from cgplan.backends.context import forward_context, get_forward_context
     from cgplan.config import CompilationConfig, Config, Input, load_config
     from cgplan.errors import (
@@ -42,16 +43,20 @@ if TYPE_CHECKING:
         StepTimeError,
         TrafficError,
     )
+    from cgplan.graphs.pools import GraphPool
     from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
     from cgplan.measure.bench import bench
+    from cgplan.models.loading import load_model
     from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
-    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, in_breakable_capture
     from cgplan.piecewise.breaks import eager_break_during_capture
-    from cgplan.piecewise.modules import BreakableCUDAGraphWrapper
     from cgplan.piecewise.trace import compile_piecewise
+    from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
+    from cgplan.runner.manager import CudaGraphManager, capture_together
     from cgplan.runner.runner import GraphRunner
     from cgplan.runner.session import CaptureSession
+    from cgplan.speculative.manager import SpecDecodeGraphManager
 
 __all__ = [
     "AddressError",
@@ -74,9 +79,11 @@ __all__ = [
     "Config",
     "ConfigError",
     "ConfigFileError",
+    "CudaGraphManager",
     "CudagraphDispatcher",
     "DispatchMissError",
     "DistributedError",
+    "GraphPool",
     "GraphRunner",
     "HostSyncError",
     "Input",
@@ -95,17 +102,22 @@ __all__ = [
     "RendezvousError",
     "ReportError",
     "SealedError",
+    "SpecDecodeGraphManager",
     "StepTimeError",
     "TrafficError",
     "__version__",
     "bench",
     "build_plan",
     "capture",
+    "capture_together",
     "compile_piecewise",
     "eager_break_during_capture",
     "forward_context",
     "get_forward_context",
+    "in_breakable_capture",
     "load_config",
+    "load_model",
+    "select_backend",
 ]
 
 _HOMES = {
@@ -113,9 +125,14 @@ _HOMES = {
     "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.api": ("capture",),
+    "cgplan.backends": ("select_backend",),
+    "cgplan.graphs.pools": ("GraphPool",),
+    "cgplan.models.loading": ("load_model",),
+    "cgplan.runner.manager": ("CudaGraphManager", "capture_together"),
+    "cgplan.speculative.manager": ("SpecDecodeGraphManager",),
     "cgplan.measure.bench": ("bench",),
-    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture",),
-    "cgplan.piecewise.modules": ("BreakableCUDAGraphWrapper",),
+    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture", "in_breakable_capture"),
+    "cgplan.piecewise.wrapper": ("BreakableCUDAGraphWrapper",),
     "cgplan.piecewise.breaks": ("eager_break_during_capture",),
     "cgplan.backends.context": ("forward_context", "get_forward_context"),
     "cgplan.runner.runner": ("GraphRunner",),

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from cgplan.backends import select_backend
-from cgplan.config import Config, validate_config
-from cgplan.errors import ConfigError
+from cgplan.captures.captured_keys import CaptureProgress
+from cgplan.config import Config, load_config, validate_config
+from cgplan.errors import ConfigError, ModelError
+from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 
 Section = Mapping[str, Any] | BaseModel
 
 
 def capture(
-    model: Callable[..., Any],
-    inputs: Mapping[str, Any],
+    model: Callable[..., Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     *,
+    config: Config | str | Path | None = None,
     metadata: Mapping[str, Any] | None = None,
     compilation: Section | None = None,
     scheduler: Section | None = None,
@@ -28,26 +32,39 @@ def capture(
     speculative: Section | None = None,
     report: Section | None = None,
     budget: Section | None = None,
-    device: str = "auto",
-    output_rows: str = "num_tokens",
+    device: str | None = None,
+    output_rows: str | None = None,
+    state: Sequence[object] | None = None,
     progress: Callable[[CaptureProgress], None] | None = None,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
 
+    ::
+
+        cgplan.capture(model, {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)})
+        cgplan.capture(model, config="my.yaml")
+        cgplan.capture(config="my.yaml")  # the file names the model
+
     Args:
-        model: Any callable or nn.Module, on the device already; it is called with the inputs by name.
+        model: Any callable or nn.Module, on the device already; it is called with the inputs by name. Absent: the
+            configuration's ``model.target``.
         inputs: ``cgplan.Input`` by name, one for each argument of the forward.
+        config: A configuration, or the path of its file, in place of all sections.
         metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
         compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
-        device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``.
+        device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
+        state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one, such
+            as ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
         progress: Called before each key.
 
     Raises:
-        ConfigError, PlanError, BackendError: before anything runs; ModelError: the model cannot be called.
+        ConfigError, PlanError, BackendError: before anything runs.
+        ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
     sections = {
+        "inputs": inputs,
         "metadata": metadata,
         "compilation": compilation,
         "scheduler": scheduler,
@@ -55,14 +72,24 @@ def capture(
         "speculative": speculative,
         "report": report,
         "budget": budget,
+        "model": None if output_rows is None else {"output_rows": output_rows},
     }
-    if not isinstance(inputs, Mapping):
-        raise ConfigError(
-            f"inputs is a {type(inputs).__name__}, not a mapping",
-            remedy="Pass a dict of cgplan.Input by name, one for each argument of the forward.",
-        )
     given = {name: value for name, value in sections.items() if value is not None}
-    model_section = {"output_rows": output_rows}
-    config: Config = validate_config({"model": model_section, "inputs": dict(inputs), "device": device, **given})
-    plan = build_plan(config)
-    return CaptureSession(plan, model, select_backend(device), config, progress=progress).run()
+    if config is None and inputs is None:
+        raise ConfigError("neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file.")
+    if config is None:
+        config, folder = validate_config({"model": {}, "device": device or "auto", **given}), None
+    elif given:
+        raise ConfigError(
+            f"config and {', '.join(given)} were both given", remedy="Put the sections into the configuration."
+        )
+    else:
+        folder = None if isinstance(config, Config) else Path(config).parent
+        config = config if isinstance(config, Config) else load_config(config)
+        config = config.model_copy(update={"device": device or config.device})
+    plan, backend = build_plan(config), select_backend(config.device)
+    if model is None:
+        if config.model is None or config.model.target is None:
+            raise ModelError("no model was given", remedy="Pass one, or a configuration with model.target.")
+        model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=folder).forward
+    return CaptureSession(plan, model, backend, config, progress=progress, state=state).run()

@@ -11,6 +11,8 @@ from cgplan.errors import ConfigError
 
 def _parse(kind: str, members: dict[str, Any], value: object) -> Any:
     """Member of an enum by name in any case; an unknown name is answered with the nearest one."""
+    if value is None:  # an empty key in YAML, which does not ask for NONE
+        raise ConfigError(f"{kind} has no value", remedy=f"Choose one of {', '.join(members)}.")
     name = str(value).strip().upper()
     if name in members:
         return members[name]

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend
+from cgplan.errors import HostSyncError
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 
 MIB = 1 << 20
 
@@ -22,6 +25,17 @@ def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None,
         with backend.capturing(graph):
             output = forward()
     return graph, output
+
+
+class Tally(list[Any]):
+    """Items that captures do not put back when they restore the model's state."""
+
+    __graph_memory__ = True
+
+
+def host_sync_of(forward: Callable[[], Any], device: torch.device) -> HostSyncError | None:
+    """The first operator of an eager run that needs the host."""
+    return look(forward, ModelState.of({}, device)).host_sync
 
 
 def same(found: Any, wanted: Any) -> None:

@@ -1,59 +1,152 @@
-"""What ranks run on GPUs when they are late, fail, or end; each program runs on the CPU as well, but for its device."""
+"""What ranks run on GPUs; see rank_programs.py."""
 
 from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rank_faults import Said, tried
-from rank_programs import Doubling, batch, config_of, doubled, patience
+from rank_programs import (
+    Doubling,
+    Said,
+    batch,
+    config_of,
+    decoder_config,
+    die,
+    meeting,
+    opened,
+    patience,
+    session_of,
+    tried,
+    wrong_sums,
+)
 
-from cgplan.backends import select_backend
+from cgplan.backends.host_sync import is_probing
 from cgplan.config import Config
-from cgplan.distributed import AllReduce, RankedCapture, Ranks, open_all_reduce, open_ranks
-from cgplan.planning import build_plan
-from cgplan.runner.session import CaptureSession
+from cgplan.distributed import AllReduce, Ranks, all_reduce_by, open_all_reduce
+from cgplan.models.decoder import build
 
 
 @contextmanager
-def opened_on(device: str, most: int = 1 << 20) -> Iterator[tuple[Ranks, AllReduce, Config]]:
-    config = config_of(compilation={"cudagraph_num_of_warmups": 1}).model_copy(update={"device": device})
-    settings = config.distributed.model_copy(update={"timeout": patience(), "all_reduce_max_size": most})
-    config = config.model_copy(update={"distributed": settings})
-    ranks = open_ranks(config.distributed, device)
-    assert ranks is not None
-    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
+def on_gpus(all_reduce: str = "custom", most: int = 8 << 20) -> Iterator[tuple[Ranks, AllReduce, Config]]:
+    compilation = {"all_reduce": all_reduce, "cudagraph_num_of_warmups": 1}
+    config = config_of(device="cuda", compilation=compilation, distributed={"all_reduce_max_size": most})
+    with opened(config) as (ranks, reducer):
         yield ranks, reducer, config
 
 
-def session_of(ranks: Ranks, reducer: AllReduce, config: Config) -> CaptureSession:
-    model = Doubling(reducer).to(ranks.device)
-    together = RankedCapture(ranks, reducer, config)
-    return CaptureSession(build_plan(config), model, reducer.backend, config, together=together)
+def replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int) -> Any:
+    """Sums of graphs that are replayed with changing inputs, and the registration."""
+    from cgplan.distributed import kernels
+
+    kernels.ONE_SHOT_BYTES = {2: one_shot_bytes}
+    with on_gpus() as (ranks, reducer, _):
+        backend = reducer.backend
+        statics = [torch.zeros(size, dtype=dtype, device=ranks.device) for size in sizes]
+        reducer.begin_pass()
+        graph = backend.new_graph(backend.new_pool())
+        with backend.session():
+            for static in statics:
+                reducer(static)
+            with backend.capturing(graph):
+                outputs = [reducer(reducer(static) * 0.5 + static) for static in statics]
+        registration = reducer.end_pass()
+        sums = []
+        for turn in range(times):
+            given = [[batch(other, turn, size, dtype) for other in range(ranks.world_size)] for size in sizes]
+            for static, inputs in zip(statics, given, strict=True):
+                static.copy_(inputs[rank])
+            backend.replay(graph)
+            backend.synchronize()
+            for inputs, output in zip(given, outputs, strict=True):
+                first = total(inputs)
+                wanted = total([first * 0.5 + x for x in inputs])
+                assert torch.equal(output.cpu(), wanted), f"turn {turn}, {len(wanted)} elements"
+            sums.append([output.view(torch.uint8).long().sum().item() for output in outputs])
+        assert torch.equal(reducer(statics[0]).cpu(), total(given[0]))
+        reducer.check()
+        reducer.release()
+        backend.reset(graph)
+    return sums, registration
 
 
-def stall(device: torch.device, seconds: float) -> None:
-    """Have what is queued next wait: the device, where there is one, and not the host."""
-    if device.type == "cuda":
-        torch.cuda._sleep(int(seconds * 1.5e9))
-    else:
-        time.sleep(seconds)
+def total(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """In float32, in the order of the ranks, rounded once."""
+    found = inputs[0].float()
+    for x in inputs[1:]:
+        found = found + x.float()
+    return found.to(inputs[0].dtype)
 
 
-def sums_of(call: Any, ranks: Ranks, turns: int = 20) -> int:
-    """Calls whose sums were wrong."""
-    wrong = 0
-    for turn in range(turns):
-        inputs = [batch(other, turn, (1 + turn % 4, 8), torch.float32) for other in range(ranks.world_size)]
-        found = call(inputs[ranks.rank].to(ranks.device)).cpu()
-        wrong += not torch.allclose(found, doubled(inputs, ranks.world_size), rtol=1e-5, atol=1e-6)
-    return wrong
+def unregistered(rank: int) -> Said:
+    """What check() says of a graph that is replayed before registration; then sums are right again."""
+    with on_gpus() as (ranks, reducer, _):
+        static = torch.ones(64, device=ranks.device)
+        reducer.begin_pass()
+        graph = reducer.backend.new_graph(reducer.backend.new_pool())
+        with reducer.backend.session():
+            reducer(static)
+            with reducer.backend.capturing(graph):
+                reducer(static)
+        reducer.backend.replay(graph)
+        said = tried(reducer.check)
+        reducer.begin_pass()  # the error word and the signals are new
+        assert reducer(static).unique().tolist() == [2.0]
+        reducer.check()
+        reducer.backend.reset(graph)
+    return said
+
+
+def alone(rank: int, is_killed: bool) -> None:
+    """Rank 1 does not come to an all-reduce: it sleeps, or is killed."""
+    with on_gpus() as (ranks, reducer, _):
+        x = torch.ones(1 << 16, device=ranks.device)
+        reducer(x)
+        torch.cuda.synchronize()
+        if rank == 1:
+            time.sleep(1 if is_killed else 5 * patience())
+            if is_killed:
+                die()
+            os._exit(0)
+        assert reducer(x).isnan().all(), "no sum that could be taken for a right one"
+        reducer.check()
+
+
+def place(rank: int, device: str) -> None:
+    meeting(config_of(device=device)).close()
+
+
+def expandable(rank: int, wanted: str) -> str:
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    with on_gpus(wanted) as (ranks, reducer, _):
+        assert reducer(torch.ones(8, device=ranks.device)).sum().item() == 16.0
+        return reducer.name
+
+
+def memory(rank: int) -> list[int]:
+    """Bytes that torch has reserved after each of several captures and closings."""
+    config, reserved = decoder_config(2, "cuda"), []
+    assert config.model is not None
+    with opened(config) as (ranks, reducer):
+        with all_reduce_by(reducer), torch.device(ranks.device):
+            model = build(**config.model.kwargs)
+        for _ in range(4):
+            runner = session_of(reducer, config, model).run()
+            runner.recapture()
+            runner.close()
+            del runner
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+    return reserved
+
+
+def stall(seconds: float) -> None:
+    """Have the device wait before what is queued next, and not the host."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
 
 
 class RaisesAtItsEnd(Doubling):
@@ -61,98 +154,80 @@ class RaisesAtItsEnd(Doubling):
 
     def __init__(self, reducer: AllReduce, times: int) -> None:
         super().__init__(reducer)
-        self.times = times
+        self.times = iter(range(times))  # no state of the model, which a failed capture puts back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.times or self.reducer.backend.is_capturing():
+        if is_probing() or self.reducer.backend.is_capturing() or next(self.times, None) is None:
             return super().forward(x)
-        self.times -= 1
-        stall(x.device, 1.5)
+        stall(1.5)
         super().forward(x)
         raise ValueError("a defect of the model")
 
 
-def raises_behind_queued_sums(rank: int, device: str) -> tuple[Said, int, int]:
-    """Rank 0's kernels leave their barriers when it hears of it; rank 1's, which come later, must not wait for them."""
-    with opened_on(device) as (ranks, reducer, config):
-        capture = session_of(ranks, reducer, config)
-        capture._model = RaisesAtItsEnd(reducer, 1 if rank == 1 else 0).to(ranks.device)
+def raises_behind_queued_sums(rank: int) -> tuple[Said, int, int]:
+    """Both ranks' kernels wait for others that never come; then sums that were wrong, eagerly and in replays."""
+    with on_gpus() as (ranks, reducer, config):
+        capture = session_of(reducer, config, RaisesAtItsEnd(reducer, 1 if rank == 1 else 0).to(ranks.device))
         said = tried(capture.run)
-        eagerly = sums_of(Doubling(reducer).to(ranks.device), ranks)
+        eagerly = wrong_sums(Doubling(reducer).to(ranks.device), ranks, 20)
         runner = capture.run()
-        wrong = sums_of(lambda x: runner(x=x), ranks)
+        wrong = wrong_sums(lambda x: runner(x=x), ranks, 20)
         reducer.check()
         runner.close()
     return said, eagerly, wrong
 
 
-def late_at_random(rank: int, device: str) -> int:
+def late_at_random(rank: int) -> int:
     """Ranks that are late at random before sums, in replays and in eager calls in turns, and recapture on the way."""
     draw = random.Random(rank)
-    with opened_on(device) as (ranks, reducer, config):
-        runner, wrong = session_of(ranks, reducer, config).run(), 0
+    with on_gpus() as (ranks, reducer, config):
+        runner, wrong = session_of(reducer, config, Doubling(reducer).to(ranks.device)).run(), 0
         eager = Doubling(reducer).to(ranks.device)
         for turn in range(30):
             if draw.random() < 0.5:
-                stall(ranks.device, draw.uniform(0.0, 0.02))
-            wrong += sums_of(lambda x: runner(x=x), ranks, 4) + sums_of(eager, ranks, 2)
+                stall(draw.uniform(0.0, 0.02))
+            wrong += wrong_sums(lambda x: runner(x=x), ranks, 4) + wrong_sums(eager, ranks, 2)
             if turn % 10 == 9:
                 if rank == turn % 2:
-                    stall(ranks.device, 0.2)
-                    runner(x=torch.ones(4, 8, device=ranks.device))
-                else:
-                    runner(x=torch.ones(4, 8, device=ranks.device))
+                    stall(0.2)
+                runner(x=torch.ones(4, 8, device=ranks.device))
                 runner.recapture()
         reducer.check()
         runner.close()
     return wrong
 
 
-def lost_while_replaying(rank: int, device: str) -> Said:
-    """Rank 1 is killed between replays; rank 0 only ever calls its runner."""
-    with opened_on(device) as (ranks, reducer, config):
-        runner = session_of(ranks, reducer, config).run()
-        for turn in range(100_000):
-            if rank == 1 and turn == 20:
-                os.kill(os.getpid(), signal.SIGKILL)
-            said = tried(lambda: float(runner(x=torch.ones(2, 8, device=ranks.device)).sum()))
-            if said[0] != "ok":
-                break
-        runner.close()
-    return said
-
-
-def one_allocation(rank: int, device: str) -> int:
+def one_allocation(rank: int) -> int:
     """Staging buffer and signals lie in one allocation: its handle is opened, and closed, twice."""
-    wrong = 0
-    with opened_on(device, most=4096) as (ranks, reducer, config):
+    with on_gpus(most=4096) as (ranks, reducer, config):
         with open_all_reduce(config, ranks, reducer.backend) as other:
-            wrong += sums_of(Doubling(other).to(ranks.device), ranks)
-        wrong += sums_of(Doubling(reducer).to(ranks.device), ranks)
+            wrong = wrong_sums(Doubling(other).to(ranks.device), ranks, 20)
+        wrong += wrong_sums(Doubling(reducer).to(ranks.device), ranks, 20)
         reducer.check()
     return wrong
 
 
-def after_the_end(rank: int, device: str) -> list[Said]:
-    """A second runner on the all-reduce of an open one, and a sum after the end."""
-    with opened_on(device) as (ranks, reducer, config):
-        runner = session_of(ranks, reducer, config).run()
-        second = tried(session_of(ranks, reducer, config).run)
-        wrong = sums_of(lambda x: runner(x=x), ranks)
+def after_the_end(rank: int) -> tuple[Said, Said, int]:
+    """A second runner on the all-reduce of an open one, a sum after the end, and wrong sums."""
+    with on_gpus() as (ranks, reducer, config):
+        model = Doubling(reducer).to(ranks.device)
+        runner = session_of(reducer, config, model).run()
+        second = tried(session_of(reducer, config, model).run)
+        wrong = wrong_sums(lambda x: runner(x=x), ranks, 20)
         runner.close()
-    return [second, tried(lambda: reducer(torch.ones(8, device=ranks.device))), ("wrong", wrong)]
+    return second, tried(lambda: reducer(torch.ones(8, device=ranks.device))), wrong
 
 
 def counts_wrap_around(rank: int) -> int:
-    """The kernels' counts pass the largest int32. GPUs only."""
-    with opened_on("cuda") as (ranks, reducer, _):
-        kernels: Any = reducer._kernels
+    """The kernels' counts pass the largest int32."""
+    with on_gpus() as (ranks, reducer, _):
+        of_gpu: Any = reducer
         nearly = (1 << 30) - 5
         with ranks.step("counts that are nearly over"):
             torch.cuda.synchronize()
-            kernels._counts.fill_(nearly)
-            kernels._own[: kernels._signal_bytes].view(torch.int32).fill_(2 * nearly)
+            of_gpu._counts.fill_(nearly)
+            of_gpu._own[: of_gpu._signal_bytes].view(torch.int32).fill_(2 * nearly)
             torch.cuda.synchronize()
-        wrong = sums_of(Doubling(reducer).to(ranks.device), ranks)
+        wrong = wrong_sums(Doubling(reducer).to(ranks.device), ranks, 20)
         reducer.check()
     return wrong

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,12 @@ import torch
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import forward_context
+from cgplan.backends.host_sync import is_probing
 from cgplan.backends.tape import TapeBackend
 from cgplan.captures.budget import BudgetGuard
-from cgplan.config import Config, DistributedConfig, load_config
+from cgplan.config import Config, load_config
 from cgplan.distributed import (
     AllReduce,
-    GraphBufferRegistry,
     RankedCapture,
     Ranks,
     agree_on_model,
@@ -35,11 +35,12 @@ from cgplan.distributed import (
 )
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, ModelError, RegistrationError
-from cgplan.graphs.rebound import StateSnapshot
 from cgplan.models.decoder import Decoder, build, example_batch
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
+
+Said = tuple[str, Any]  # ``ok`` and a result, or an error's class and message
 
 
 def patience() -> float:
@@ -47,19 +48,112 @@ def patience() -> float:
     return float(os.environ["RANKS_TIMEOUT"])
 
 
-@contextmanager
-def opened(all_reduce: str = "custom") -> Iterator[tuple[Ranks, AllReduce]]:
-    config = Config(
-        device="cpu",
-        compilation={"all_reduce": all_reduce},
-        distributed={"timeout": patience(), "all_reduce_max_size": 1 << 20},
+def tried(call: Callable[[], Any]) -> Said:
+    try:
+        return "ok", call()
+    except BaseException as error:
+        return type(error).__name__, getattr(error, "message", str(error))
+
+
+def config_of(**settings: Any) -> Config:
+    """Of the model below."""
+    compilation = {"cudagraph_capture_sizes": [1, 4], **settings.pop("compilation", {})}
+    distributed = {"timeout": patience(), "all_reduce_max_size": 1 << 16, **settings.pop("distributed", {})}
+    return Config(
+        device=settings.pop("device", "cpu"),
+        inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
+        compilation=compilation,
+        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
+        distributed=distributed,
+        **settings,
     )
-    ranks = open_ranks(config.distributed, "cpu")
+
+
+def meeting(config: Config | None = None) -> Ranks:
+    config = config or config_of()
+    ranks = open_ranks(config.distributed, config.device)
     assert ranks is not None
-    with ranks:
-        reducer = open_all_reduce(config, ranks, select_backend("cpu"))
+    return ranks
+
+
+@contextmanager
+def opened(config: Config | None = None, backend: Any = None) -> Iterator[tuple[Ranks, AllReduce]]:
+    config = config or config_of()
+    ranks = meeting(config)
+    with ranks, open_all_reduce(config, ranks, backend or select_backend(str(ranks.device))) as reducer:
         yield ranks, reducer
-        reducer.close()
+
+
+class Doubling(torch.nn.Module):
+    """Sums over ranks twice; ``trouble(phase)`` is called where something may go wrong."""
+
+    def __init__(self, reducer: AllReduce, trouble: Any = None, extra: int = 0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
+        self.reducer, self.trouble, self.extra = reducer, trouble or (lambda _: None), extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_probing() or self.reducer.backend.is_capturing():
+            self.trouble("capture" if self.reducer.backend.is_capturing() else "eager")
+        y = torch.ops.cgplan.all_reduce(x * self.weight, self.reducer.number)
+        for _ in range(1 + self.extra * self.reducer.backend.is_capturing()):
+            y = torch.ops.cgplan.all_reduce(y + 1, self.reducer.number)
+        return y
+
+
+def session_of(reducer: AllReduce, config: Config, model: Callable[..., Any]) -> CaptureSession:
+    together = RankedCapture(reducer.ranks, reducer, config)
+    return CaptureSession(build_plan(config), model, reducer.backend, config, together=together)
+
+
+@contextmanager
+def session(
+    trouble: Any = None, *, model: Callable[[AllReduce], Any] | None = None, backend: Any = None, **settings: Any
+) -> Iterator[tuple[Ranks, AllReduce, CaptureSession]]:
+    """A session of the model above, or of another one."""
+    config = config_of(**settings)
+    with opened(config, backend) as (ranks, reducer):
+        built = Doubling(reducer, trouble) if model is None else model(reducer)
+        yield ranks, reducer, session_of(reducer, config, built)
+
+
+def batch(rank: int, turn: int, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + turn)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def doubled(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return (sum(x * 0.5 for x in inputs) + 1) * len(inputs)
+
+
+def wrong_sums(call: Callable[[torch.Tensor], torch.Tensor], ranks: Ranks, turns: int = 5) -> int:
+    """Calls of the model above, or of its runner, that give another sum than one process."""
+    wrong = 0
+    for turn in range(turns):
+        inputs = [batch(other, turn, (1 + turn % 4, 8)) for other in range(ranks.world_size)]
+        found = call(inputs[ranks.rank].to(ranks.device)).cpu()
+        wrong += not torch.allclose(found, doubled(inputs), rtol=1e-5, atol=1e-6)
+    return wrong
+
+
+def check_runner(runner: Any, ranks: Ranks) -> None:
+    assert wrong_sums(lambda x: runner(x=x), ranks) == 0
+
+
+def captured_again(capture: CaptureSession, ranks: Ranks) -> Said:
+    def run() -> None:
+        runner = capture.run()
+        check_runner(runner, ranks)
+        runner.close()
+
+    return tried(run)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- graphs by hand ---
 
 
 def chain(reducer: AllReduce, x: torch.Tensor, count: int) -> torch.Tensor:
@@ -85,8 +179,7 @@ def captured(reducer: AllReduce, backend: GraphBackend, x: torch.Tensor, count: 
 
 
 def replays(rank: int, dtype: torch.dtype, shapes: list[tuple[int, ...]], count: int, times: int) -> Any:
-    """Graphs of several shapes, replayed with changing inputs; the sums, and what the registration came to."""
-    results = []
+    """Graphs of several shapes, replayed with changing inputs; returns the registration."""
     with opened() as (ranks, reducer):
         backend = reducer.backend
         pool = backend.new_pool()
@@ -103,97 +196,23 @@ def replays(rank: int, dtype: torch.dtype, shapes: list[tuple[int, ...]], count:
                 backend.replay(graph)
                 wanted = expected(inputs, count)[rank]
                 assert torch.equal(out, wanted), f"turn {turn}: off by {(out.float() - wanted.float()).abs().max()}"
-                results.append((out + static).clone() if turn == times - 1 else None)
         reducer.release()
         for graph, _ in graphs:
             backend.reset(graph)
-    return registration, [r.sum().item() for r in results if r is not None]
+    return registration
 
 
-def batch(rank: int, turn: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + turn)
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-# --- a model by hand: what most failures are tried on ---
-
-
-class Doubling(torch.nn.Module):
-    """Sums over ranks twice; ``trouble(phase)`` is called where something may go wrong."""
-
-    def __init__(self, reducer: AllReduce, trouble: Any = None, extra: int = 0) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
-        self.reducer, self.trouble, self.extra = reducer, trouble or (lambda _: None), extra
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.trouble("capture" if self.reducer.backend.is_capturing() else "eager")
-        y = torch.ops.cgplan.all_reduce(x * self.weight, self.reducer.number)
-        for _ in range(1 + self.extra * self.reducer.backend.is_capturing()):
-            y = torch.ops.cgplan.all_reduce(y + 1, self.reducer.number)
-        return y
-
-
-def config_of(**settings: Any) -> Config:
-    compilation = {"cudagraph_capture_sizes": [1, 4], **settings.pop("compilation", {})}
-    return Config(
-        device="cpu",
-        inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
-        compilation=compilation,
-        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
-        distributed={"timeout": patience(), "all_reduce_max_size": 1 << 16, **settings.pop("distributed", {})},
-        **settings,
-    )
-
-
-def doubled(inputs: list[torch.Tensor], world_size: int) -> torch.Tensor:
-    return (sum(x * 0.5 for x in inputs) + 1) * world_size
-
-
-def check_runner(runner: Any, rank: int, world_size: int, times: int = 5) -> None:
-    for turn in range(times):
-        rows = 1 + turn % 4
-        inputs = [batch(other, turn, (rows, 8), torch.float32) for other in range(world_size)]
-        found = runner(x=inputs[rank])
-        torch.testing.assert_close(found, doubled(inputs, world_size), rtol=1e-6, atol=1e-6)
-
-
-@contextmanager
-def session(rank: int, trouble: Any = None, extra: int = 0, backend: Any = None, **settings: Any) -> Iterator[Any]:
-    """(ranks, reducer, CaptureSession) of the model above."""
-    config = config_of(**settings)
-    ranks = open_ranks(config.distributed, "cpu")
-    assert ranks is not None
-    with ranks, open_all_reduce(config, ranks, backend or select_backend("cpu")) as reducer:
-        plan = agree_on_plan(ranks, build_plan(config))
-        model = Doubling(reducer, trouble, extra)
-        together = RankedCapture(ranks, reducer, config)
-        yield ranks, reducer, CaptureSession(plan, model, reducer.backend, config, together=together)
-
-
-def capture_and_run(rank: int, world_size: int) -> Any:
-    """A runner, its recapture, and its report."""
-    with session(rank) as (_, reducer, capture):
-        runner = capture.run()
-        check_runner(runner, rank, world_size)
-        rows = [reducer.registry.rows]
-        runner.recapture()
-        check_runner(runner, rank, world_size)
-        rows.append(reducer.registry.rows)
-        report = runner.report
-        runner.close()
-    del reducer, capture, runner
-    gc.collect()
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:cgplan" in line]
-    assert not mapped, f"shared memory is still mapped: {mapped}"
-    opened_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
-    assert not [name for name in opened_files if "memfd:cgplan" in name]
-    return rows, report.ranks
-
-
-def unequal_counts(rank: int) -> None:
-    with session(rank, extra=1 if rank == 1 else 0) as (_, _, capture):
-        capture.run()
+def replay_before_registration(rank: int) -> Any:
+    with opened() as (_, reducer):
+        static = torch.ones(4, 4)
+        reducer.begin_pass()
+        graph, _ = captured(reducer, reducer.backend, static, 1)
+        said = tried(lambda: reducer.backend.replay(graph))
+        reducer.end_pass()
+        reducer.backend.replay(graph)
+        late = tried(lambda: captured(reducer, reducer.backend, static, 1))
+        reducer.release()
+    return said, late
 
 
 def unlike(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +226,7 @@ def unlike(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
 
 def captures_unlike_inputs(rank: int, kind: str, mode: CUDAGraphMode = CUDAGraphMode.FULL, device: str = "cpu") -> None:
     """Without a warm-up: nothing is summed before the buffers are registered."""
-    with opened() if device == "cpu" else on_gpus() as (_, reducer):
+    with opened(config_of(device=device)) as (_, reducer):
         reducer.begin_pass()
         graph = reducer.backend.new_graph(reducer.backend.new_pool())
         x, key = torch.ones(4, 32, device=device), BatchDescriptor(4)
@@ -222,19 +241,51 @@ def sums_unlike_tensors(rank: int, kind: str) -> Any:
     with opened() as (_, reducer):
         x = torch.ones(4, 32)
         reducer(x)
-        try:
-            reducer(unlike(rank, kind, x))
-        except CgplanError as error:
-            said = type(error).__name__, error.message
-        return said, reducer(x).unique().tolist()
+        return tried(lambda: reducer(unlike(rank, kind, x))), reducer(x).unique().tolist()
+
+
+# --- sessions ---
+
+
+def capture_and_run(rank: int) -> Any:
+    """A runner, its recapture, and its report."""
+    with session() as (ranks, reducer, capture):
+        runner = capture.run()
+        check_runner(runner, ranks)
+        rows = [reducer.registry.rows]
+        runner.recapture()
+        check_runner(runner, ranks)
+        rows.append(reducer.registry.rows)
+        report = runner.report
+        runner.close()
+    del reducer, capture, runner
+    gc.collect()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:cgplan" in line]
+    assert not mapped, f"shared memory is still mapped: {mapped}"
+    opened_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    assert not [name for name in opened_files if "memfd:cgplan" in name]
+    return rows, report.ranks
+
+
+def unequal_counts(rank: int) -> None:
+    with session(model=lambda reducer: Doubling(reducer, extra=1 if rank == 1 else 0)) as (_, _, capture):
+        capture.run()
+
+
+class Unlike(torch.nn.Module):
+    """Its ranks sum unlike tensors, in warm-ups and in graphs."""
+
+    def __init__(self, reducer: AllReduce, kind: str) -> None:
+        super().__init__()
+        self.inner, self.reducer, self.kind = torch.nn.Identity(), reducer, kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reducer(unlike(self.reducer.rank, self.kind, self.inner(x)))
 
 
 def model_of_unlike_sums(rank: int, kind: str, mode: str) -> None:
-    """A model whose ranks sum unlike tensors, in its warm-ups and in its graphs."""
     settings = {"cudagraph_mode": mode, "splitting_modules": ["inner"] if mode == "PIECEWISE" else []}
-    with session(rank, compilation=settings) as (_, reducer, capture):
-        capture._model.inner = torch.nn.Identity()
-        capture._model.forward = lambda x: reducer(unlike(rank, kind, capture._model.inner(x)))
+    with session(model=lambda reducer: Unlike(reducer, kind), compilation=settings) as (_, _, capture):
         capture.run()
 
 
@@ -242,104 +293,56 @@ def sums_once_more(rank: int) -> None:
     """Rank 1 does one all-reduce more in its second forward, later than rank 0 has begun to wait in the next step."""
     calls = []
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        y = reducer(x)
-        if rank == 1 and len(calls) == 2:
-            time.sleep(1)
-            reducer(x)
-        return y
+    def model(reducer: AllReduce) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            calls.append(x)
+            y = reducer(x)
+            if rank == 1 and len(calls) == 2:
+                time.sleep(1)
+                reducer(x)
+            return y
 
-    with session(rank, compilation={"cudagraph_capture_sizes": [4], "cudagraph_num_of_warmups": 2}) as (
-        _,
-        reducer,
-        capture,
-    ):
-        capture._model.forward = forward
+        return forward
+
+    settings = {"cudagraph_capture_sizes": [4], "cudagraph_num_of_warmups": 2}
+    with session(model=model, compilation=settings) as (_, _, capture):
         capture.run()
 
 
 class Counter:
     """Counts how often it was called."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, _: str) -> None:
         self.calls += 1
 
 
-def counts_its_calls(rank: int) -> Any:
-    """Rank 1's model has a number that changes, rank 0's has none: only rank 1 looks who reads it."""
-    with session(rank, Counter() if rank == 1 else None) as (ranks, _, capture):
-        runner = capture.run()
-        check_runner(runner, rank, ranks.world_size)
-        warnings = [said for said in runner.report.warnings if "forward" in said]
-        runner.close()
-    return warnings
+def counts_its_calls(rank: int) -> Said:
+    """Rank 1's model has a number that changes, rank 0's has none: only rank 1 looks whether the forward reads it."""
+    with session(Counter() if rank == 1 else None) as (ranks, _, capture):
+        return captured_again(capture, ranks)
 
 
-def state_of_a_model(rank: int) -> Any:
-    """What of a model's state has changed, once ranks have summed and have shown a sign of life."""
-    with opened() as (ranks, reducer):
-        model = Doubling(reducer)
-        state = StateSnapshot(model)
-        model(torch.ones(2, 8))
-        sent = ranks.watch._beats
-        while ranks.watch._beats == sent:
-            time.sleep(0.02)
-    return state.changed()
-
-
-def raises_in(rank: int, phase: str) -> Any:
-    """Rank 1 raises once; afterwards all capture again, because all ranks are still there."""
-    left = [1 if rank == 1 else 0]
-
-    def trouble(where: str) -> None:
-        if where == phase and left[0]:
-            left[0] -= 1
-            raise ValueError("a defect of the model")
-
-    with session(rank, trouble) as (ranks, _, capture):
-        try:
-            capture.run()
-        except CgplanError as error:
-            said = (type(error).__name__, error.message)
-        runner = capture.run()
-        check_runner(runner, rank, ranks.world_size)
-        runner.close()
-    return said
-
-
-def raises_in_registration(rank: int, method: str) -> Any:
+def raises_in_registration(rank: int, method: str) -> list[Said]:
     """Rank 1's transport fails once; afterwards all capture again."""
-    left = [1 if rank == 1 else 0]
-    real = getattr(SharedMemoryTransport, method)
+    left, real = [1 if rank == 1 else 0], getattr(SharedMemoryTransport, method)
 
     def failing(self: Any, *args: Any) -> Any:
-        if left[0] and armed[0]:
+        if left[0]:
             left[0] -= 1
-            kind = RegistrationError if method == "open" else torch.OutOfMemoryError
-            raise kind(f"{method} does not work")
+            raise (RegistrationError if method == "open" else torch.OutOfMemoryError)(f"{method} does not work")
         return real(self, *args)
 
-    armed = [False]
-    setattr(SharedMemoryTransport, method, failing)
-    with session(rank) as (ranks, reducer, capture):
-        armed[0] = True
-        try:
-            capture.run()
-        except CgplanError as error:
-            said = (type(error).__name__, error.message)
+    with session() as (ranks, reducer, capture):
+        setattr(SharedMemoryTransport, method, failing)
+        said = tried(capture.run)
         assert not reducer.registry.is_sealed
-        runner = capture.run()
-        check_runner(runner, rank, ranks.world_size)
-        runner.close()
-    return said
+        return [said, captured_again(capture, ranks)]
 
 
 def raises_in_replay(rank: int, error: type[Exception]) -> None:
-    with session(rank) as (_, _, capture):
+    with session() as (_, _, capture):
         runner = capture.run()
         for turn in range(200):
             if rank == 1 and turn == 20:
@@ -347,113 +350,59 @@ def raises_in_replay(rank: int, error: type[Exception]) -> None:
             runner(x=torch.ones(1 + turn % 4, 8))
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_in(rank: int, victim: int, phase: str) -> Any:
-    """One rank is killed in a phase; what the others raise."""
+def killed_in(rank: int, victim: int, phase: str) -> None:
+    """One rank is killed in a phase."""
 
     def trouble(where: str) -> None:
         if rank == victim and where == phase:
             die()
 
-    steps = {
-        "counts": "_agree_on_rows", "exchange": "_exchange", "open": "_open_peers", "write": "_write_rows",
-        "seal": "_seal", "leave": "_leave_peers",
-    }  # fmt: skip
-    if rank == victim and phase in steps:
-        setattr(GraphBufferRegistry, steps[phase], lambda *_: die())
-    if phase == "rendezvous" and rank == victim:
-        die()
-    with session(rank, trouble) as (_, _, capture):
-        if phase == "opened" and rank == victim:
-            die()
+    trouble("rendezvous")
+    with session(trouble) as (_, _, capture):
+        trouble("opened")
+        if phase == "open" and rank == victim:
+            SharedMemoryTransport.open = lambda *_: die()
         runner = capture.run()
-        for turn in range(2000 if phase == "replay" else 2):
-            if phase == "replay" and rank == victim and turn == 20:
-                die()
+        for turn in range(2000):
+            if turn == 20:
+                trouble("replay")
             runner(x=torch.ones(1 + turn % 4, 8))
         runner.close()
-    return "ended well"
 
 
 def oom(rank: int, budget: bool) -> Any:
     """Rank 1's pool holds less than the graphs need."""
     backend = TapeBackend(pool_limit=300 if rank == 1 else None)
     settings = {"budget": {"max_graphs": 2}} if budget else {}
-    with session(rank, backend=backend, **settings) as (ranks, _, capture):
+    with session(backend=backend, **settings) as (ranks, _, capture):
         runner = capture.run()
-        keys = [key.num_tokens for _, key in runner.plan.keys]
-        for turn in range(4):
-            inputs = [batch(other, turn, (1, 8), torch.float32) for other in range(ranks.world_size)]
-            torch.testing.assert_close(runner(x=inputs[rank]), doubled(inputs, ranks.world_size))
+        check_runner(runner, ranks)
         report = runner.report
         runner.close()
     stops = [(stop.rank, stop.limit, stop.descriptor.num_tokens) for stop in report.budget.stops]
-    return keys, stops, str(report)
+    return [key.num_tokens for _, key in runner.plan.keys], stops, str(report)
 
 
-def budget_of_one(rank: int) -> Any:
+def budget_of_one(rank: int) -> list[int]:
     """Rank 1 alone refuses the second key."""
     if rank == 1:
         BudgetGuard.stop_before = lambda self, key: key[1].num_tokens == 1
-    with session(rank, budget={"max_graphs": 2}) as (_, _, capture):
+    with session(budget={"max_graphs": 2}) as (_, _, capture):
         runner = capture.run()
-        keys = [key.num_tokens for _, key in runner.plan.keys]
         runner.close()
-    return keys
+    return [key.num_tokens for _, key in runner.plan.keys]
 
 
-def stands_still(rank: int) -> Any:
-    """Rank 1 does not come to a replay, although it is alive."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        if rank == 1:
-            time.sleep(patience() + 1)
-        runner(x=torch.ones(1, 8))
-        runner.close()
-
-
-def frozen(rank: int) -> Any:
-    """Rank 1 is stopped, and shows no sign of life."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        runner(x=torch.ones(1, 8))
-        runner.close()
-
-
-def replay_before_registration(rank: int) -> Any:
-    with opened() as (_, reducer):
-        static = torch.ones(4, 4)
-        reducer.begin_pass()
-        graph, _ = captured(reducer, reducer.backend, static, 1)
-        try:
-            reducer.backend.replay(graph)
-        except CgplanError as error:
-            said = type(error).__name__, error.message
-        reducer.end_pass()
-        reducer.backend.replay(graph)
-        try:
-            captured(reducer, reducer.backend, static, 1)
-        except CgplanError as error:
-            late = type(error).__name__, error.message
-        reducer.release()
-    return said, late
-
-
-def order_of_teardown(rank: int, failing: bool) -> Any:
-    """What is closed and freed, in order."""
+def order_of_teardown(rank: int, failing: bool) -> list[str]:
+    """What is closed and freed, in order; where it fails, rank 1 has left before."""
     events: list[str] = []
 
-    def noting(owner: Any, method: str, name: str) -> None:
+    def noting(owner: Any, method: str, name: Any) -> None:
         real = getattr(owner, method)
 
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            events.append(name if not callable(name) else name(*args))
-            return real(self, *args, **kwargs)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append(name if isinstance(name, str) else name(*args))
+            return real(*args, **kwargs)
 
         setattr(owner, method, noted)
 
@@ -461,12 +410,12 @@ def order_of_teardown(rank: int, failing: bool) -> Any:
     noting(SharedMemoryTransport, "free", "exports")
     noting(TapeBackend, "reset", "graph")
     noting(TapeBackend, "release_cached", "pool")
-    noting(Ranks, "agree", lambda step: step)
+    noting(Ranks, "agree", lambda _, step: step)
     noting(Ranks, "close", "ranks")
-    destroy = torch.distributed.destroy_process_group
-    torch.distributed.destroy_process_group = lambda: (events.append("group"), destroy())
-    try:
-        with session(rank) as (_, _, capture):
+    noting(torch.distributed, "destroy_process_group", "group")
+
+    def run() -> None:
+        with session() as (ranks, _, capture):
             runner = capture.run()
             del events[:]
             try:
@@ -476,12 +425,12 @@ def order_of_teardown(rank: int, failing: bool) -> Any:
                     time.sleep(1)
                     runner(x=torch.ones(1, 8))
             except BaseException as error:
-                capture._together._ranks.leave(error)
+                ranks.leave(error)
                 raise
             finally:
                 runner.close()
-    except (ValueError, CgplanError):
-        pass
+
+    tried(run)
     return events
 
 
@@ -492,77 +441,45 @@ def different_setup(rank: int, what: str) -> None:
     if rank == 1 and what == "torch":
         torch.__version__ = "1.0.0"
     config = config_of(**settings)
-    ranks = open_ranks(config.distributed, "cpu")
-    assert ranks is not None
-    with ranks:
-        backend = select_backend("cpu")
-        agree_on_setup(ranks, config, backend)
+    with meeting(config) as ranks:
+        agree_on_setup(ranks, config, select_backend("cpu"))
         agree_on_model(ranks, torch.nn.Linear(4, 5 if rank == 1 and what == "model" else 4))
 
 
 def rank_0s_plan(rank: int) -> Any:
-    sizes = [1, 2] if rank == 0 else [4]
-    config = config_of(compilation={"cudagraph_capture_sizes": sizes})
-    ranks = open_ranks(config.distributed, "cpu")
-    assert ranks is not None
-    with ranks:
+    config = config_of(compilation={"cudagraph_capture_sizes": [1, 2] if rank == 0 else [4]})
+    with meeting(config) as ranks:
         return agree_on_plan(ranks, build_plan(config)).capture_sizes
 
 
 def choice(rank: int, wanted: str, hosts: int = 1) -> Any:
-    """The all-reduce that is chosen, what is logged, and a sum by it."""
+    """The all-reduce that is chosen, what is logged, and sums by it."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("cgplan.distributed").addHandler(handler)
     config = config_of(compilation={"all_reduce": wanted})
-    ranks = open_ranks(config.distributed, "cpu")
-    assert ranks is not None
-    with ranks:
+    given = [
+        torch.ones(8), torch.ones(3, dtype=torch.float32), torch.ones(5), torch.ones(4, dtype=torch.int64),
+        torch.ones(1 << 16), torch.ones(0), torch.ones(4, 6).T[:, :2],
+    ]  # fmt: skip
+    with meeting(config) as ranks:
         if hosts > 1:
             ranks.presences = [replace(p, host=f"host{index}") for index, p in enumerate(ranks.presences)]
         with open_all_reduce(config, ranks, select_backend("cpu")) as reducer:
-            sums = [
-                reducer(x).sum().item()
-                for x in (
-                    torch.ones(8), torch.ones(3, dtype=torch.float32), torch.ones(5), torch.ones(4, dtype=torch.int64),
-                    torch.ones(1 << 16), torch.ones(0), torch.ones(4, 6).T[:, :2],
-                )
-            ]  # fmt: skip
-    return reducer.name, records, sums
+            return reducer.name, records, [reducer(x).sum().item() for x in given]
 
 
-def several_steps(rank: int) -> Any:
-    """Ranks that come to different steps, and one that does not come."""
-    ranks = open_ranks(DistributedConfig(timeout=patience()), "cpu")
-    assert ranks is not None
-    said = []
-    with ranks:
-        try:
-            ranks.agree("tea" if rank else "coffee")
-        except CgplanError as error:
-            said.append((type(error).__name__, error.message))
-        try:
-            with ranks.step("a step"):
-                raise ModelError("the same everywhere")
-        except CgplanError as error:
-            said.append((type(error).__name__, error.message))
-        try:
-            if rank == 1:
-                time.sleep(patience() + 1)
-            ranks.agree("breakfast")
-        except CgplanError as error:
-            said.append((type(error).__name__, error.message))
-            raise
-    return said
-
-
-def sleeps(rank: int) -> None:
-    """Meets the others, and works until it is killed."""
-    with session(rank) as (_, _, capture):
-        runner = capture.run()
-        while True:
-            runner(x=torch.ones(2, 8))
+def several_steps(rank: int) -> list[Said]:
+    """Ranks that come to different steps, and one that is late."""
+    with meeting() as ranks:
+        said = [
+            tried(lambda: ranks.agree("tea" if rank else "coffee")),
+            tried(lambda: ranks.agree("a step", error=ModelError("the same everywhere"))),
+        ]
+        if rank == 1:
+            time.sleep(patience() + 1)
+        return [*said, tried(lambda: ranks.agree("breakfast")), tried(lambda: ranks.agree("lunch"))]
 
 
 # --- the decoder, split over ranks ---
@@ -586,7 +503,9 @@ def decode(runner: Any, whole: Decoder, steps: int) -> Any:
         contexts, queries = ([0, 0], lengths) if step == 0 else ([n + step - 1 for n in lengths], [1, 1])
         batch_ = example_batch(whole, contexts, queries, max_blocks=4)
         ids = batch_.input_ids if next_tokens is None else next_tokens
-        wanted = run_alone(whole, ids, batch_)
+        key = BatchDescriptor(len(ids), 2, uniform=len(ids) == 2)
+        with torch.no_grad(), forward_context(CUDAGraphMode.NONE, key, batch_.metadata):
+            wanted = whole(ids, batch_.positions)
         found = runner(input_ids=ids, positions=batch_.positions, **batch_.metadata)
         worst = max(worst, (found - wanted).abs().max().item())
         last = [sum(queries[: i + 1]) - 1 for i in range(2)]
@@ -596,24 +515,14 @@ def decode(runner: Any, whole: Decoder, steps: int) -> Any:
     return worst, tokens
 
 
-def run_alone(whole: Decoder, ids: torch.Tensor, given: Any) -> torch.Tensor:
-    tokens, reqs = len(ids), len(given.metadata["seq_lens"])
-    key = BatchDescriptor(tokens, reqs, uniform=tokens == reqs)
-    with torch.no_grad(), forward_context(CUDAGraphMode.NONE, key, given.metadata):
-        return whole(ids, given.positions)
-
-
 def split_decoder(rank: int, world_size: int, device: str = "cpu", **compilation: Any) -> Any:
     """Logits and greedy tokens of the split decoder's graphs against those of one process, and a few figures."""
     config = decoder_config(world_size, device, **compilation)
-    ranks = open_ranks(config.distributed, device)
-    assert ranks is not None
     assert config.model is not None
-    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
+    with opened(config) as (ranks, reducer):
         with all_reduce_by(reducer), torch.device(ranks.device):
             model = build(**config.model.kwargs)
-        together = RankedCapture(ranks, reducer, config)
-        runner = CaptureSession(build_plan(config), model, reducer.backend, config, together=together).run()
+        runner = session_of(reducer, config, model).run()
         torch.backends.cuda.matmul.allow_tf32 = False
         with torch.device(ranks.device):
             whole = build(**{**config.model.kwargs, "tensor_parallel": 1})
@@ -625,9 +534,7 @@ def split_decoder(rank: int, world_size: int, device: str = "cpu", **compilation
 
 
 def impossible_split(rank: int, **kwargs: Any) -> None:
-    ranks = open_ranks(DistributedConfig(timeout=patience()), "cpu")
-    assert ranks is not None
-    with ranks, open_all_reduce(config_of(), ranks, select_backend("cpu")) as reducer, all_reduce_by(reducer):
+    with opened() as (_, reducer), all_reduce_by(reducer):
         build(**kwargs)
 
 
@@ -662,10 +569,8 @@ def data_parallel(
         speculative={"num_speculative_tokens": settings.get("speculative", 0)},
         distributed={"timeout": patience(), "data_parallel_sync": sync},
     )
-    ranks = open_ranks(config.distributed, "cpu")
-    assert ranks is not None
     ran = []
-    with ranks:
+    with meeting(config) as ranks:
         runner = CaptureSession(build_plan(config), Splittable(), select_backend("cpu"), config).run()
         call = in_step(runner, ranks)
         for tokens, reqs in batches[rank]:
@@ -680,150 +585,3 @@ def data_parallel(
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
     return (ran, runner.stats.record()) if settings.get("stats") else ran
-
-
-def late_for_a_batch(rank: int) -> list[str]:
-    """Rank 1 comes to the second batch when the others have given it up; what the batches say. Then all close."""
-    said: list[str] = []
-    with session(rank, distributed={"timeout": patience(), "data_parallel_sync": True}) as (ranks, _, capture):
-        runner = capture.run()
-        call = in_step(runner, ranks)
-        for turn in range(3):
-            if rank == 1 and turn == 1:
-                time.sleep(patience() + 1)
-            try:
-                said.append(str(call(x=torch.ones(2, 8)).unique().tolist()))
-            except CgplanError as error:
-                said.append(f"{type(error).__name__}: {error.message}")
-        runner.close()
-    return said
-
-
-# --- two GPUs ---
-
-
-@contextmanager
-def on_gpus(all_reduce: str = "custom", debug: bool = False) -> Iterator[tuple[Ranks, AllReduce]]:
-    config = Config(
-        device="cuda",
-        compilation={"all_reduce": all_reduce, "debug": debug},
-        distributed={"timeout": patience()},
-    )
-    ranks = open_ranks(config.distributed, "cuda")
-    assert ranks is not None
-    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
-        yield ranks, reducer
-
-
-def gpu_replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int) -> Any:
-    from cgplan.distributed import kernels
-
-    kernels.ONE_SHOT_BYTES = {2: one_shot_bytes}
-    with on_gpus() as (ranks, reducer):
-        backend = reducer.backend
-        pool = backend.new_pool()
-        statics = [torch.zeros(size, dtype=dtype, device=ranks.device) for size in sizes]
-        reducer.begin_pass()
-        graph = backend.new_graph(pool)
-        with backend.session():
-            for static in statics:
-                reducer(static)
-            with backend.capturing(graph):
-                outputs = [reducer(reducer(static) * 0.5 + static) for static in statics]
-        registration = reducer.end_pass()
-        sums = []
-        for turn in range(times):
-            given = [[batch(other, turn, size, dtype) for other in range(ranks.world_size)] for size in sizes]
-            for static, inputs in zip(statics, given, strict=True):
-                static.copy_(inputs[rank])
-            backend.replay(graph)
-            backend.synchronize()
-            for inputs, output in zip(given, outputs, strict=True):
-                first = total(inputs)
-                wanted = total([first * 0.5 + x for x in inputs])
-                assert torch.equal(output.cpu(), wanted), f"turn {turn}, {len(wanted)} elements"
-            sums.append([output.view(torch.uint8).long().sum().item() for output in outputs])
-        eager = reducer(statics[0])
-        assert torch.equal(eager.cpu(), total(given[0]))
-        reducer.check()
-        reducer.release()
-        backend.reset(graph)
-    return sums, registration
-
-
-def total(inputs: list[torch.Tensor]) -> torch.Tensor:
-    """In float32, in the order of the ranks, rounded once."""
-    found = inputs[0].float()
-    for x in inputs[1:]:
-        found = found + x.float()
-    return found.to(inputs[0].dtype)
-
-
-def gpu_unregistered(rank: int) -> Any:
-    with on_gpus() as (ranks, reducer):
-        static = torch.ones(64, device=ranks.device)
-        reducer.begin_pass()
-        graph = reducer.backend.new_graph(reducer.backend.new_pool())
-        with reducer.backend.session():
-            reducer(static)
-            with reducer.backend.capturing(graph):
-                reducer(static)
-        reducer.backend.replay(graph)
-        try:
-            reducer.check()
-        except CgplanError as error:
-            said = type(error).__name__, error.message
-        reducer.begin_pass()  # the error word and the signals are new
-        reducer(static)
-        reducer.check()
-        reducer.backend.reset(graph)
-    return said
-
-
-def gpu_alone(rank: int, bounded: bool) -> None:
-    """Rank 1 does not come to an all-reduce: it sleeps, or is killed."""
-    with on_gpus(debug=bounded) as (ranks, reducer):
-        x = torch.ones(1 << 16, device=ranks.device)
-        reducer(x)
-        torch.cuda.synchronize()
-        if rank == 1:
-            time.sleep(45 if bounded else 2)
-            if not bounded:
-                die()
-            return
-        reducer(x)
-        reducer.check()
-
-
-def gpu_place(rank: int, device: str) -> None:
-    ranks = open_ranks(DistributedConfig(timeout=patience()), device)
-    assert ranks is not None
-    ranks.close()
-
-
-def gpu_expandable(rank: int, wanted: str) -> str:
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    with on_gpus(wanted) as (ranks, reducer):
-        torch.testing.assert_close(reducer(torch.ones(8, device=ranks.device)).sum().item(), 16.0)
-        return reducer.name
-
-
-def gpu_memory(rank: int) -> list[int]:
-    """Bytes that torch has reserved after each of several captures and closings."""
-    config = decoder_config(2, "cuda")
-    ranks = open_ranks(config.distributed, "cuda")
-    assert ranks is not None
-    assert config.model is not None
-    reserved = []
-    with ranks, open_all_reduce(config, ranks, select_backend(str(ranks.device))) as reducer:
-        with all_reduce_by(reducer), torch.device(ranks.device):
-            model = build(**config.model.kwargs)
-        for _ in range(4):
-            together = RankedCapture(ranks, reducer, config)
-            runner = CaptureSession(build_plan(config), model, reducer.backend, config, together=together).run()
-            runner.recapture()
-            runner.close()
-            del runner
-            torch.cuda.empty_cache()
-            reserved.append(torch.cuda.memory_reserved())
-    return reserved

@@ -80,7 +80,6 @@ def run_ranks(
     patience: float = 10.0,
     timeout: float = 40.0,
     absent: tuple[int, ...] = (),
-    stopped: tuple[int, ...] = (),
 ) -> list[Outcome]:
     """Run ``target(rank, *args, **kwargs)`` in so many processes, and wait for all of them.
 
@@ -88,7 +87,6 @@ def run_ranks(
         patience: Seconds that the ranks wait for one another.
         timeout: Seconds after which a process that still runs is killed and counts as hanging.
         absent: Ranks that are never started.
-        stopped: Ranks that do not end by themselves, and are killed once the others have ended.
     """
     port, start = free_port(), time.monotonic()
     outcomes = [Outcome() for _ in range(world_size)]
@@ -102,10 +100,8 @@ def run_ranks(
         process.start()
         sender.close()
         started[rank] = (process, receiver)
-    for rank, (process, receiver) in sorted(started.items(), key=lambda item: item[0] in stopped):
+    for rank, (process, receiver) in started.items():
         outcome = outcomes[rank]
-        if rank in stopped:
-            process.kill()
         _receive(receiver, outcome, max(0.0, start + timeout - time.monotonic()))
         process.join(max(0.1, start + timeout - time.monotonic()))
         outcome.seconds = time.monotonic() - start

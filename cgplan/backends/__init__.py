@@ -23,11 +23,4 @@ def select_backend(device: str = "auto") -> GraphBackend:
     return CudaBackend(torch.device(device))
 
 
-def throwaway_tape() -> GraphBackend:
-    """A tape for recordings alone, of a model that is given up then: what a recording writes to stays written."""
-    from cgplan.backends.tape import TapeBackend
-
-    return TapeBackend(restores=False)
-
-
-__all__ = ["GraphBackend", "MemoryReading", "select_backend", "throwaway_tape"]
+__all__ = ["GraphBackend", "MemoryReading", "select_backend"]

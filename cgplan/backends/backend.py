@@ -9,6 +9,8 @@ Note [Lifetimes]
 
 from __future__ import annotations
 
+import gc
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,12 +20,9 @@ from typing import Any, Literal
 
 import torch
 
-from cgplan.buffers.copier import Copier, TorchCopier
+from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError
-from cgplan.graphs.caught_errors import forget_caught, refuse_caught
-from cgplan.graphs.operator_log import marked
-from cgplan.pricing.allocator import Allocation
 
 Pool = Any
 Graph = Any
@@ -64,12 +63,6 @@ class GraphBackend(ABC):
     def pool_bytes(self, *pools: Pool) -> int:
         """Bytes that these pools have reserved together, whether their blocks are taken or free."""
 
-    def log_allocations(self, pool: Pool) -> list[Allocation] | None:  # noqa: ARG002
-        """The list that what captures take from the pool and give back is added to from now on; None where the device
-        does not tell.
-        """
-        return None
-
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
         """An empty graph that will capture into ``pool``."""
@@ -104,8 +97,8 @@ class GraphBackend(ABC):
         return partial(self.replay, graph)
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """What brings batches into static buffers. The caller owns both, and closes the copier first."""
-        return TorchCopier(buffers, copy_inputs=copy_inputs)
+        """The copier of batches into static buffers. The caller owns both, and closes the copier first."""
+        return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
         """A function that returns the handle of the current stream; 0 where there are no streams."""
@@ -213,11 +206,8 @@ class GraphBackend(ABC):
         torch.set_autocast_cache_enabled(False)
         try:
             self.begin(graph)
-            forget_caught()
             try:
-                with marked("segment"):
-                    yield
-                refuse_caught()
+                yield
             except BaseException:
                 self.abort(graph)
                 raise
@@ -227,9 +217,33 @@ class GraphBackend(ABC):
             torch.set_autocast_cache_enabled(cached)
 
 
+_lock, _depth = threading.RLock(), 0
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """A block of captures: one garbage collection, then none; other threads' blocks wait. Blocks may be nested.
+
+    A collection may free a CUDA tensor or run a destructor in the middle of a capture, and torch.cuda.graph runs one
+    for every graph.
+    """
+    global _depth
+    with _lock:
+        if outermost := not _depth:
+            gc.collect()
+        was_enabled, _depth = gc.isenabled(), _depth + 1
+        gc.disable()
+        try:
+            yield
+        finally:
+            _depth -= 1
+            if outermost and was_enabled:
+                gc.enable()
+
+
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
-    """The error of a capture into something that is no pool of the backend."""
+    """The error of a capture into a pool that the backend did not make."""
     return BackendError(
-        f"{pool!r:.100} is no pool of this {backend.name} backend",
+        f"{pool!r:.100} is not a pool of this {backend.name} backend",
         remedy="Make pools with backend.new_pool(), of the same backend object that captures.",
     )

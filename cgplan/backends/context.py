@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from cgplan.backends.blame import current_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import CgplanError
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
@@ -158,7 +158,39 @@ def get_forward_context() -> ForwardContext:
     context = _current.get()
     if context is None:
         raise CgplanError(
-            f"no forward context is set, at {current_line()}",
+            f"no forward context is set, at {blamed_line()}",
             remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
         )
     return context
+
+
+class RankSum(Protocol):
+    """Sums tensors over ranks, for models that are split; ``cgplan.distributed.AllReduce`` is one.
+
+    Attributes:
+        number: The ``group`` of ``torch.ops.cgplan.all_reduce(x, group)``.
+        rank, world_size: This process's rank, and the number of ranks.
+    """
+
+    number: int
+    rank: int
+    world_size: int
+
+
+R = TypeVar("R", bound=RankSum)
+_rank_sum: ContextVar[RankSum | None] = ContextVar("cgplan_rank_sum", default=None)
+
+
+@contextmanager
+def all_reduce_by(reducer: R) -> Iterator[R]:
+    """A block in which models are built that sum over ranks by this all-reduce."""
+    token = _rank_sum.set(reducer)
+    try:
+        yield reducer
+    finally:
+        _rank_sum.reset(token)
+
+
+def current_all_reduce() -> RankSum | None:
+    """The all-reduce of the block, None outside of one."""
+    return _rank_sum.get()

@@ -27,17 +27,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
-from cgplan.backends.quiet import collector_quiet
-from cgplan.buffers.copier import Copier, TorchCopier
-from cgplan.buffers.copy_kernel import load_copy_kernel
-from cgplan.buffers.kernel_copying import KernelCopier
+from cgplan.buffers.copier import Copier
+from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
-from cgplan.graphs.caught_errors import errors_noted
-from cgplan.graphs.plain_code import captures_here
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,6 +67,7 @@ class CudaPool:
 
     Attributes:
         handles: Of all memory that it consists of; the last one is captured into.
+        backend: The backend that made it.
         ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
@@ -79,10 +76,11 @@ class CudaPool:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     listed: tuple[Any, int] | None = None
     is_spoiled: bool = False
+    backend: Any = None
 
     @property
     def handle(self) -> Any:
-        """What captures are made into."""
+        """The handle that captures are made into."""
         return self.handles[-1]
 
     def make_ready(self) -> None:
@@ -178,7 +176,7 @@ class CudaBackend(GraphBackend):
 
     def new_pool(self) -> CudaPool:
         """An empty pool."""
-        return CudaPool((torch.cuda.graph_pool_handle(),))
+        return CudaPool((torch.cuda.graph_pool_handle(),), backend=self)
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         """Bytes of the allocator's segments that belong to the pools."""
@@ -187,7 +185,7 @@ class CudaBackend(GraphBackend):
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
 
-        Raises BackendError for what is no pool of this backend.
+        Raises BackendError for a pool of another backend.
         """
         if not isinstance(pool, CudaPool):
             raise foreign_pool(pool, self)
@@ -275,9 +273,9 @@ class CudaBackend(GraphBackend):
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
-        kernel = load_copy_kernel(self.device, len(buffers.buffers)) if buffers.nbytes else None
+        kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
-            return TorchCopier(buffers, copy_inputs=copy_inputs)
+            return Copier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
         return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
 
@@ -303,7 +301,7 @@ class CudaBackend(GraphBackend):
         return empty_pinned(numbers.shape, numbers.dtype).copy_(numbers).to(self.device, non_blocking=True)
 
     def is_busy(self, stream: int) -> bool:
-        """Whether work is queued on the stream, whoever queued it."""
+        """Whether any work is queued on the stream."""
         return not stream_at(stream, self.device).query()
 
     def annotate(self, name: str) -> AbstractContextManager[object]:
@@ -335,7 +333,7 @@ class CudaBackend(GraphBackend):
         return lambda: not held.expired()
 
     def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
-        """Whether its address is in a segment of the pool. Segments are listed anew once torch has reserved more."""
+        """Whether its address is in a segment of the pool. Segments are listed again once torch has reserved more."""
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -368,7 +366,7 @@ class CudaBackend(GraphBackend):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             try:
-                with collector_quiet(), captures_here(), errors_noted(), torch.cuda.stream(self._stream):
+                with gc_paused(), torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:
@@ -422,7 +420,7 @@ class CudaBackend(GraphBackend):
             graph.register_generator_state(generator)
 
     def _forget(self, graph: CudaGraph) -> None:
-        """What `capture_end` leaves undone when it raises, see Note [Failed captures]."""
+        """Do the work that `capture_end` leaves undone when it raises, see Note [Failed captures]."""
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
             torch._C._cuda_releasePool(self.device.index, graph.pool.handle)

@@ -6,8 +6,8 @@ Note [Workspaces]
 
     1. without a warm-up, the first product stands in a capture. Then the workspace lies in that graph's pool, and all
        graphs captured later on the stream rely on a pool that is not theirs;
-    2. from torch 2.12 on, freeing a graph drops the workspaces of the stream that it was captured on, whoever else was
-       captured there (pytorch issue 193402): other graphs would write into memory that is no longer theirs.
+    2. from torch 2.12 on, freeing a graph drops the workspaces of the stream that it was captured on, although other
+       graphs were captured there (pytorch issue 193402): other graphs would write into memory that is no longer theirs.
 
     So a session begins with a small product, whose workspace torch puts into a pool that nothing else allocates from
     and that lives as long as the process. When torch drops the workspace, its memory stays in that pool, and the next
@@ -44,7 +44,7 @@ def _operands(device: int) -> tuple[torch.Tensor, ...]:
 def own_stream(owner: object) -> torch.cuda.Stream:
     """A stream of the current device for the captures of ``owner``, as long as that lives, see Note [Workspaces].
 
-    The next one of torch's that is free, so that what is made after it gets others.
+    The next free one of torch's, so that streams made after it are others.
     """
     taken = {stream.cuda_stream for stream in list(_owners.values())}
     for _ in range(_TORCH_HAS):

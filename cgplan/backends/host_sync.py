@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.blame import users_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import HostSyncError
-from cgplan.graphs.plain_code import as_written
 
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
@@ -38,54 +32,31 @@ _WHOLE: set[str] = set()  # see record_whole
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
-def blamed_line(raised: TracebackType | None = None) -> str:
-    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or that raised.
-
-    The code of a traced forward was generated; in its place stands the line that the running node was traced from.
-    """
-    if raised is None:
-        return users_line(_places(traceback.walk_stack(sys._getframe(1))))
-    return users_line(_places(reversed(list(traceback.walk_tb(raised)))))
-
-
-def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
-    for frame, line in frames:
-        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # torch.fx generated it
-            yield from _traced_from(frame, line)
-        yield frame.f_code.co_filename, line
-
-
-def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
-    """The frames, innermost first, that the node in a line of a GraphModule's code was traced in."""
-    values = frame.f_locals
-    module = values.get("self")
-    if isinstance(values, dict):  # before Python 3.13 a copy that stays with the frame, and tensors with it
-        values.clear()
-    if not isinstance(module, GraphModule):
-        return
-    index = (module._lineno_map or {}).get(line - frame.f_code.co_firstlineno)
-    for number, node in enumerate(module.graph.nodes):
-        if number == index:
-            found = re.findall(r'^ *File "(.+)", line (\d+)', node.stack_trace or "", re.MULTILINE)
-            yield from ((name, int(lineno)) for name, lineno in reversed(found))
-
-
 class Refusals:
-    """What one look at a forward has refused.
+    """Operators that needed the host in one recording or look.
+
+    Args:
+        raises: Whether such an operator raises an error; else it is noted, and runs.
 
     Attributes:
-        first: An error like the first that was raised, without its frames. A forward that catches that one goes on, but
-            on a GPU its capture is invalid.
+        first: An error like the first one, without its frames. A forward that catches that one goes on, but on a GPU
+            its capture is invalid.
+        is_on: Whether anything is refused now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, raises: bool = True) -> None:
         self.first: HostSyncError | None = None
+        self.is_on, self._raises = True, raises
 
-    def noted(self, message: str) -> HostSyncError:
-        """The error to raise."""
+    def refuse(self, what: str) -> None:
+        """Note something that needs the host, and raise HostSyncError."""
+        if not self.is_on:
+            return
+        message = f"{what} needs the host inside a capture, at {blamed_line()}"
         if self.first is None:
             self.first = HostSyncError(message, remedy=_REMEDY)
-        return HostSyncError(message, remedy=_REMEDY)
+        if self._raises:
+            raise HostSyncError(message, remedy=_REMEDY)
 
 
 class HostGuard(TorchFunctionMode):
@@ -101,109 +72,45 @@ class HostGuard(TorchFunctionMode):
         """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
         name = _HOST_METHODS.get(func)
         if name is not None:
-            raise self._refusals.noted(f"Tensor.{name}() needs the host inside a capture, at {blamed_line()}")
+            self._refusals.refuse(f"Tensor.{name}()")
         return func(*args, **(kwargs or {}))
 
 
-class _Looking(threading.local):
+class _Probing(threading.local):
     depth = 0
 
 
-_looking = _Looking()
+_probing = _Probing()
 
 
 @contextmanager
-def looking_alone() -> Iterator[None]:
-    """A block that runs a forward in this process alone, for what can be learnt from it: ``is_probing`` holds in it."""
-    _looking.depth += 1
+def probing() -> Iterator[None]:
+    """A block that runs a forward in this process alone, to learn from it: other ranks may not run theirs."""
+    _probing.depth += 1
     try:
         yield
     finally:
-        _looking.depth -= 1
-
-
-class Onlooker(TorchDispatchMode):
-    """A mode that looks at an eager run of a forward: what is to run eagerly between segments is not its matter."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks: list[ExitStack] = []  # it enters itself again where it looks inside
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(as_written())
-            super().__enter__()  # type: ignore[no-untyped-call]
-            self._blocks.append(stack.pop_all())
-        _looking.depth += 1
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        _looking.depth -= 1
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._blocks.pop().close()
-
-    def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is to run eagerly between segments."""
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-
-class _Probe(Onlooker):
-    """Runs everything eagerly and stops at the first operator that needs the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._key = device.type.upper()
-        self.refusals = Refusals()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Refuse, or run."""
-        kwargs = kwargs or {}
-        if implemented_in_python(func, self._key):
-            with self:
-                return func.redispatch(
-                    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._key)), *args, **kwargs
-                )
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        refuse_host(func, args, kwargs, self.refusals)
-        return func(*args, **kwargs)
-
-
-def find_host_sync(forward: Callable[[], object], device: torch.device) -> HostSyncError | None:
-    """Run a forward eagerly and name its first operator that needs the host; None if there is none to be seen."""
-    probe = _Probe(device)
-    try:
-        with probe:
-            forward()
-    except HostSyncError as error:
-        traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
-        return error.with_traceback(None)
-    except Exception:  # the forward fails in its own way here; the caller has the failure that matters
-        return probe.refusals.first
-    return probe.refusals.first
+        _probing.depth -= 1
 
 
 def is_probing() -> bool:
-    """Whether an ``Onlooker`` looks at what this thread runs, in the kernels that it hands an operator on to, too; or a
-    block of ``looking_alone``.
-    """
-    return _looking.depth > 0
+    """Whether this thread is in a block of ``probing``."""
+    return _probing.depth > 0
 
 
-def current_onlooker() -> Onlooker | None:
-    """The one that would see the next operator first: no other mode is inside of it, such as a tape's that records a
-    capture of its own.
+@contextmanager
+def as_written() -> Iterator[None]:
+    """A block in which functions under torch.compile run their own code. Under a dispatch mode Dynamo would skip what
+    it compiled, then and ever after.
     """
-    mode = _get_current_dispatch_mode()
-    return mode if isinstance(mode, Onlooker) else None
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to load it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:
-    """Raise HostSyncError, noted, for an operator whose result the host would have to wait for."""
+    """Refuse an operator whose result the host would have to wait for."""
     schema, detail = func._schema.name, ""
     if schema in _INDEXING:
         masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
@@ -219,7 +126,7 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ref
     else:
         needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     if needs:
-        raise refusals.noted(f"operator {schema}{detail} needs the host inside a capture, at {blamed_line()}")
+        refusals.refuse(f"operator {schema}{detail}")
 
 
 def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -261,6 +168,18 @@ def is_composite(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     )
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator is about to write to."""
+    schema = func._schema
+    found = []
+    for index, argument in enumerate(schema.arguments):
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        # Of batch norm, some overloads write running statistics although their schema does not say so.
+        if marked or (not schema.is_mutable and argument.name in ("running_mean", "running_var")):
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

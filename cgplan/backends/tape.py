@@ -1,8 +1,8 @@
 """The CPU stand-in: records the operators of a forward and replays them on fixed memory, without its Python code.
 
-It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, whatever has become
-of the tensor; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and what
-needs the host is refused.
+It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, even if the tensor
+moved; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and operators that
+need the host are refused.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from threading import get_ident
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool
-from cgplan.backends.host_sync import HostGuard
-from cgplan.backends.quiet import collector_quiet
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
+from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, replay, tensor_on
 from cgplan.errors import CaptureError
-from cgplan.graphs.operator_log import marked
-from cgplan.graphs.plain_code import captures_here
-from cgplan.pricing.allocator import Allocation
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -48,15 +44,12 @@ class TapeBackend(GraphBackend):
 
     Args:
         pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs out of memory.
-        restores: Whether memory from before a capture that it writes to (a KV cache) gets its old bytes back, as it has
-            to where graphs are replayed. A copy of all of it is kept until then.
     """
 
     name = "cpu (tape)"
 
-    def __init__(self, pool_limit: int | None = None, *, restores: bool = True) -> None:
+    def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
-        self._restores = restores
         self._pool_limit = pool_limit
         self._recording: set[int] = set()  # threads that record
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
@@ -64,18 +57,13 @@ class TapeBackend(GraphBackend):
     def new_pool(self) -> TapePool:
         """An empty pool."""
         pool = TapePool(self._pool_limit)
+        pool.backend = self
         self._pools[pool] = weakref.WeakSet()
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
         """Bytes that the pools have reserved, exact."""
         return sum(pool.nbytes for pool in pools)
-
-    def log_allocations(self, pool: TapePool) -> list[Allocation]:
-        """The list that the pool's allocations are added to from now on, at the operators' real sizes."""
-        if pool.log is None:
-            pool.log = []
-        return pool.log
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
         """An empty tape. Raises BackendError for a pool that this backend did not make."""
@@ -88,7 +76,8 @@ class TapeBackend(GraphBackend):
         if graph.steps is not None or graph.recording is not None:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
-            recorder = Recorder(graph.pool, restores=self._restores)
+            recorder = Recorder(graph.pool)
+            modes.enter_context(as_written())
             modes.enter_context(HostGuard(recorder.refusals))
             modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())
@@ -134,7 +123,7 @@ class TapeBackend(GraphBackend):
         for pool in self._pools:
             alias = pool.alias_of(storage)
             if alias is not None:
-                with _disable_current_modes():  # inside a capture this is no operator of the forward
+                with _disable_current_modes():  # inside a capture the forward did not call this
                     return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
         return tensor
 
@@ -149,7 +138,7 @@ class TapeBackend(GraphBackend):
     def slot(self, value: torch.Tensor) -> torch.Tensor:
         """Memory of the pool that holds ``value``; the copy is not recorded."""
         slot = torch.empty_like(value)
-        with _disable_current_modes(), marked("around graphs"):
+        with _disable_current_modes():
             slot.copy_(value)
         return slot
 
@@ -163,7 +152,7 @@ class TapeBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """A block without garbage collection."""
         import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
-        with collector_quiet(), captures_here():
+        with gc_paused():
             yield
 
     def supports(self, feature: Feature) -> bool:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cgplan.pricing.allocator import Allocation
-
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
 
 
@@ -48,14 +46,12 @@ class TapePool:
             as a GPU would.
 
     Attributes:
-        log: What is taken and dropped from now on, in order; None where nobody asked for it.
-        inside: The operator with Python code of its own that runs now, for the log.
+        backend: The backend that made it.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.log: list[Allocation] | None = None
-        self.inside = ""
+        self.backend: object = None
         self._segments: list[_Segment] = []
         self._aliases: dict[int, torch.UntypedStorage] = {}  # by address of the storage that takes the block
 
@@ -84,8 +80,6 @@ class TapePool:
         key = storage._cdata
         self._aliases[key] = alias.untyped_storage()
         weakref.finalize(view, self._dropped, key, segment, offset, size).atexit = False
-        if self.log is not None:
-            self.log.append(Allocation(key, nbytes, self.inside))
         return storage
 
     def alias_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
@@ -107,8 +101,6 @@ class TapePool:
     def _dropped(self, key: int, segment: _Segment, offset: int, size: int) -> None:
         del self._aliases[key]
         segment.give_back(offset, size)
-        if self.log is not None:
-            self.log.append(Allocation(key, None, self.inside))
 
     def _fit(self, size: int) -> tuple[_Segment, int] | None:
         spans = (

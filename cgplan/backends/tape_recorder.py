@@ -1,10 +1,9 @@
-"""What the tape backend sees while it records: each operator, its storages, and what needs the host."""
+"""The recorder of the tape backend: each operator with its storages, and operators that need the host."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,14 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cgplan.backends.blame import current_line
-from cgplan.backends.host_sync import Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.host_sync import (
+    Refusals,
+    implemented_in_python,
+    is_composite,
+    refuse_host,
+    tensors_in,
+    written_tensors,
+)
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
-from cgplan.graphs.operator_log import ALLOCATIONS
 
-# What these operators write although their schema does not say so.
-_UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +42,15 @@ class Recorder(TorchDispatchMode):
 
     Tensors that operators make are placed in the pool. Views make no step, because addresses do not change. Memory
     from before the recording that is written to gets its old bytes back in ``finish``, and so do random generators:
-    on a GPU, too, a capture runs nothing. Without ``restores`` memory keeps what was written.
+    on a GPU, too, a capture runs nothing.
 
     Attributes:
-        steps: What was recorded.
+        steps: The recorded operators.
         refusals: Operators that need the host.
     """
 
-    def __init__(self, pool: TapePool, *, restores: bool = True) -> None:
+    def __init__(self, pool: TapePool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._restores = restores
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self._pool = pool
@@ -75,7 +78,7 @@ class Recorder(TorchDispatchMode):
         """Record one operator."""
         kwargs = kwargs or {}
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
-            with self, self._named(func):
+            with self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
             with self:
@@ -108,16 +111,6 @@ class Recorder(TorchDispatchMode):
         for i, tensor in placed.items():
             flat[i] = tensor
         return tree_unflatten(flat, spec)
-
-    @contextmanager
-    def _named(self, func: Any) -> Iterator[None]:
-        """A block whose allocations are those of an operator, for the pool's log; the outermost one names them."""
-        outside = self._pool.inside
-        self._pool.inside = outside or func._schema.name
-        try:
-            yield
-        finally:
-            self._pool.inside = outside
 
     def _add_step(self, func: Any, args: Any, kwargs: Any, placed: dict[int, torch.Tensor], results: int) -> None:
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
@@ -152,19 +145,10 @@ class Recorder(TorchDispatchMode):
 
     def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the bytes of outside memory that the operator is about to write."""
-        unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
-        if not self._restores or not (func._schema.is_mutable or unmarked):
-            return
-        for index, argument in enumerate(func._schema.arguments):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if not written and argument.name not in unmarked:
-                continue
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_in(value):
-                storage = tensor.untyped_storage()
-                inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
-                if storage._cdata in self._saved or inside:
-                    continue
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
+            if storage._cdata not in self._saved and not inside:
                 self._saved[storage._cdata] = (storage, storage.clone())
 
 
@@ -234,7 +218,7 @@ def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
     for tensor in given:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise CaptureError(
-                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {current_line()}",
+                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
                 remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
             )
 

@@ -1,16 +1,19 @@
-"""The kernel that brings a batch in with one launch: compiled by NVRTC once a process, launched through the driver.
+"""Copies by one kernel launch: all inputs of a batch, from the device or the host, and their padding.
 
 Note [Launching]
-    A launch through Triton or a Python binding builds its arguments anew each time, which costs as much as the slice
-    copies that it would save. Here the arguments lie in memory that is made once for each size of batch; a call writes
-    the addresses of its tensors there and hands the driver four pointers. When it returns, the driver has read it all:
-    a small batch from the host rides in the arguments themselves, and no memory has to be kept until it has arrived.
+    The kernel is compiled by NVRTC once a process, and launched through the driver. A launch through Triton or a Python
+    binding packs its arguments each time, which costs as much as the slice copies that it would save. Here the
+    arguments lie in memory that is made once for each size of batch; a call writes the addresses of its tensors there
+    and hands the driver four pointers. When it returns, the driver has read it all: a small batch from the host rides
+    in the arguments themselves, and no memory has to be kept until it has arrived.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,26 +21,34 @@ from typing import Any
 
 import torch
 
+from cgplan.buffers.copier import PLAIN, BatchCopy, Copier, CopyIn
+from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
+from cgplan.buffers.static import StaticBuffer, StaticBuffers
 from cgplan.errors import BackendError
 
-INPUTS = (8, 16, 32)  # a kernel is compiled for each of these numbers of inputs
+INPUTS = 16  # that one launch copies at most
 ARGUMENT_BYTES = 4096  # that a kernel may have at most
 THREADS = 256
+_MOST_BLOCKS = 512  # of threads, for one input
+_BYTES_A_BLOCK = THREADS * 64
+_JOB = struct.Struct("=16s4Q6I8x")
+_HEAD = struct.Struct("=4I")
+_BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
+_COUNTS: dict[str | None, int] = {"num_tokens": 1, "num_reqs": 2}
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
-Launch = Callable[[int, int, int, None], int]
+_address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
+_memcpy = ctypes.CDLL(None).memcpy
+_memcpy_small = ctypes.PyDLL(None).memcpy  # a few kilobytes are copied before the interpreter's lock has changed hands
+for _function in (_memcpy, _memcpy_small):
+    _function.argtypes, _function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 
 
 class LaunchConfig(ctypes.Structure):
     """The driver's CUlaunchConfig."""
 
     _fields_ = (
-        ("grid_x", ctypes.c_uint),
-        ("grid_y", ctypes.c_uint),
-        ("grid_z", ctypes.c_uint),
-        ("block_x", ctypes.c_uint),
-        ("block_y", ctypes.c_uint),
-        ("block_z", ctypes.c_uint),
-        ("shared_bytes", ctypes.c_uint),
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
@@ -49,56 +60,45 @@ class CopyKernel:
     """``copy_rows`` and ``copy_rows_inline``, ready to launch.
 
     Attributes:
-        inputs: How many inputs its arguments hold at most.
         function, inline_function: The driver's handles.
         launch: cuLaunchKernelEx, of (address of a LaunchConfig, function, address of the pointers to the arguments,
             None); returns the driver's error number, 0 for none.
-        launch_elsewhere: The same where the thread's current context is another one, or none.
     """
 
-    inputs: int
     function: int
     inline_function: int
-    launch: Launch
-    launch_elsewhere: Launch
-
-    def retry(self, code: int, config: int, function: int, arguments: int) -> None:
-        """Launch again after error ``code``, if that can help. Raises BackendError."""
-        if code in _OTHER_CONTEXT:
-            code = self.launch_elsewhere(config, function, arguments, None)
-        if code:
-            raise BackendError(
-                f"the driver refused to launch the copy of a batch: error {code}",
-                remedy="An earlier kernel may have failed; run with CUDA_LAUNCH_BLOCKING=1 to see which.",
-            )
-
-
-def load_copy_kernel(device: torch.device, num_inputs: int) -> CopyKernel | None:
-    """The kernel for so many inputs, or None where it cannot be had: without cuda-bindings, or for too many inputs.
-
-    Args:
-        device: A GPU, with its index; its context is current.
-        num_inputs: Inputs and metadata of the model.
-    """
-    inputs = next((most for most in INPUTS if num_inputs <= most), None)
-    return None if inputs is None else _load(device.index, inputs)
+    launch: Callable[[int, int, int, None], int]
 
 
 @cache
-def _load(index: int, inputs: int) -> CopyKernel | None:
+def load_copy_kernel(index: int) -> CopyKernel | None:
+    """The kernel on the GPU of this index; None without cuda-bindings, NVRTC, or a new enough driver."""
     try:
-        cubin = compile_copy_rows(torch.cuda.get_device_capability(index), inputs)
+        cubin = compile_copy_rows(torch.cuda.get_device_capability(index))
         driver = ctypes.CDLL("libcuda.so.1")
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # makes the context current, whatever this thread did before
-            return _loaded(driver, cubin, inputs)
-    except (ImportError, OSError, RuntimeError, AttributeError):  # no bindings, no NVRTC, or an older driver
+            module, function, inline_function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+            for code in (
+                driver.cuModuleLoadData(ctypes.byref(module), cubin),  # stays loaded as long as the process
+                driver.cuModuleGetFunction(ctypes.byref(function), module, b"copy_rows"),
+                driver.cuModuleGetFunction(ctypes.byref(inline_function), module, b"copy_rows_inline"),
+            ):
+                if code:
+                    return None
+        launch: Any = driver.cuLaunchKernelEx
+    except (ImportError, OSError, RuntimeError, AttributeError):
         return None
+    launch.argtypes, launch.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return CopyKernel(function.value or 0, inline_function.value or 0, launch)
 
 
-def compile_copy_rows(capability: tuple[int, int], inputs: int) -> bytes:
-    """The kernel for GPUs of a compute capability. Raises ImportError without cuda-bindings, RuntimeError if NVRTC
-    does not do it.
+def compile_copy_rows(capability: tuple[int, int]) -> bytes:
+    """The kernel for GPUs of a compute capability.
+
+    Raises:
+        ImportError: cuda-bindings is not installed.
+        RuntimeError: NVRTC failed.
     """
     from cuda.bindings import nvrtc
 
@@ -107,10 +107,10 @@ def compile_copy_rows(capability: tuple[int, int], inputs: int) -> bytes:
             raise RuntimeError(f"NVRTC answered {result[0]}")
         return result[1] if len(result) > 1 else None
 
-    source = resources.files("cgplan.backends").joinpath("copy_rows.cu").read_bytes()
+    source = resources.files("cgplan.buffers").joinpath("copy_rows.cu").read_bytes()
     program = checked(nvrtc.nvrtcCreateProgram(source, b"copy_rows.cu", 0, [], []))
     try:
-        options = [b"--gpu-architecture=sm_%d%d" % capability, b"-DINPUTS=%d" % inputs]
+        options = [b"--gpu-architecture=sm_%d%d" % capability, b"-DINPUTS=%d" % INPUTS]
         checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
         cubin = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
         checked(nvrtc.nvrtcGetCUBIN(program, cubin))
@@ -119,27 +119,249 @@ def compile_copy_rows(capability: tuple[int, int], inputs: int) -> bytes:
     return bytes(cubin)
 
 
-def _loaded(driver: ctypes.CDLL, cubin: bytes, inputs: int) -> CopyKernel:
-    def checked(code: int) -> None:
+class _Arguments:
+    """The arguments of one launch, in memory: the kernel's Batch; or, with offsets of its sources, its InlineBatch."""
+
+    def __init__(self, kernel: CopyKernel, jobs: Sequence[bytes], offsets: Sequence[int] = ()) -> None:
+        sources = struct.pack(f"={INPUTS}Q", *offsets, *[0] * (INPUTS - len(offsets)))
+        packed = b"".join((bytes(_HEAD.size), sources, *jobs)).ljust(_BATCH_BYTES, b"\0")
+        self.memory = ctypes.create_string_buffer(packed, ARGUMENT_BYTES if offsets else _BATCH_BYTES)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))  # the list of arguments: there is one
+        self.at = ctypes.addressof(self._pointers)
+        self.function = kernel.inline_function if offsets else kernel.function
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A static buffer as the kernel sees it: slices of rows of bytes, one slice for each index in front of the rows.
+
+    Attributes:
+        address: Of its memory.
+        pattern: The padding value, repeated to 16 bytes.
+        last: Whether padding repeats the last row.
+        slices, pitch: Their number, and the bytes from one to the next.
+        row_bytes: Of a row within a slice; of all for a fixed shape.
+        counted: What the rows count, and how: as in the kernel's Job.
+    """
+
+    address: int
+    pattern: bytes
+    last: bool
+    slices: int
+    pitch: int
+    row_bytes: int
+    counted: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, buffer: StaticBuffer) -> _Target:
+        tensor, row_dim, dim, pad = buffer.tensor, buffer.row_dim, buffer.rows, buffer.spec.pad
+        one = torch.zeros(1, dtype=tensor.dtype, device="cpu").fill_(0 if pad == "last" else pad)
+        pattern = bytes(one.untyped_storage().tolist()) * (ALIGNMENT // one.itemsize)
+        if row_dim is None or dim is None:
+            return cls(tensor.data_ptr(), pattern, False, 1, tensor.nbytes, tensor.nbytes, (0, 0, 0))
+        row_bytes = tensor.shape[row_dim + 1 :].numel() * tensor.itemsize
+        return cls(
+            tensor.data_ptr(),
+            pattern,
+            pad == "last",
+            tensor.shape[:row_dim].numel(),
+            tensor.shape[row_dim] * row_bytes,
+            row_bytes,
+            (_COUNTS[dim.symbol], dim.factor, dim.offset),
+        )
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of so many rows."""
+        return self.slices * self.row_bytes * (rows if self.counted[0] else 1)
+
+    def job(self, rows: int, least_rows: int) -> bytes:
+        """The kernel's Job for a batch of so many rows."""
+        return _JOB.pack(
+            self.pattern, self.address, self.pitch, self.nbytes(rows) // self.slices, self.row_bytes, self.slices,
+            *self.counted, least_rows, self.last,
+        )  # fmt: skip
+
+
+class KernelCopier(Copier):
+    """Copies by ``copy_rows``, see Note [Launching].
+
+    Args:
+        buffers: The targets, at most INPUTS of them; the caller owns them.
+        kernel: On their device.
+        blocks: Where host tensors are staged.
+        copy_inputs: As for BatchCopy.
+    """
+
+    name = "one kernel"
+
+    def __init__(self, buffers: StaticBuffers, kernel: CopyKernel, blocks: StagingBlocks, *, copy_inputs: bool) -> None:
+        super().__init__(buffers, copy_inputs=copy_inputs)
+        self.kernel, self.blocks = kernel, blocks
+        self.targets = [_Target.of(buffer) for buffer in buffers.buffers.values()]
+        self.device = next(iter(buffers.buffers.values())).tensor.device
+
+    def _new(self, *counts: int) -> BatchCopy:
+        return KernelBatchCopy(self, *counts)
+
+    def config(self, sizes: Sequence[int]) -> LaunchConfig:
+        """A launch that writes so many bytes of each input."""
+        blocks = max(-(-size // (_BYTES_A_BLOCK * t.slices)) for size, t in zip(sizes, self.targets, strict=True))
+        slices = min(max(target.slices for target in self.targets), _MOST_BLOCKS)
+        return LaunchConfig(min(max(blocks, 1), _MOST_BLOCKS), len(sizes), slices, THREADS, 1, 1)
+
+    def close(self) -> None:
+        """Free the staging blocks."""
+        self.blocks.close()
+
+
+class KernelBatchCopy(BatchCopy):
+    """One size of batch. The arguments of its launch lie ready; a call writes the addresses of its tensors there.
+
+    There are three paths for contiguous tensors, chosen by where they lie: ``_from_device`` reads them where they are,
+    ``_inline_from_host`` takes small ones along in the arguments, ``_staged_from_host`` sends them through pinned
+    memory. ``run`` takes any mixture, and all that overlaps the static buffers.
+    """
+
+    def __init__(self, copier: KernelCopier, *counts: int) -> None:
+        self._kernel, self._targets = copier.kernel, copier.targets
+        self._inline: tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]] | None = None
+        super().__init__(copier.buffers, *counts, copy_inputs=copier.copy_inputs)
+        self._blocks, self._device = copier.blocks, copier.device
+        dtypes = [buffer.tensor.dtype for buffer in self._buffers]
+        self._may_be_neg = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+        self._may_be_conj = any(dtype.is_complex for dtype in dtypes)
+        self._own = [target.address for target in copier.targets]
+        self._sizes = [target.nbytes(rows) for target, rows in zip(copier.targets, self._rows, strict=True)]
+        self._places = [0]
+        for size in self._sizes:
+            self._places.append(self._places[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        self._staged_bytes = self._places.pop()
+        # A batch behind a much larger one has far more padding to reset than rows to copy.
+        _, _, self._near, _ = counts
+        self._config = copier.config(
+            [target.nbytes(count) for target, count in zip(copier.targets, self._padded_rows, strict=True)]
+        )
+        self._wide_config = copier.config([buffer.tensor.nbytes for buffer in self._buffers])
+        self._config_at, self._wide_config_at = ctypes.addressof(self._config), ctypes.addressof(self._wide_config)
+        self._stream = 0
+        self._write = struct.Struct(f"=4I{len(self._jobs)}Q").pack_into
+
+    def look_at_writes(self) -> None:
+        """Prepare for the buffers that the model is known to write into."""
+        super().look_at_writes()
+        self._jobs = [t.job(*counts) for t, *counts in zip(self._targets, self._rows, self._least_rows, strict=True)]
+        self._arguments = _Arguments(self._kernel, self._jobs)
+        if self._inline is not None:
+            self._inline = self._inline_arguments()
+
+    def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
+        """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
+        sources, on_host, kept = [], [], []
+        with torch.no_grad():
+            for index, value in enumerate(values):
+                source = self._source(index, value)
+                if source is None:
+                    sources.append(self._own[index])
+                    continue
+                plain = source.resolve_conj().resolve_neg().contiguous()
+                if plain.device != self._device:
+                    on_host.append(index)
+                kept.append(plain)  # until the launch is queued; later users of its memory are queued behind it
+                sources.append(plain.data_ptr())
+        if sources == self._own:
+            self.pad(values, stream)
+            return
+        base = self._blocks.take(self._staged_bytes, stream) if on_host else 0
+        for index in on_host:
+            place = base + self._places[index]
+            _memcpy(place, sources[index], self._sizes[index])
+            sources[index] = place
+        self._launch(self._arguments, sources, stream)
+
+    def path(self, values: Sequence[torch.Tensor]) -> CopyIn:
+        """The quickest function that does the work of ``run`` for tensors on the devices of these."""
+        if not self._copy_inputs or any(type(value) not in PLAIN for value in values):
+            return self.run
+        if all(value.device == self._device for value in values):
+            return self._from_device
+        if any(value.device.type != "cpu" for value in values):
+            return self.run
+        if self._staged_bytes > ARGUMENT_BYTES - _BATCH_BYTES:
+            return self._staged_from_host
+        if self._inline is None:
+            self._inline = self._inline_arguments()
+        return self._inline_from_host
+
+    def _addresses(self, values: Sequence[torch.Tensor]) -> list[int] | None:
+        """Where contiguous tensors lie; None if one is something else, which ``run`` takes care of."""
+        if not all(map(_is_contiguous, values)):
+            return None
+        if self._may_be_neg and (any(map(_is_neg, values)) or (self._may_be_conj and any(map(_is_conj, values)))):
+            return None
+        sources = list(map(_address, values))
+        return None if 0 in sources else sources
+
+    def _from_device(self, values: Sequence[torch.Tensor], stream: int) -> None:
+        sources, bounds = self._addresses(values), self._bounds
+        if sources is None:
+            self.run(values, stream)
+            return
+        if max(sources) >= bounds[0] and min(sources) < bounds[-1]:
+            for source in sources:
+                if bisect_right(bounds, source) & 1:  # it lies in a static buffer
+                    self.run(values, stream)
+                    return
+        self._launch(self._arguments, sources, stream)
+
+    def _staged_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
+        sources = self._addresses(values)
+        if sources is None:
+            self.run(values, stream)
+            return
+        base = self._blocks.take(self._staged_bytes, stream)
+        places = [base + place for place in self._places]
+        for place, source, size in zip(places, sources, self._sizes):  # noqa: B905  (of equal length)
+            _memcpy(place, source, size)
+        self._launch(self._arguments, places, stream)
+
+    def _inline_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
+        sources = self._addresses(values)
+        if sources is None or self._inline is None:
+            self.run(values, stream)
+            return
+        arguments, places = self._inline
+        for (place, size), source in zip(places, sources):  # noqa: B905
+            _memcpy_small(place, source, size)
+        self._launch(arguments, (), stream)
+
+    def _inline_arguments(self) -> tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]]:
+        """The arguments of a batch that rides in them, with the place and the size of each input."""
+        arguments = _Arguments(self._kernel, self._jobs, self._places)
+        start = ctypes.addressof(arguments.memory) + _BATCH_BYTES
+        return arguments, [
+            (ctypes.c_void_p(start + place), ctypes.c_size_t(size))
+            for place, size in zip(self._places, self._sizes, strict=True)
+        ]
+
+    def _reset_padding(self, stream: int) -> None:
+        self._launch(self._arguments, self._own, stream)
+
+    def _launch(self, arguments: _Arguments, sources: Sequence[int], stream: int) -> None:
+        """Launch the kernel on sources at these addresses; absent: they are in the arguments. Raises BackendError."""
+        marks, write = self._marks, self._write if sources else _HEAD.pack_into
+        write(arguments.memory, 0, marks.tokens, marks.reqs, marks.exposed_tokens, marks.exposed_reqs, *sources)
+        if stream != self._stream:
+            self._config.stream = self._wide_config.stream = self._stream = stream
+        near = marks.tokens <= self._near and marks.exposed_tokens <= self._near
+        launched = self._config_at if near else self._wide_config_at, arguments.function, arguments.at, None
+        code = self._kernel.launch(*launched)
+        if code in _OTHER_CONTEXT:  # this thread has done nothing with the GPU yet, or works on another one
+            with torch.cuda.device(self._device):
+                torch.cuda.current_stream().query()  # makes the context current
+                code = self._kernel.launch(*launched)
         if code:
-            raise RuntimeError(f"the driver answered {code}")
-
-    module, context = ctypes.c_void_p(), ctypes.c_void_p()
-    checked(driver.cuModuleLoadData(ctypes.byref(module), cubin))  # stays loaded as long as the process
-    checked(driver.cuCtxGetCurrent(ctypes.byref(context)))
-    function, inline_function = ctypes.c_void_p(), ctypes.c_void_p()
-    checked(driver.cuModuleGetFunction(ctypes.byref(function), module, b"copy_rows"))
-    checked(driver.cuModuleGetFunction(ctypes.byref(inline_function), module, b"copy_rows_inline"))
-    launch: Any = driver.cuLaunchKernelEx
-    launch.argtypes, launch.restype = [ctypes.c_void_p] * 4, ctypes.c_int
-
-    def launch_elsewhere(config: int, function: int, arguments: int, extra: None) -> int:
-        left = ctypes.c_void_p()
-        pushed = int(driver.cuCtxPushCurrent_v2(context))
-        if pushed:
-            return pushed
-        launched = launch(config, function, arguments, extra)
-        popped = int(driver.cuCtxPopCurrent_v2(ctypes.byref(left)))  # also behind a launch that failed
-        return launched or popped
-
-    return CopyKernel(inputs, function.value or 0, inline_function.value or 0, launch, launch_elsewhere)
+            raise BackendError(
+                f"the driver refused to launch the copy of a batch: error {code}",
+                remedy="An earlier kernel may have failed; run with CUDA_LAUNCH_BLOCKING=1 to see which.",
+            )
+        marks.tokens, marks.reqs = self._tokens, self._reqs

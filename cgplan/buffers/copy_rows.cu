@@ -1,6 +1,5 @@
 // One launch that brings a batch into the static buffers: blockIdx.y is the input, blockIdx.z and blockIdx.x share out
-// its slices and their bytes. It knows bytes, not types. `kernel_copying.py` packs the structs; INPUTS is given to the
-// compiler.
+// its slices and their bytes. It knows bytes, not types. `copy_kernel.py` packs the structs and defines INPUTS.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;

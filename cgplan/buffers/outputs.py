@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from cgplan.buffers.views import HandedViews
 from cgplan.errors import OutputShapeError
 from cgplan.modes import BatchDescriptor
 
@@ -39,13 +37,11 @@ class OutputRows:
         """Raise OutputShapeError if the padding of a padded output could not be cut off.
 
         Args:
-            output: What the model returned.
+            output: The model's.
             descriptor: The key that it ran for.
             num_reqs: Requests that it ran for.
         """
         rows = self.count(descriptor.num_tokens, num_reqs)
-        if isinstance(output, torch.Tensor) and output.ndim and output.shape[0] == rows:  # the common case
-            return
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
                 raise OutputShapeError(
@@ -63,56 +59,37 @@ class OutputRows:
     def cut(self, output: Any, num_tokens: int, num_reqs: int | None) -> Any:
         """The output without its padding rows: views, or copies where ``clone`` says so."""
         rows = self.count(num_tokens, num_reqs)
-        if isinstance(output, torch.Tensor):  # the common case, without a walk over a tree
-            return output[:rows].clone() if self.clone else output[:rows]
         return tree_map_only(torch.Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
 
-    def cutter(self, output: Any, num_tokens: int, num_reqs: int | None) -> Callable[[], Any]:
-        """``cut`` for an output that lies on the same memory each time: its views are made here, once.
-
-        Returns:
-            A function that gives the cut output: the same tensors on each call, but for those that a caller has changed
-            in place (see HandedViews), or copies where ``clone`` says so, in lists and dicts of their own.
+    def reader(self, output: Any, num_tokens: int, num_reqs: int | None) -> Callable[[], Any]:
+        """``cut`` for an output that lies on the same memory each time, as a function: its views are made here, once,
+        and each call returns new tensor objects on that memory, or copies.
         """
-        rows, found = self.count(num_tokens, num_reqs), list[torch.Tensor]()
-        build = rebuilder(output, found)
-        handed = HandedViews(lambda: tuple([tensor[:rows] for tensor in found]))
-        if self.clone:
-            views = handed.tensors()
-            if isinstance(output, torch.Tensor):
-                return views[0].clone
-            return lambda: build([view.clone() for view in views])
-        if isinstance(output, torch.Tensor):
-            return handed.single
-        return lambda: build(handed.tensors())
+        rows = self.count(num_tokens, num_reqs)
+        with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
+            views = tree_map_only(torch.Tensor, lambda t: t[:rows], output)
+        return renewed(views, clone=self.clone)
 
 
-def rebuilder(value: Any, found: list[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """A function that builds an output anew, as far as it can be changed, from other tensors in the order of ``found``,
-    which is filled here with those of ``value``.
+def renewed(output: Any, only: Container[int] | None = None, *, clone: bool = False) -> Callable[[], Any]:
+    """A function that returns an output each time, with new tensor objects (``detach()``) in new lists and dicts, so
+    that callers may change them.
+
+    Args:
+        output: Tensors in any pytree.
+        only: Ids of the tensors that are renewed; the others are returned as they are. Absent: all.
+        clone: Copy instead.
     """
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return itemgetter(len(found) - 1)
-    if type(value) in (tuple, list):
-        parts = [rebuilder(part, found) for part in value]
-        if type(value) is list:
-            return lambda tensors: [part(tensors) for part in parts]
-        return lambda tensors: tuple([part(tensors) for part in parts])
-    if type(value) is dict:
-        items = [(key, rebuilder(part, found)) for key, part in value.items()]
-        return lambda tensors: {key: part(tensors) for key, part in items}
-    leaves, spec = tree_flatten(value)
-    others = [rebuilder(leaf, found) if isinstance(leaf, torch.Tensor) else _same(leaf) for leaf in leaves]
-    return lambda tensors: tree_unflatten([other(tensors) for other in others], spec)
-
-
-def _same(leaf: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
-    return lambda _: leaf
+    leaves, spec = tree_flatten(output)
+    renew = torch.Tensor.clone if clone else torch.Tensor.detach
+    ours = [isinstance(leaf, torch.Tensor) and (only is None or id(leaf) in only) for leaf in leaves]
+    if isinstance(output, torch.Tensor):
+        return (output.clone if clone else output.detach) if ours[0] else lambda: output
+    return lambda: tree_unflatten([renew(t) if own else t for t, own in zip(leaves, ours, strict=True)], spec)
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether something that pytree takes for a leaf holds tensors: their padding would be handed out."""
+    """Whether a leaf for pytree holds tensors after all: their padding would be handed out."""
     if isinstance(leaf, torch.Tensor | type):
         return False
     if isinstance(leaf, set | frozenset):

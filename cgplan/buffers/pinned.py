@@ -12,7 +12,7 @@ from cgplan.errors import CgplanError
 
 ALIGNMENT = 16
 LEAST_BYTES = 1 << 16
-# Blocks whose owner went away without `close`, by device: it may still read them, so they are kept until it cannot.
+# Blocks whose owner was dropped without `close`, by device: it may still read them, so they are kept until it cannot.
 _left_behind: dict[torch.device, list[torch.Tensor]] = {}
 
 
@@ -36,11 +36,7 @@ def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
 
 
 def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the host that copies to and from a device need not wait for.
-
-    Raises:
-        CgplanError: the host has no more of it.
-    """
+    """Host memory that copies to and from a device need not wait for. Raises CgplanError if the host has no more."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
@@ -63,12 +59,11 @@ def _keep(device: torch.device, blocks: list[torch.Tensor]) -> None:
 class StagingBlocks:
     """Two blocks of pinned memory, written in turns: one is filled while the device may still read the other.
 
-    A block takes as many batches as fit. When it is full, or the stream changes, a fence is put behind what reads it,
-    and before it is written again that fence is waited for: bytes in flight are never overwritten. Batches that the
-    host stages while the device is busy thus cost nothing but their own copies, until two blocks are full.
+    A block takes as many batches as fit. When it is full, or the stream changes, a fence is put behind the work that
+    reads it, and that fence is waited for before the block is written again: bytes in flight are never overwritten.
 
     Args:
-        device: Whose work reads the blocks.
+        device: Its work reads the blocks.
         new_fence: Makes a fence behind all work that is queued on a stream, given by its handle.
         wait: Waits for all work of the device.
         allocate: Makes a block of so many bytes that the device can read under the host's address.
@@ -81,19 +76,15 @@ class StagingBlocks:
         wait: Callable[[], None],
         allocate: Callable[[int], torch.Tensor] = allocate_pinned,
     ) -> None:
-        left = _left_behind.pop(device, None)  # first: what is left behind meanwhile has not been waited for
+        left = _left_behind.pop(device, None)  # before the wait, which says nothing of blocks left behind during it
         if left:
             wait()
-        self._new_fence = new_fence
-        self._wait = wait
-        self._allocate = allocate
+        self._new_fence, self._wait, self._allocate = new_fence, wait, allocate
         self._blocks: list[torch.Tensor] = []
         self._fences: list[Fence | None] = [None, None]
-        self._turn = 0
-        self._at = self._end = 0
+        self._turn = self._at = self._end = 0
         self._stream: int | None = None
-        self._on_loss = weakref.finalize(self, _keep, device, self._blocks)
-        self._on_loss.atexit = False
+        weakref.finalize(self, _keep, device, self._blocks).atexit = False
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from cgplan.config import Dim, Input
 from cgplan.errors import BackendError
@@ -25,47 +24,27 @@ def check_dtypes(specs: Mapping[str, Input], device: torch.device) -> None:
     Raises:
         BackendError: this torch or the device does not have it; names the input.
     """
-    tried: set[str] = set()
-    for name, spec in specs.items():
-        if spec.dtype in tried:
-            continue
-        tried.add(spec.dtype)
-        what = f"input {name!r} is declared as {spec.dtype}"
+    for name, spec in {spec.dtype: (name, spec) for name, spec in reversed(list(specs.items()))}.values():
+        declared = f"input {name!r} is declared as {spec.dtype}"
         if not hasattr(torch, spec.dtype):
             raise BackendError(
-                f"{what}, which torch {torch.__version__} does not have",
+                f"{declared}, which torch {torch.__version__} does not have",
                 remedy="Declare a dtype that it has, or install a newer torch.",
             )
         try:
-            _try_dtype(spec, device)
+            element = torch.zeros([1], dtype=torch_dtype(spec), device=device)
+            element.fill_(0 if spec.pad == "last" else spec.pad).copy_(
+                torch.zeros([1], dtype=element.dtype, device="cpu")
+            )
+            element.clone()
         except torch.OutOfMemoryError:  # the buffers will say so
             return
         except (RuntimeError, TypeError) as error:
-            torch.zeros([1], dtype=torch.uint8, device=device)  # raises where it is not the dtype that is wrong
+            torch.zeros([1], dtype=torch.uint8, device=device)  # raises where the dtype is not the reason
             raise BackendError(
-                f"{what}, which {device} does not have: {(str(error).splitlines() or [''])[0]}",
+                f"{declared}, which {device} does not have: {(str(error).splitlines() or [''])[0]}",
                 remedy="Declare a dtype that it has and convert in the model, or choose another device.",
             ) from error
-
-
-def _try_dtype(spec: Input, device: torch.device) -> None:
-    dtype = torch_dtype(spec)
-    element = torch.zeros([1], dtype=dtype, device=device).fill_(0 if spec.pad == "last" else spec.pad)
-    element.copy_(torch.zeros([1], dtype=dtype, device="cpu"))
-    element.clone()
-
-
-def _immovable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a storage that torch refuses to resize: who is handed a view of it cannot move it under the
-    graphs (``view.resize_(9, 4)``). It owns the memory as the tensor did.
-    """
-    if tensor.nbytes == 0:
-        return tensor
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,)
-    )
-    fixed = from_dlpack(raw).untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(fixed, 0, tensor.shape, tensor.stride())
 
 
 @dataclass(slots=True)
@@ -74,7 +53,7 @@ class Marks:
 
     Attributes:
         tokens, reqs: Of the last batch; rows behind it are padding.
-        exposed_tokens, exposed_reqs: What the caller may have written at any time, through ``expose``.
+        exposed_tokens, exposed_reqs: Rows that the caller may have written at any time, through ``expose``.
     """
 
     tokens: int = 0
@@ -113,13 +92,13 @@ class StaticBuffer:
     @classmethod
     def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks) -> StaticBuffer:
         """Memory for a batch of that size, all padding."""
-        shape = [dim.size(num_tokens, num_reqs) for dim in spec.dims]
-        start = 0 if spec.pad == "last" else spec.pad
+        dims, row_dim = spec.dims, spec.row_dim
+        shape = [dim.size(num_tokens, num_reqs) for dim in dims]
         with torch.inference_mode(False):  # a tensor made in inference mode could be written to only there
-            tensor = _immovable(torch.zeros(shape, dtype=torch_dtype(spec), device=device).fill_(start))
-        row_dim = spec.row_dim
-        rows = None if row_dim is None else spec.dims[row_dim]
-        return cls(spec, tensor, row_dim, rows, marks, version=tensor._version)
+            tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device)
+        made = cls(spec, tensor, row_dim, None if row_dim is None else dims[row_dim], marks)
+        made.clear()
+        return made
 
     @property
     def filled(self) -> int:
@@ -131,8 +110,8 @@ class StaticBuffer:
         return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
     def view(self, rows: int) -> torch.Tensor:
-        """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept, so they are not for
-        others: see ``alias``.
+        """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept: users get
+        ``view(rows).detach()``, whose shape and strides they may change in place.
         """
         if self.row_dim is None:
             return self.tensor
@@ -141,11 +120,6 @@ class StaticBuffer:
             with torch.inference_mode(False):  # for the same reason as the memory
                 view = self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
         return view
-
-    def alias(self, rows: int) -> torch.Tensor:
-        """The same as a tensor of its own, whose shape and strides its holder may change in place."""
-        with torch.inference_mode(False):
-            return self.view(rows).detach()
 
     def pad(self, rows: int, padded_rows: int) -> None:
         """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch reached."""
@@ -178,14 +152,13 @@ class StaticBuffers:
 
     Args:
         specs: Declarations by name.
-        num_tokens: Tokens of the largest batch.
-        num_reqs: Requests of the largest batch.
+        num_tokens, num_reqs: The largest batch.
         device: Where the memory lies.
 
     Attributes:
         buffers: Each input's memory, by name.
         marks: How far batches reach into them.
-        bounds: Where they begin and end, in turns, ascending.
+        bounds: First address and the one behind the last of each buffer in turns, ascending.
     """
 
     def __init__(self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device) -> None:
@@ -194,10 +167,8 @@ class StaticBuffers:
             name: StaticBuffer.allocate(spec, num_tokens, num_reqs, device, self.marks) for name, spec in specs.items()
         }
         tensors = [buffer.tensor for buffer in self.buffers.values()]
-        # First address and the one behind the last of each buffer in turns: an address lies in one of them where an odd
-        # number is at its left.
-        self.bounds = [at for start, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-                       for at in (start, end)]  # fmt: skip
+        # An address lies in a buffer where an odd number of bounds is at its left.
+        self.bounds = sorted(at for t in tensors if t.nbytes for at in (t.data_ptr(), t.data_ptr() + t.nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -205,12 +176,12 @@ class StaticBuffers:
         return sum(b.tensor.nbytes for b in self.buffers.values())
 
     def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
-        """What a graph for this batch reads: the first rows of each buffer, by name, as tensors of the caller's own."""
-        return {name: buffer.alias(buffer.count(num_tokens, num_reqs)) for name, buffer in self.buffers.items()}
+        """The rows that a graph for this batch reads, by name, as new tensor objects that the caller may change."""
+        return {name: b.view(b.count(num_tokens, num_reqs)).detach() for name, b in self.buffers.items()}
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in one of the buffers, wherever its storage begins: of one that came through numpy or
-        DLPack that is inside a buffer.
+        """Whether the tensor lies in one of the buffers, wherever its storage begins: one that came through numpy or
+        DLPack may begin inside a buffer.
         """
         try:
             return bool(bisect_right(self.bounds, tensor.data_ptr()) & 1)
@@ -222,10 +193,10 @@ class StaticBuffers:
         return [buffer.tensor._version for buffer in self.buffers.values()]
 
     def note_writes(self, before: list[int]) -> bool:
-        """Find out which buffers the model itself has written into since ``versions`` gave ``before``.
+        """Find the buffers that the model has written into since ``versions`` gave ``before``.
 
         Returns:
-            Whether one was not known to be.
+            Whether there is one that was not known.
         """
         now = self.versions()
         if now == before:
@@ -236,20 +207,20 @@ class StaticBuffers:
         return bool(new)
 
     def clear(self) -> None:
-        """Make every row padding again: what captures after the first batch have to begin with."""
+        """Make every row padding again: captures after the first batch have to begin with padding."""
         for buffer in self.buffers.values():
             buffer.clear()
         self.marks.tokens = self.marks.reqs = 0
 
     def restore(self) -> None:
-        """The same after warm-ups and captures, with a look at what the model wrote into its padding."""
+        """The same after warm-ups and captures, and find the buffers into whose padding the model has written."""
         for buffer in self.buffers.values():
             buffer.restore()
         self.marks.tokens = self.marks.reqs = 0
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
-        """A block for captures between batches: all rows are padding in it, and after it what they were before."""
+        """A block for captures between batches: all rows are padding in it, and get their bytes back."""
         marks, kept = replace(self.marks), {name: buffer.tensor.clone() for name, buffer in self.buffers.items()}
         self.clear()
         try:
@@ -281,22 +252,18 @@ def example_batch(
 
     Args:
         specs: Declarations by name.
-        num_tokens: Tokens of the batch.
-        num_reqs: Requests of the batch.
+        num_tokens, num_reqs: The batch.
         device: Where the tensors are made.
         seed: Of the random values; equal seeds give equal batches.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    return {
-        name: _example(spec, [d.size(num_tokens, num_reqs) for d in spec.dims], num_tokens, num_reqs, device, generator)
-        for name, spec in specs.items()
-    }
+    return {name: _example(spec, num_tokens, num_reqs, device, generator) for name, spec in specs.items()}
 
 
 def _example(
-    spec: Input, shape: list[int], num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator
+    spec: Input, num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    dtype, example = torch_dtype(spec), spec.example
+    shape, dtype, example = [dim.size(num_tokens, num_reqs) for dim in spec.dims], torch_dtype(spec), spec.example
     if example is None:
         example = "normal" if dtype.is_floating_point else 0 if spec.pad == "last" else spec.pad
     if isinstance(example, tuple):

@@ -10,16 +10,16 @@ Note [What a budget counts]
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.captures.key_capture import CapturedKey, driver_bytes
+from cgplan.captures.key import CapturedKey, driver_bytes
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted, spread
 from cgplan.planning import Plan
-from cgplan.planning.plan import Predicted
+from cgplan.planning.costs import Predicted
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.reports.records import BudgetRecord, Limit, StopRecord
 from cgplan.units import format_bytes, format_seconds
@@ -57,7 +57,7 @@ def _fits(plan: Plan, config: Config, free: int | None, keys: Sequence[Key]) -> 
     predicted: Predicted | None = restricted(plan, keys, config).predicted
     if predicted is None:
         return True
-    memory, seconds = predicted.cost.total_bytes, predicted.cost.seconds
+    memory, seconds = predicted.total_bytes, predicted.seconds
     return (
         (budget.memory is None or memory <= budget.memory)
         and (budget.capture_time is None or seconds <= budget.capture_time)
@@ -81,6 +81,7 @@ class BudgetGuard:
         active: Whether there is any limit.
         static_bytes: Bytes of the static buffers, once there are any.
         shared_bytes: What others had captured into the pool before; it does not count.
+        copied_bytes: Says what copies of the model's state take on the device now; they go after the captures.
         stops: What it refused, in order.
     """
 
@@ -89,6 +90,7 @@ class BudgetGuard:
         self.active = any(limit is not None for limit in vars(config.budget).values())
         self.static_bytes = 0
         self.shared_bytes = 0
+        self.copied_bytes: Callable[[], int] = int
         self._is_first = True
         self.stops: list[StopRecord] = []
         self._backend = backend
@@ -222,12 +224,13 @@ class BudgetGuard:
         if not self._backend.supports("driver_bytes"):
             return 0
         self._backend.release_cached()
-        return self._backend.memory().reserved - self._before.reserved - self._pool_bytes
+        return self._backend.memory().reserved - self.copied_bytes() - self._before.reserved - self._pool_bytes
 
     def _short_of_reserve(self, key: Key, growth: int, expected: str) -> bool:
         if self.budget.reserve is None:
             return False
         free = self._backend.memory().free
+        growth -= self.copied_bytes()
         if free is not None and free - growth < self.budget.reserve:
             self._backend.release_cached()  # what the warm-ups used is free, too
             free = self._backend.memory().free

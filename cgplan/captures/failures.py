@@ -1,16 +1,14 @@
-"""What went wrong in a session, in words that name the key, the user's line and the remedy."""
+"""Errors of a session in words that name the key, the user's line and the remedy."""
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
 
 import torch
 
-from cgplan.backends.host_sync import blamed_line
+from cgplan.backends.blame import blamed_line
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
-from cgplan.measure.host_memory import is_out_of_memory
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.units import format_bytes
 
@@ -19,6 +17,11 @@ _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error du
 _NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
 _TOO_OLD = re.compile(r"only supported (on|for) CUDA devices with compute capability|Device does not support")
 _FOREIGN_GENERATOR = re.compile(r"generator.*capture mode|offset.*graph capture", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation on the host failed."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def drop_locals(error: BaseException) -> None:
@@ -41,17 +44,17 @@ def explain_failure(
     *,
     capturing: bool,
     free: int | None,
-    find_host_sync: Callable[[], HostSyncError | None],
+    host_sync: HostSyncError | None,
     all_freed: bool = True,
 ) -> CgplanError:
     """The typed error for what was raised while a key was warmed up or captured.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         mode, descriptor: The key.
         capturing: Whether the capture had begun; before it, the model ran eagerly.
         free: Bytes of device memory that were free then, None if not known.
-        find_host_sync: Runs the forward once more, eagerly, and names the operator that needs the host.
+        host_sync: The operator that needs the host, as the look ahead of the capture named it.
         all_freed: Whether the failure ends a session, which gives up what it captured before.
     """
     key = f"{mode} {descriptor}"
@@ -66,7 +69,7 @@ def explain_failure(
         )
     if isinstance(error, CaptureError):
         swallowed = type(error) is CaptureError and any(phrase in error.message for phrase in _HOST_PHRASES)
-        found = find_host_sync() if swallowed else None  # a forward that caught the error, and launched nothing more
+        found = host_sync if swallowed else None  # a forward that caught the error, and launched nothing more
         told = error if found is None else found
         return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
     if isinstance(error, CgplanError):
@@ -80,9 +83,8 @@ def explain_failure(
             "backend.register_generator before the capture.",
         )
     if any(phrase in str(error) for phrase in _HOST_PHRASES):
-        found = find_host_sync()
-        if found is not None:
-            return HostSyncError(f"capture of {key}: {found.message}", remedy=found.remedy)
+        if host_sync is not None:
+            return HostSyncError(f"capture of {key}: {host_sync.message}", remedy=host_sync.remedy)
         return HostSyncError(
             f"capture of {key}: an operator needs the host, at {where}: {_first_line(error)}",
             remedy="Keep the value on the device (torch.where, masked_fill), compute it before the graph, or keep this "

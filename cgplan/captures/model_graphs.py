@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -13,19 +12,21 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureMemoryError, CgplanError, InputError
-from cgplan.graphs.addresses import AddressManifest
-from cgplan.graphs.ambient import AmbientState, generators_of, random_state_kept, refuse_other_generators
+from cgplan.graphs.ambient import AmbientState, number_of
+from cgplan.graphs.footprint import Footprint, examine, look
+from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool, RunnerPools
-from cgplan.graphs.rebound import StateSnapshot
-from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.piecewise.breaks import calls_breaks
+from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
-from cgplan.piecewise.trace import FirstTrace
 from cgplan.planning import Plan
+from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+from cgplan.reports.records import StateRecord
 
 
 class _Metadata(dict[str, Any]):
@@ -49,20 +50,23 @@ class GraphedModel:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:
-        plan, config: What is captured.
+        plan, config: The keys, and how to capture them.
         backend: The device.
-        most_tokens: Tokens of the largest key that the static buffers hold, and that a trace is made for.
+        most_tokens: Tokens of the largest key that the static buffers hold.
         pools: Where it is captured.
         wrapper: Holds the FULL graphs; in other modes it passes through.
         buffers: Static buffers for the largest key.
         scope: The pool of the key that is captured, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
-        first_trace: Makes the trace where the route does.
+        outputs: How the model's outputs are checked and cut.
         returns_nothing: Whether the model's output held no tensor.
         model: As it was given.
-        generators: The random generators of its own that the model draws from.
-        notes: What the report should warn of.
-        holder: The object whose attributes are the model's state; None for a function.
+        roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
+        generators: The random generators that the model draws from, but for the default one.
+        footprints: Findings of the looks ahead of the captures, by mode.
+        looked_at: One line on what the last captures looked at.
+        state: Places that the last captures wrote, and whether they were put back.
+        notes: Warnings for the report.
         before_free: Called before graphs are freed: other ranks may read their memory.
         is_alone: Whether no other rank runs the same forwards beside this one.
     """
@@ -74,6 +78,7 @@ class GraphedModel:
         model: Callable[..., Any],
         backend: GraphBackend,
         pool: GraphPool | None = None,
+        state: Sequence[object] | None = None,
     ) -> None:
         self.plan = plan
         self.config = config
@@ -83,30 +88,121 @@ class GraphedModel:
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
         self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
         self.model = model
-        self.find_generators()
-        self.route = choose_route(plan, config, model, backend, lambda: calls_breaks(lambda: self._try(model)))
-        self.wrapper = CUDAGraphWrapper(self.route.forward, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
+        self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
+        self.generators: tuple[torch.Generator, ...] = ()
+        self.footprints: dict[CUDAGraphMode, Footprint] = {}
+        self.looked_at = ""
+        self.state: tuple[StateRecord, ...] = ()
         self.returns_nothing = False
+        rows = config.model.output_rows if config.model else "num_tokens"
+        self.outputs = OutputRows(rows, plan.query_len, config.compilation.outputs == "clone")
         self.notes: list[str] = []
-        self.holder = None if isinstance(model, FunctionType) else getattr(model, "__self__", model)
         self.before_free: Callable[[], None] = lambda: None
         self.is_alone = True
-        self._state: AddressManifest | None = None
-        self._before: AddressManifest | None = None
-        self._bound: frozenset[str] | None = frozenset()  # what one run of a capture binds anew; None ahead of it
+        self._kept: ModelState | None = None  # while captures may change the model
+        self._sealed: ModelState | None = None  # what graphs rely on
+        self._has_captured = True
+        self._volatile: set[str] = set()
+        self._looked: set[CUDAGraphMode] = set()
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
         self._refusal: CgplanError | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
-        self.first_trace = FirstTrace(plan, config, backend, self._ambient, is_made=self.route.splitter is None)
-        # A trace is frozen, so what no graph runs is left to the model itself, but for what inductor rounds otherwise.
-        self._own = model if config.compilation.compiler == "eager" else self.route.forward
+        self.route = choose_route(plan, config, model, backend, self._calls_breaks)
+        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
 
-    def find_generators(self) -> None:
-        """Note the generators that the model holds now, for captures from now on; graphs that are there keep theirs."""
-        self.generators = generators_of(self.model, self.backend.device)
-        for generator in self.generators:
+    @contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        """A block of captures, or of other runs that no batch asked for: the model is as it was after it, see Note
+        [What is put back] in model_state.py. A block inside a block is part of it.
+        """
+        if self._kept is not None:
+            yield
+            return
+        self.backend.synchronize()
+        self._kept = kept = ModelState.of(self.roots, self.backend.device)
+        self._use_generators(kept.generators)
+        self._looked.clear()
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # a device that is lost says so by the error that is under way
+                self._restore(kept)
+            raise
+        else:
+            self._restore(kept)
+        finally:
+            self._kept = None
+
+    def _restore(self, kept: ModelState) -> None:
+        self.backend.synchronize()
+        kept.restore()
+        self.backend.synchronize()  # the next batch may come on another stream
+        self._kept = None
+        self._volatile |= kept.volatile
+        self.looked_at = kept.summary()
+        self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
+        if not self.scope.is_open:
+            self.seal()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes on the device of the copies that the state will be restored from."""
+        return 0 if self._kept is None else self._kept.copied()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model has parts under torch.compile, as far as the walk sees; inside ``keeping_state``."""
+        return self._kept is not None and self._kept.is_compiled
+
+    def noting_capture(self) -> AbstractContextManager[None]:
+        """A block that captures one key, after its warm-ups; inside ``keeping_state``."""
+        assert self._kept is not None
+        return self._kept.noting_capture()
+
+    def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Look at the forward, once for each mode, ahead of its warm-ups; inside ``keeping_state``.
+
+        Raises CaptureError as ``footprint.examine``.
+        """
+        if mode in self._looked:
+            return
+        assert self._kept is not None
+        self._looked.add(mode)
+        views, route, limit = self.views(descriptor), self.route, self.copy_limit()
+        run = partial(self._run, self.model, CUDAGraphMode.NONE, descriptor, views)
+        if mode is CUDAGraphMode.PIECEWISE and route.name == "wrappers":  # Python code runs on each replay
+            found = look(run, self._kept, limit, part="eager piece")
+        else:
+            is_whole, ops = mode is CUDAGraphMode.FULL, self.config.compilation.splitting_ops
+            split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if route.name == "ops" and not is_whole else ()
+            found, notes = examine(run, self._kept, list(views.values()), limit, eager_ops=split, is_whole=is_whole)
+            self.notes += [note for note in notes if note not in self.notes]
+        self.footprints[mode] = found
+        if mode is CUDAGraphMode.PIECEWISE and route.name in ("modules", "wrappers"):
+            route.operators = found.operators
+        self._use_generators(tuple(found.generators.values()))
+
+    def _calls_breaks(self) -> bool:
+        if not any_breaks():
+            return False
+        _, smallest = self.plan.keys[-1]
+        run = partial(self._run, self.model, CUDAGraphMode.NONE, smallest, self.views(smallest))
+        with self.keeping_state():
+            assert self._kept is not None
+            return look(run, self._kept, self.copy_limit()).breaks
+
+    def copy_limit(self) -> int:
+        """Bytes of copies of the model's state that may lie on the device."""
+        limit = self.config.compilation.state_copy
+        return (self.backend.memory().free or 4 << 30) // 4 if limit is None else limit
+
+    def _use_generators(self, found: Sequence[torch.Generator]) -> None:
+        known = set(map(number_of, self.generators))
+        new = [generator for generator in found if number_of(generator) not in known]
+        self.generators += tuple(new)
+        for generator in new:
             self.backend.register_generator(generator)
 
     def _allocate_buffers(self) -> StaticBuffers:
@@ -125,9 +221,13 @@ class GraphedModel:
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
         self.scope.is_open = False
-        if self._before is not None or self._state is None:  # else nothing was captured since the last time
-            self._state = self._state_now(before=self._before, ignored=self._bound or frozenset())
-            self._before, self._bound = None, frozenset()
+        policy = self.config.compilation.address_policy
+        if self._kept is None and (self._has_captured or self._sealed is None) and policy != "off":
+            self._sealed = ModelState.of(self.roots, self.backend.device)
+            self._sealed.volatile |= self._volatile
+            if policy == "first":  # each check is a walk
+                self._sealed.let_go()
+            self._has_captured = False
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
@@ -137,16 +237,27 @@ class GraphedModel:
         self.backend.synchronize()
         self.scope.is_open = True
         try:
-            with self._ambient.without_grad(self.backend.device.type), self.buffers.on_padding():
+            with self.keeping_state(), self._ambient.without_grad(self.backend.device.type), self.buffers.on_padding():
                 with self.backend.session():
                     yield
                 self.backend.synchronize()
         finally:
             self.seal()
 
-    def trace(self, descriptor: BatchDescriptor) -> None:
-        """Trace the model where its route does, unless that is done; ahead of a capture. Raises as FirstTrace.make."""
-        self.first_trace.make(partial(self._run, self.route.forward, CUDAGraphMode.NONE), descriptor, self.generators)
+    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Run what a key captures, without capturing; where a trace is captured, it is found or made here."""
+        call = self.route.whole if mode is CUDAGraphMode.FULL else self.route.warm
+        self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+
+    def entry(self, key: Key) -> CUDAGraphEntry | None:
+        """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose
+        ``graph.replay`` runs eager pieces, the forward context has to be set. None where there is none, or where the
+        model's own code runs between graphs (``piecewise: wrappers``).
+        """
+        mode, descriptor = key
+        wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
+        entry = None if wrapper is None else wrapper.entries.get(descriptor)
+        return entry if entry is not None and entry.scope is self.scope else None
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
@@ -165,6 +276,15 @@ class GraphedModel:
         self.sweep()
         for key in keys:
             self.pools.drop(key)
+
+    def drop_all(self) -> None:
+        """Free all graphs and their pools; more can be captured."""
+        self.backend.synchronize()
+        for wrapper in self.scope.wrappers:
+            wrapper.reset(self.scope)
+        self.scope.entries, self.scope.wrappers = [], []
+        self.backend.release_cached()
+        self.pools.renew()
 
     def holds(self, key: Key) -> bool:
         """Whether a graph of that key is there."""
@@ -200,7 +320,7 @@ class GraphedModel:
         """Refuse replays from now on, because ``name`` has moved. Raises InputError for what is no name."""
         if not isinstance(name, str) or not name:
             raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
-        self._moved, self._state = name, None  # which may hold the old memory
+        self._moved, self._sealed = name, None  # which may hold the old memory
 
     def refuse(self, error: CgplanError) -> None:
         """Raise an error like this one instead of each further replay."""
@@ -211,17 +331,6 @@ class GraphedModel:
         now = AmbientState.now(self.backend.device.type)
         self._ambient.refuse_other(now, "traced" if self.route.name == "ops" else "captured", ("autocast",))
 
-    def _state_now(self, *, watches: bool = False, **known: Any) -> AddressManifest | None:
-        """Where the model's tensors lie, given what AddressManifest.of is told; None where that is not checked."""
-        if self.config.compilation.address_policy == "off" or self.holder is None:
-            return None
-        known["repeats"] = self.config.compilation.address_policy == "always"
-        return AddressManifest.of({"model": self.holder}, self.backend.device, watches=watches, **known)
-
-    def state(self) -> StateSnapshot | None:
-        """What is in the model's attributes now; None for a function."""
-        return None if self.holder is None else StateSnapshot(self.holder)
-
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
         ``compilation.address_check`` says, or ``again``.
@@ -231,13 +340,9 @@ class GraphedModel:
         policy = self.config.compilation.address_policy
         if policy == "off" or (policy == "first" and not again and key in self._checked):
             return
-        if self.generators:
-            now = generators_of(self.model, self.backend.device)
-            refuse_other_generators(self.generators, now, f"{mode} {descriptor}")
-        if self._state is None:
+        if self._sealed is None or (key in self._checked and not again and self._sealed.holds()):
             return
-        walk_again = again or key not in self._checked  # `always` sees no less than `first`
-        self._state.check({"model": self.holder}, what=f"{mode} {descriptor}", may_grow=True, walk_again=walk_again)
+        self._sealed.refuse_moved(f"{mode} {descriptor}", self.roots, may_grow=True)
         self._checked.add(key)
 
     def check_valid(self, what: str) -> None:
@@ -261,23 +366,14 @@ class GraphedModel:
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors, compiled if inductor compiles it for capture, and can."""
-        own = self._own
-        if own is not self.model:
-            try:
-                self.trace(descriptor)
-            except CgplanError:  # then no graph rounds otherwise
-                own = self.model
-        return self._run(own, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors."""
+        return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
-        if self.scope.is_open and self._before is None:  # after the first warm-up: what captures move is no state
-            self._before, self._bound = self._state_now(watches=True), None
-        output = self._run(self.wrapper, mode, descriptor, tensors)
-        if self._bound is None and (now := self._state_now(before=self._before)) is not None:
-            self._bound = now.ignored  # of two buffers in turn, say, which a second run would bring to their places
-        return output
+        self._has_captured |= self.scope.is_open
+        call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
+        return self._run(call, mode, descriptor, tensors)
 
     def free(self) -> None:
         """Free graphs, pool and static buffers."""
@@ -312,9 +408,3 @@ class GraphedModel:
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
             return call(**{name: tensors[name] for name in self.config.inputs})
-
-    def _try(self, model: Callable[..., Any]) -> None:
-        """Run the model's own code on padding."""
-        _, smallest = self.plan.keys[-1]
-        with random_state_kept(self.backend.device, self.generators):
-            self._run(model, CUDAGraphMode.NONE, smallest, self.views(smallest))

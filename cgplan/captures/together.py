@@ -1,10 +1,7 @@
-"""What a capture session does together with other processes. Alone it does nothing of it; ``distributed/`` does."""
+"""Where a capture session meets those of other ranks. Alone it meets none; ``distributed/`` implements the meetings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from cgplan.errors import CgplanError
 from cgplan.planning import Plan
 from cgplan.reports.records import CaptureReport
 
@@ -34,17 +31,14 @@ class Together:
         """After the last capture, before any replay: graph buffers are made known to all ranks."""
 
     def failed(self, error: BaseException) -> BaseException:
-        """After a failure: what is to be raised instead, the same on all ranks."""
+        """After a failure: the error to raise, the same on all ranks."""
         return error
 
     def release(self) -> None:
         """Before graphs and their pool are freed, however the session or the runner ends."""
 
-    def tell_of_losses(self, tell: Callable[[CgplanError], None]) -> None:
-        """Have a method called, from any thread, when the graphs would wait for a rank that is lost."""
-
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """The report with what the other ranks say."""
+        """The report with those of the other ranks."""
         return report
 
 

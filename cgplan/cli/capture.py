@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.cli.output import SavedPlan, check_writable, has_ranks, is_first_rank, note, progress, publish
-from cgplan.cli.plan import announce, read_plan
+from cgplan.captures.captured_keys import CaptureProgress
+from cgplan.captures.environment import describe_environment
+from cgplan.captures.together import ALONE, Together
+from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish
+from cgplan.cli.plan import announcements, read_plan
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.schema import ModelConfig
 from cgplan.distributed import (
-    AllReduce,
     RankedCapture,
-    Ranks,
     agree_on_model,
     agree_on_plan,
     agree_on_setup,
@@ -27,167 +27,148 @@ from cgplan.distributed import (
     open_ranks,
 )
 from cgplan.errors import ConfigError, PlanMismatchError, RankFailedError
+from cgplan.measure.bench import bench
 from cgplan.models.loading import load_model
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import budget_of
+from cgplan.reports import Report
 from cgplan.reports.records import check_peers
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from cgplan.backends import GraphBackend
-    from cgplan.runner.runner import GraphRunner
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Arguments of a capture or bench.
+
+    Attributes:
+        config: The YAML file; ``overrides`` win over it.
+        plan: A saved plan to capture in place of the one that follows from the configuration; None: that one.
+        force: Capture the saved plan although it was made for something else.
+        output: File for the report, None for none.
+    """
+
+    config: Path
+    overrides: Sequence[str | Override]
+    plan: Path | None
+    force: bool
+    output: Path | None
+    as_json: bool
 
 
-def run_capture(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    device: str | None,
-    output: Path | None,
-    as_json: bool,
-    saved: SavedPlan | None = None,
-) -> None:
-    """Capture and publish the report. Raises the errors of each step."""
-    with redirect_stdout(sys.stderr), _captured("capture", path, overrides, device, output, saved) as runner:
-        report = runner.report
-    if is_first_rank():
-        publish(report, output, as_json=as_json)
+def run_capture(request: Request) -> None:
+    _report(request, "capture", lambda runner: runner.report)
 
 
-def run_bench(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    device: str | None,
-    output: Path | None,
-    as_json: bool,
-    saved: SavedPlan | None = None,
-    against: Sequence[str] = (),
-    seed: int | None = None,
-) -> None:
-    """Capture, measure and publish the report. Raises the errors of each step."""
+def run_bench(request: Request, against: Sequence[str], seed: int | None) -> None:
     against = check_peers(against)
     if against and has_ranks():
         raise ConfigError(
             "--against measures one process, and torchrun has started several",
             remedy="Leave out --against, or run `cgplan bench` without torchrun.",
         )
-    with redirect_stdout(sys.stderr), _captured("bench", path, overrides, device, output, saved) as runner:
-        from cgplan.measure.bench import bench
 
+    def measured(runner: GraphRunner) -> Report:
         with progress("bench" if is_first_rank() else "") as step:
-            report = bench(runner, progress=step, against=against, seed=seed)
+            return bench(runner, progress=step, against=against, seed=seed)
+
+    _report(request, "bench", measured)
+
+
+def _report(request: Request, command: str, make: Callable[[GraphRunner], Report]) -> None:
+    with redirect_stdout(sys.stderr), _captured(command, request) as runner:  # a model's prints are not the result
+        report = make(runner)
     if is_first_rank():
-        publish(report, output, as_json=as_json)
+        publish(report, request.output, as_json=request.as_json)
 
 
 @contextmanager
-def _captured(
-    command: str,
-    path: Path,
-    overrides: Sequence[str],
-    device: str | None,
-    output: Path | None,
-    saved: SavedPlan | None,
-) -> Iterator[GraphRunner]:
-    """A block with the runner; what ranks share is taken down when it is over. What a model prints is not the result:
-    callers send it to standard error.
-    """
-    loaded = read_config(path, [*overrides, *([Override(f"device={device}", "--device")] if device else [])])
+def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
+    """A block with the runner; at its end everything that ranks share is taken down."""
+    loaded = read_config(request.config, request.overrides)
     config = loaded.config
-    model = _model_of(config, path)
-    plan = build_plan(config) if saved is None else read_plan(saved.path)
-    if plan.keys:
-        _check_rows(config, path)
-    if output is not None and is_first_rank():
-        check_writable(output)
-    if saved is None and is_first_rank():
-        announce(plan)
+    plan = build_plan(config) if request.plan is None else read_plan(request.plan)
+    model = _checked_model(config, plan, request.config)
+    if request.output is not None and is_first_rank():
+        check_writable(request.output)
+    if request.plan is None:
+        _announce(plan)
     if has_ranks():
-        fit = None if saved is None else (lambda backend: _fitted(plan, config, backend, saved))
-        with captured_on_ranks(command, loaded, model, plan, fit) as runner:
+        fit = None if request.plan is None else (lambda backend: _fitted(plan, config, backend, request))
+        with _captured_on_ranks(command, loaded, model, plan, fit) as runner:
             yield runner
         return
-    from cgplan.backends import select_backend  # torch from here on
-
     backend = select_backend(config.device)
-    if saved is not None:
-        plan = _fitted(plan, config, backend, saved)
-        announce(plan)
-    yield _capture(loaded, model, plan, backend)
+    if request.plan is not None:
+        plan = _fitted(plan, config, backend, request)
+        _announce(plan)
+    built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    yield _run(config, plan, built.forward, backend)
 
 
-def _fitted(plan: Plan, config: Config, backend: GraphBackend, saved: SavedPlan) -> Plan:
+def _run(
+    config: Config, plan: Plan, model: Callable[..., Any], backend: GraphBackend, together: Together = ALONE
+) -> GraphRunner:
+    with progress("capture" if is_first_rank() else "") as step:
+
+        def show(at: CaptureProgress) -> None:
+            step(at.index, at.total, f"{at.mode} {at.descriptor}")
+
+        return CaptureSession(plan, model, backend, config, progress=show, together=together).run()
+
+
+def _announce(plan: Plan) -> None:
+    for line in announcements(plan) if is_first_rank() else ():
+        note(line)
+
+
+def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:
     """A saved plan for this configuration and machine. Raises PlanMismatchError, unless it is forced."""
-    from cgplan.captures.environment import describe_environment
-
+    path = request.plan
     try:
         machine = describe_environment(backend, plan.config_hash).as_machine
-        found = fitted(plan, config, machine, force=saved.force, file=str(saved.path))
+        found = fitted(plan, config, machine, force=request.force, file=str(path))
     except PlanMismatchError as error:
-        raise PlanMismatchError(f"{saved.path}: {error.message}", remedy=error.remedy) from None
-    unused = (
-        f"{saved.path} decides {setting.name}; what the configuration says of it is not used"
+        raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
+    notes = [
+        f"{path} decides {setting.name}; what the configuration says of it is not used"
         for setting in unused_settings(plan, config)
-    )
-    notes = (*unused, *_about_budgets(plan, config, saved.path))
-    for text in notes if is_first_rank() else ():
-        note(f"note: {text}")
-    return found.model_copy(update={"notes": notes})  # its own are about planning
-
-
-def _about_budgets(plan: Plan, config: Config, path: Path) -> Iterator[str]:
-    """Where a plan was made for other limits than those that bound its capture."""
+    ]
     old, new = (_limits(budget) for budget in (plan.budget or {}, budget_of(config)))
     if old and old != new:
         present = f"that of the configuration, {new}, bounds this capture" if new else "the configuration has none"
-        yield f"{path} was made for a budget of {old}; {present}"
+        notes.append(f"{path} was made for a budget of {old}; {present}")
+    for text in notes if is_first_rank() else ():
+        note(f"note: {text}")
+    return found.model_copy(update={"notes": tuple(notes)})  # its own are about planning
 
 
-def _limits(budget: Mapping[str, Any]) -> str:
+def _limits(budget: dict[str, Any]) -> str:
     """``2 GiB, 40 graphs``; nothing of the reserve, which no plan is made for."""
     words = {"memory": format_bytes, "capture_time": format_seconds, "max_graphs": "{} graphs at most".format}
     return ", ".join(word(budget[name]) for name, word in words.items() if name in budget)
 
 
-def _capture(loaded: LoadedConfig, model: ModelConfig, plan: Plan, backend: GraphBackend) -> GraphRunner:
-    from cgplan.models.loading import load_model
-    from cgplan.runner.session import CaptureSession
-
-    built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    with progress("capture") as step:
-        return CaptureSession(
-            plan,
-            built.forward,
-            backend,
-            loaded.config,
-            progress=lambda at: step(at.index, at.total, f"{at.mode} {at.descriptor}"),
-        ).run()
-
-
-def _model_of(config: Config, path: Path) -> ModelConfig:
+def _checked_model(config: Config, plan: Plan, path: Path) -> ModelConfig:
+    """The model to capture. Raises ConfigError without one, and where its inputs do not tell the size of a batch."""
     if config.model is None or config.model.target is None:
         raise ConfigError(
             f"{path}: there is no `model` with a target, so nothing can be captured",
             remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a starting configuration.",
         )
-    return config.model
-
-
-def _check_rows(config: Config, path: Path) -> None:
-    """A runner tells the size of a batch from its tensors."""
-    if all(spec.row_dim is None for spec in (*config.inputs.values(), *config.metadata.values())):
+    specs = (*config.inputs.values(), *config.metadata.values())
+    if plan.keys and all(spec.row_dim is None for spec in specs):
         raise ConfigError(
             f"{path}: no input has a dimension that counts the rows of a batch",
             remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
         )
+    return config.model
 
 
 @contextmanager
-def captured_on_ranks(
+def _captured_on_ranks(
     command: str, loaded: LoadedConfig, model: ModelConfig, plan: Plan, fit: Callable[[GraphBackend], Plan] | None
 ) -> Iterator[GraphRunner]:
     """A block with this rank's runner. At its end everything is taken down in the order of Note [Teardown].
@@ -206,7 +187,6 @@ def captured_on_ranks(
     ranks = open_ranks(config.distributed, config.device)
     if ranks is None:
         raise RankFailedError("there are no other ranks", remedy="Start the command with torchrun.")
-    ranks.watch.tell(lambda failure: _end_soon(ranks, failure))
     with ranks:
         backend = select_backend(str(ranks.device))
         agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
@@ -217,7 +197,7 @@ def captured_on_ranks(
             with ranks.step("loading the model"), all_reduce_by(reducer):
                 built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
             agree_on_model(ranks, built.forward)
-            runner = _captured_by_ranks(loaded, plan, built.forward, reducer)
+            runner = _run(config, plan, built.forward, reducer.backend, RankedCapture(ranks, reducer, config))
             try:
                 yield runner
                 reducer.check()
@@ -226,35 +206,3 @@ def captured_on_ranks(
                 raise
             finally:
                 runner.close()
-
-
-def _captured_by_ranks(loaded: LoadedConfig, plan: Plan, model: Callable[..., Any], reducer: AllReduce) -> GraphRunner:
-    ranks = reducer.ranks
-    with progress("capture" if ranks.rank == 0 else "") as step:
-        return CaptureSession(
-            plan,
-            model,
-            reducer.backend,
-            loaded.config,
-            progress=lambda at: step(at.index, at.total, f"{at.mode} {at.descriptor}"),
-            together=RankedCapture(ranks, reducer, loaded.config),
-        ).run()
-
-
-def _end_soon(ranks: Ranks, failure: RankFailedError) -> None:
-    """End this process if it has not ended by itself soon after a rank was lost: it may wait for the device for ever.
-
-    torch's watchdog does the same for NCCL; kernels inside of a graph are not in its sight.
-    """
-    if ranks.watch.lost is None:
-        return
-
-    def end() -> None:
-        sys.stderr.write(f"error: rank {ranks.rank}: {failure}\n")
-        sys.stderr.flush()
-        os._exit(failure.exit_code)
-
-    least = 5.0 if ranks.watch.has_left else 1.0  # it ends by itself, with a word and a code of its own
-    timer = threading.Timer(max(least, ranks.timeout / 4), end)
-    timer.daemon = True
-    timer.start()

@@ -1,4 +1,4 @@
-"""What graphs cost, for a plan: from a saved report, estimated on the tape, or measured on the device."""
+"""Costs of graphs: from a saved report, estimated on fake tensors, or measured on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
 from cgplan.config.load import beside
-from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ReportError
+from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ModelError, ReportError
 from cgplan.modes import Key
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
@@ -22,17 +22,16 @@ from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
 from cgplan.reports import CaptureReport, load_report
 from cgplan.reports.records import uncapturable
-from cgplan.units import format_bytes
 
 WORDS = ("estimate", "measure")
 
 
 class Priced(NamedTuple):
-    """What graphs cost.
+    """Costs of graphs.
 
     Attributes:
         costs: With notes on them that are for the caller to show; None where nothing is known.
-        machine: What they were measured on, None where not on a GPU.
+        machine: The machine that they were measured on, None where not on a GPU.
         failed: Keys that the report says could not be captured, and why.
     """
 
@@ -42,22 +41,22 @@ class Priced(NamedTuple):
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
-    """What graphs cost; a file is read once, as it may be a pipe.
+    """Costs of graphs from a file, which is read once as it may be a pipe, or from the model.
 
     Args:
         loaded: The configuration; its model is built for ``estimate`` and ``measure``.
-        given: ``estimate`` (the model is recorded on the CPU), ``measure`` (a few keys are really captured on the
+        given: ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are really captured on the
             configured device, and freed), the path of a capture report, or None for no costs.
 
     Raises:
-        ReportError: the file is no capture report, or has no graph of a mode that the configuration asks for.
+        ReportError: the file is not a capture report, or has no graph of a mode that the configuration asks for.
         ConfigError: there is no model to estimate or measure.
         CaptureError, ModelError, BackendError: as a capture does.
     """
     if given is None:
         return Priced(None)
     if given in WORDS:
-        with redirect_stdout(sys.stderr):  # what a model prints is not the result
+        with redirect_stdout(sys.stderr):  # a model's prints are not the result
             return _of_model(loaded, given)
     if not given or not Path(given).exists():
         near = difflib.get_close_matches(given, WORDS, n=1)
@@ -89,7 +88,6 @@ def _report(path: str) -> CaptureReport:
 
 
 def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
-    """What to know of a report whose costs are used."""
     if found := named(mismatches(report.plan, config)):
         yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
     if report.environment.driver is None:
@@ -136,27 +134,31 @@ def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], pla
     """Costs of a model that is built for that alone. Raises CaptureMemoryError where the host has too little memory."""
     import torch
 
-    from cgplan.backends import throwaway_tape
-    from cgplan.measure.estimate import estimate
-    from cgplan.measure.host_memory import BoundedMemory, is_out_of_memory
-    from cgplan.measure.untouched import UntouchedMemory
-    from cgplan.models.loading import load_model
+    from cgplan.captures.failures import is_out_of_memory
+    from cgplan.measure.estimate import estimate, fake_tensors
+    from cgplan.models.loading import LoadedModel, load_model
 
-    note("recording forwards of the model on the CPU, which takes minutes for a large one")
+    def build() -> LoadedModel:
+        return load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir)
+
+    note("running forwards of the model on tensors without memory, on the CPU")
     if loaded.config.device == "cpu":
         note("note: the estimate is of graphs on a GPU; --costs measure tells what they take here")
-    with BoundedMemory() as memory:
-        try:
-            with UntouchedMemory(memory.allow):
-                built = load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir)
-            return estimate(loaded.config, built.forward, plan, throwaway_tape())
-        except CgplanError as error:
-            if not isinstance(error, CaptureMemoryError) and not is_out_of_memory(error.__cause__ or error):
-                raise
-            had = "" if memory.available is None else f", of which {format_bytes(memory.available)} were left"
-            raise CaptureMemoryError(
-                f"--costs estimate: the model and one forward of it do not fit into this machine's memory{had}: "
-                f"{error.message}",
-                remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or give --costs the "
-                "report of a capture on the GPU.",
-            ) from error
+    try:
+        with fake_tensors():
+            try:
+                model = build().forward
+            except ModelError as error:
+                reason = str(error.__cause__ or error.message).partition("\n")[0]
+                note(f"the model is built with memory for its weights; without, building fails: {reason}")
+            else:
+                return estimate(loaded.config, model, plan)
+        return estimate(loaded.config, build().forward, plan)
+    except CgplanError as error:
+        if not is_out_of_memory(error.__cause__ or error):
+            raise
+        raise CaptureMemoryError(
+            f"--costs estimate: the model does not fit into this machine's memory: {error.message}",
+            remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or give --costs the "
+            "report of a capture on the GPU.",
+        ) from error

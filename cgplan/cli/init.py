@@ -9,24 +9,24 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
-import yaml
 from torch import fx, nn
 
+from cgplan.config.load import read_yaml
 from cgplan.config.template import InputGuess, starting_yaml
 from cgplan.errors import ConfigError
 from cgplan.models.loading import ForwardArgument, forward_signature, load_model
 
 # Arguments that hold indices in most models, by the end of their name.
 _INDEX_NAMES = ("ids", "idx", "indices", "index", "tokens", "positions", "lengths", "lens")
-_IMAGE_SIDE = 224  # pixels; what most vision models take
+_IMAGE_SIDE = 224  # pixels, as most vision models take
 _CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 
 
 def starting_config(target: str, kwargs_text: str) -> str:
-    """YAML for a model. Raises ConfigError for kwargs that are no mapping, ModelError if the model cannot be built."""
+    """YAML for a model. Raises ConfigError for wrong kwargs, ModelError if the model cannot be built."""
     kwargs = _parse(kwargs_text)
-    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+    with redirect_stdout(sys.stderr):  # a model's prints are not the result
         model = load_model(target, kwargs, device=torch.device("cpu"))
         consumers = {} if model.module is None else _first_layers(model.module)
         arguments = forward_signature(model.forward)
@@ -34,12 +34,7 @@ def starting_config(target: str, kwargs_text: str) -> str:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    try:
-        kwargs = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with month 13, say
-        raise ConfigError(
-            f"--kwargs {text!r} is not YAML: {error}", remedy="Write a mapping, such as '{hidden_size: 64}'."
-        ) from None
+    kwargs = read_yaml(text, f"--kwargs {text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
     if kwargs is None:
         return {}
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):

@@ -1,6 +1,4 @@
-"""`cgplan inspect`: what would be captured, and where each value comes from; what vLLM would capture; or a saved
-report. No torch here.
-"""
+"""`cgplan inspect`: the plan of a configuration and where its values come from, vLLM's plan, or a saved report."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from typing import Any, NamedTuple
 import typer
 import yaml
 from pydantic import BaseModel
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import RenderableType
 
 from cgplan.cli.output import note, show
 from cgplan.config import LoadedConfig, read_config
@@ -23,30 +20,32 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import resolve_sizes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.measured import case_costs
 from cgplan.reports import load_report, render
-from cgplan.reports.capture_tables import split_rows
-from cgplan.reports.cost_tables import case_table, lane_table
-from cgplan.reports.layout import cells, columns, describe_sizes, facts, sentences
+from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences, titled
+from cgplan.reports.plan_tables import case_table, lane_table
 
 
 class Row(NamedTuple):
-    """One value of a configuration, by dotted key."""
-
     key: str
     value: str
     origin: str
 
 
 def inspect_config(
-    path: Path, overrides: Sequence[str], *, as_json: bool, split: bool = False, costs: str | None = None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    as_json: bool = False,
+    split: bool = False,
+    costs: str | None = None,
+    everything: bool = False,
 ) -> None:
-    """Show the plan of a configuration and the origin of each value; with ``split``, its model's pieces, too. With
-    ``costs`` (as for ``costs_of``) what it is predicted to cost, by lane and by LoRA case, and of the values only those
-    that were set.
+    """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too.
 
-    Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of ``costs_of``.
+    With ``split`` the pieces of its model are shown, with ``costs`` (as for ``costs_of``) the predicted cost by lane
+    and LoRA case. Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of
+    ``costs_of``.
     """
     loaded = read_config(path, overrides)
     plan = within_count(build_plan(loaded.config), loaded.config)
@@ -55,7 +54,7 @@ def inspect_config(
         from cgplan.cli.costs import costs_of  # the planner's modules, and torch for a model
 
         priced, machine, _ = costs_of(loaded, costs)
-        predicted = None if priced is None else Predicted.by(priced, plan.keys)
+        predicted = None if priced is None else priced.of(plan.keys)
         plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
     if as_json:
         for text in () if priced is None else priced.notes:
@@ -64,31 +63,27 @@ def inspect_config(
         return
     named = loaded.config.compilation.splitting_ops or loaded.config.compilation.splitting_modules
     if named and not split and plan.mode.has_mode(CUDAGraphMode.PIECEWISE):
-        note("note: what the model has of the splitting operators and modules is seen at capture, and with --split")
-    parts: list[RenderableType] = [_origins(path, origin_rows(loaded, plan), brief=costs is not None), render(plan)]
+        note("note: a capture, and --split, show which of the splitting operators and modules the model has")
+    parts = [render(plan)]
     if plan.predicted is not None and plan.keys:
         parts.append(lane_table(plan))
     if plan.max_loras is not None and plan.keys:
         parts.append(case_table(case_costs(plan, priced), plan.max_loras))
-    show(*parts, *((split_of(loaded),) if split else ()))
+    if split:
+        parts.append(_split_of(loaded))
+    rows = origin_rows(loaded, plan)
+    shown = [row for row in rows if everything or row.origin not in ("default", "resolved")]
+    lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in shown]
+    left_out = len(rows) - len(lines)
+    rest = [sentences(f"and {left_out} defaults, listed with --all")] if left_out else []
+    show(*parts, titled(f"Values of {path}" if everything else f"Values set for {path}", _key_table(lines), *rest))
 
 
-def _origins(path: Path, rows: Sequence[Row], *, brief: bool) -> RenderableType:
-    """Each value with its origin; ``brief``: without defaults and what a batch is made of."""
-    shown = [row for row in rows if not brief or _was_set(row)]
-    table = columns("key", "value", "origin", left=("key", "value", "origin"))
-    for row in shown:
-        table.add_row(*cells(*row))
-    left_out = len(rows) - len(shown)
-    rest = [sentences(f"and {left_out} values of inputs, metadata and defaults, listed without --costs")]
-    return Group(Text(f"Configuration {path}", style="bold"), table, *(rest if left_out else ()))
+def _key_table(rows: Sequence[Row]) -> RenderableType:
+    return Grid(rows, *(Column(name, name, left=True) for name in Row._fields))
 
 
-def _was_set(row: Row) -> bool:
-    return not row.origin.startswith(("default", "resolved")) and not row.key.startswith(("inputs.", "metadata."))
-
-
-def split_of(loaded: LoadedConfig) -> RenderableType:
+def _split_of(loaded: LoadedConfig) -> RenderableType:
     """Which operators or modules of the model end up where; the model is built for it, and traced or searched."""
     from cgplan.backends import select_backend  # torch from here on
     from cgplan.models.loading import load_model
@@ -97,17 +92,15 @@ def split_of(loaded: LoadedConfig) -> RenderableType:
     config = loaded.config
     if config.model is None or config.model.target is None:
         raise ConfigError("there is no `model` with a target to split", remedy="Add model.target.")
-    with redirect_stdout(sys.stderr):  # what a model prints is not the result
+    with redirect_stdout(sys.stderr):  # a model's prints are not the result
         backend = select_backend(config.device)
         built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
         found = describe_split(built.forward, config, backend)
-    if found is None:
-        return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
-    return facts("Split", split_rows(found))
+    return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")]) if found is None else render(found)
 
 
 def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
-    """Show what vLLM would capture for its own options, see ``read_vllm``. Raises ConfigError and PlanError."""
+    """Show vLLM's captures for its own options, see ``read_vllm``. Raises ConfigError and PlanError."""
     from cgplan.planning.engines import read_vllm
 
     read = read_vllm(text, **options)
@@ -117,11 +110,9 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
-    table = columns("key", "value", "origin", left=("key", "value", "origin"))
-    for row in origin_rows(read.loaded, plan):
-        if row.origin != "default" and not row.key.startswith("report."):
-            table.add_row(*cells(*row))
-    show(Group(Text("vLLM's configuration", style="bold"), table), render(plan))
+    rows = [row for row in origin_rows(read.loaded, plan) if row.origin != "default"]
+    table = _key_table([row for row in rows if row.key != "report.sizes"])
+    show(render(plan), titled("vLLM's configuration", table))
 
 
 def inspect_report(path: Path, *, as_json: bool) -> None:
@@ -138,17 +129,18 @@ def inspect_report(path: Path, *, as_json: bool) -> None:
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
-    """Each value with its origin: file and line, `--set`, default, or what it was resolved from."""
-    rows = _rows(loaded.config, "", loaded)
+    """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value names its source."""
     resolved = _resolved(loaded, plan)
-    return [_with_resolution(row, *resolved[row.key]) if row.key in resolved else row for row in rows]
 
+    def with_resolution(row: Row) -> Row:
+        if row.key not in resolved:
+            return row
+        value, source = resolved[row.key]
+        if row.origin == "default":
+            return Row(row.key, f"{value} (from {source})", "resolved")
+        return Row(row.key, f"{row.value} -> {value} (from {source})", row.origin)
 
-def _with_resolution(row: Row, value: str, source: str) -> Row:
-    """A row whose value was changed, or found, while planning."""
-    if row.origin == "default":
-        return Row(row.key, value, f"resolved from {source}")
-    return Row(row.key, f"{row.value} -> {value}", f"{row.origin}, resolved from {source}")
+    return [with_resolution(row) for row in _rows(loaded.config, "", loaded)]
 
 
 def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
@@ -168,7 +160,6 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
 
 
 def _text(value: Any) -> str:
-    """A value as YAML writes it."""
     if value is None:
         return "absent"
     plain = value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value
@@ -176,7 +167,7 @@ def _text(value: Any) -> str:
 
 
 def _resolved(loaded: LoadedConfig, plan: Plan) -> dict[str, tuple[str, str]]:
-    """Values that planning found or changed, by key: the value, and what it came from."""
+    """Values that planning found or changed, by key: the value and its source."""
     compilation = loaded.config.compilation
     given, asked = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
     found: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""The commands and their options. What a command needs is imported when it runs, so that `--help` is quick."""
+"""The commands and their options. Each command imports its modules when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -7,24 +7,69 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, BadParameter, Option
 from typer.core import TyperGroup
 
-from cgplan.cli.output import (
-    AsJson,
-    ConfigPath,
-    Costs,
-    Debug,
-    Device,
-    Force,
-    Output,
-    Overrides,
-    PlanPath,
-    SavedPlan,
-    Traceback,
-    failures_reported,
-    is_first_rank,
-)
+from cgplan.cli.output import failures_reported, is_first_rank
 from cgplan.version import __version__
+
+
+class EngineName(StrEnum):
+    """Engines that `cgplan plan --emit` writes for."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
+    json = "json"
+
+
+class SchemaFormat(StrEnum):
+    """How `cgplan schema` writes the keys of a configuration."""
+
+    json = "json"
+    markdown = "markdown"
+
+
+ConfigOption = Option("--config", "-c", metavar="FILE", help="The YAML configuration.")
+Config = Annotated[Path, ConfigOption]
+OptionalConfig = Annotated[Path | None, ConfigOption]
+Overrides = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Override a value by its dotted key; the value is YAML. May be repeated.",
+    ),
+]
+Output = Annotated[
+    Path | None, Option("--output", "-o", metavar="FILE", help="Also save the result as JSON in this file.")
+]
+AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
+Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
+Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
+PlanPath = Annotated[
+    Path | None,
+    Option(
+        "--plan", metavar="FILE", help="Capture exactly the keys of this saved plan, or refuse if it is not for this."
+    ),
+]
+Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
+Costs = Annotated[
+    str | None,
+    Option(
+        "--costs",
+        metavar="SOURCE",
+        help="What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures.",
+    ),
+]
+Device = Annotated[
+    str | None, Option("--device", metavar="DEVICE", help="Short for --set device=DEVICE: auto, cpu, cuda, cuda:N.")
+]
+PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "rich_markup_mode": None,
+}
 
 
 class PlanGroup(TyperGroup):
@@ -37,21 +82,116 @@ class PlanGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-plans = typer.Typer(cls=PlanGroup, context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
+plans = typer.Typer(cls=PlanGroup, **PLAIN)
+app = typer.Typer(
+    name="cgplan",
+    help="Plan, capture and measure CUDA graphs of any PyTorch model, from one YAML file.",
+    epilog="\b\nExample:\n  cgplan init my_model.py:build > my.yaml\n  cgplan inspect --config my.yaml\n"
+    "  cgplan capture --config my.yaml --output run.json",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    **PLAIN,
+)
 
 
-class EngineName(StrEnum):
-    """What `cgplan plan --emit` writes for."""
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context, version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False
+) -> None:
+    """Show the version, or the help where no command was given."""
+    if context.invoked_subcommand not in ("capture", "bench") and not is_first_rank():
+        raise typer.Exit  # the other commands are of one process, however many torchrun has started
+    if version:
+        typer.echo(f"cgplan {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
-    vllm = "vllm"
-    sglang = "sglang"
-    trtllm = "trtllm"
-    json = "json"
+
+def _request(
+    config: Path,
+    overrides: list[str] | None,
+    plan: Path | None,
+    force: bool,
+    device: str | None,
+    debug: bool,
+    output: Path | None,
+    as_json: bool,
+) -> Any:
+    """Arguments of capture and bench; torch is loaded with it."""
+    if plan == Path():
+        raise BadParameter("--plan is empty, or the current folder: give the path of a file")
+    if plan is None and force:
+        raise BadParameter("--force is about a saved plan: give --plan FILE with it")
+    from cgplan.cli.capture import Request
+    from cgplan.config import Override
+
+    given: list[str | Override] = [*(overrides or ()), *(["compilation.debug=true"] if debug else ())]
+    if device:
+        given.append(Override(f"device={device}", "--device"))
+    return Request(config, given, plan, force, output, as_json)
 
 
-def _is_given(context: typer.Context, name: str | None) -> bool:
-    source = context.get_parameter_source(name or "")
-    return source is not None and source.name == "COMMANDLINE"
+@app.command(
+    epilog="\b\nExample:\n  cgplan capture --config configs/decoder_cpu.yaml --output run.json\n"
+    "  cgplan capture --config my.yaml --set compilation.cudagraph_mode=FULL --json\n"
+    "  cgplan capture --config my.yaml --plan plan.json"
+)
+def capture(
+    config: Config,
+    overrides: Overrides = None,
+    plan: PlanPath = None,
+    force: Force = False,
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Capture graphs, and report their memory and time."""
+    with failures_reported(show_traceback):
+        request = _request(config, overrides, plan, force, device, debug, output, as_json)
+        from cgplan.cli.capture import run_capture
+
+        run_capture(request)
+
+
+@app.command(
+    epilog="\b\nExample:\n  cgplan bench --config configs/decoder_cpu.yaml\n"
+    "  cgplan bench --config my.yaml --set report.repeats=100 --output bench.json\n"
+    "  cgplan bench --config my.yaml --against eager,bare,make_graphed_callables,reduce-overhead"
+)
+def bench(
+    config: Config,
+    overrides: Overrides = None,
+    against: Annotated[
+        str | None,
+        Option(
+            "--against",
+            metavar="NAMES",
+            help="Also measure these ways to run the model, in turns with cgplan: eager, bare, "
+            "make_graphed_callables, reduce-overhead.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, Option("--seed", help="With --against: of the random order; drawn and shown if absent.")
+    ] = None,
+    plan: PlanPath = None,
+    force: Force = False,
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Capture, and time each batch size with and without graphs."""
+    if seed is not None and against is None:
+        raise BadParameter("--seed is about the order of peers: give --against NAMES with it")
+    with failures_reported(show_traceback):
+        request = _request(config, overrides, plan, force, device, debug, output, as_json)
+        from cgplan.cli.capture import run_bench
+
+        run_bench(request, () if against is None else against.split(","), seed)
 
 
 @plans.callback(
@@ -62,35 +202,31 @@ def _is_given(context: typer.Context, name: str | None) -> bool:
 )
 def plan_(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML configuration to plan for.")
-    ] = None,
+    config: OptionalConfig = None,
     overrides: Overrides = None,
     traffic: Annotated[
         Path | None,
-        typer.Option("--traffic", metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
+        Option("--traffic", metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
     ] = None,
     speedup: Annotated[
-        float, typer.Option("--speedup", metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")
+        float, Option("--speedup", metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")
     ] = 1.0,
     step_times: Annotated[
-        Path | None, typer.Option("--step-times", metavar="FILE", help="Step times: a bench report, or a table.")
+        Path | None, Option("--step-times", metavar="FILE", help="Step times: a bench report, or a table.")
     ] = None,
     costs: Costs = None,
-    max_graphs: Annotated[int | None, typer.Option("--max-graphs", help="Short for --set budget.max_graphs=N.")] = None,
+    max_graphs: Annotated[int | None, Option("--max-graphs", help="Short for --set budget.max_graphs=N.")] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="BYTES", help="Short for --set budget.memory=2GiB.")
+        str | None, Option("--memory", metavar="BYTES", help="Short for --set budget.memory=2GiB.")
     ] = None,
     capture_time: Annotated[
-        str | None, typer.Option("--capture-time", metavar="TIME", help="Short for --set budget.capture_time=30s.")
+        str | None, Option("--capture-time", metavar="TIME", help="Short for --set budget.capture_time=30s.")
     ] = None,
     engine: Annotated[
-        EngineName | None, typer.Option("--emit", help="Print the plan for an engine, and nothing else.")
+        EngineName | None, Option("--emit", help="Print the plan for an engine, and nothing else.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also save the plan as JSON in this file.")
-    ] = None,
+    plot: Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
+    output: Output = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
@@ -98,35 +234,33 @@ def plan_(
 
     Nothing is captured. `cgplan capture --plan FILE` captures a saved plan.
     """
-    if context.invoked_subcommand is not None:
-        misplaced = [p.opts[0] for p in context.command.params if _is_given(context, p.name)]
-        if misplaced:
-            command = context.invoked_subcommand
-            raise typer.BadParameter(
-                f"{misplaced[0]} is no option of `cgplan plan {command}`, or stands before {command} and not behind it"
-            )
+    if (command := context.invoked_subcommand) is not None:
+        sources = {p.opts[0]: context.get_parameter_source(p.name or "") for p in context.command.params}
+        for option, source in sources.items():
+            if source is not None and source.name == "COMMANDLINE":
+                place = f"or stands before {command} and not behind it"
+                raise BadParameter(f"{option} is not an option of `cgplan plan {command}`, {place}")
         return
     if config is None:
-        raise typer.BadParameter("give --config FILE")
+        raise BadParameter("give --config FILE")
     if engine is not None and as_json:
-        raise typer.BadParameter("give either --emit or --json; --output saves the plan beside either")
-    budget = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
+        raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     for name, text in (("--memory", memory), ("--capture-time", capture_time)):
         if text is not None and not text.strip():
-            raise typer.BadParameter(f"{name} is empty; leave it out for no limit")
+            raise BadParameter(f"{name} is empty; leave it out for no limit")
     for name, file in (("--plot", plot), ("--output", output), ("--traffic", traffic), ("--step-times", step_times)):
         if file == Path():
-            raise typer.BadParameter(f"{name} is empty, or the current folder: give the path of a file")
+            raise BadParameter(f"{name} is empty, or the current folder: give the path of a file")
     with failures_reported(show_traceback):
         from cgplan.cli.plan import Sources, run_plan
         from cgplan.config import Override
 
+        budget = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
         given = [
             Override(f"budget.{name}={value}", f"--{name.replace('_', '-')}")
             for name, value in budget.items()
             if value is not None
         ]
-
         run_plan(
             config,
             [*(overrides or ()), *given],
@@ -140,8 +274,8 @@ def plan_(
 
 @plans.command("diff", epilog="\b\nExample:\n  cgplan plan diff plan-old.json plan.json")
 def plan_diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="A saved plan.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="A saved plan.")],
+    old: Annotated[Path, Argument(metavar="OLD", help="A saved plan.")],
+    new: Annotated[Path, Argument(metavar="NEW", help="A saved plan.")],
     as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
@@ -155,125 +289,6 @@ def plan_diff(
         run_diff(old, new, as_json=as_json)
 
 
-app = typer.Typer(
-    name="cgplan",
-    help="Plan, capture and measure CUDA graphs of any PyTorch model, from one YAML file.",
-    epilog="\b\nExample:\n  cgplan init my_model.py:build > my.yaml\n  cgplan inspect --config my.yaml\n"
-    "  cgplan capture --config my.yaml --output run.json",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: quick, and the same on every terminal
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-_ON_ALL_RANKS = ("capture", "bench")  # the others are of one process, however many torchrun has started
-
-
-class SchemaFormat(StrEnum):
-    """How `cgplan schema` writes the keys of a configuration."""
-
-    json = "json"
-    markdown = "markdown"
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    """Show the version, or the help where no command was given."""
-    if context.invoked_subcommand not in _ON_ALL_RANKS and not is_first_rank():
-        raise typer.Exit  # rank 0 prints, and writes what is to be saved
-    if version:
-        typer.echo(f"cgplan {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-def _with_debug(overrides: list[str] | None, debug: bool) -> list[str]:
-    return [*(overrides or ()), *(["compilation.debug=true"] if debug else [])]
-
-
-@app.command(
-    epilog="\b\nExample:\n  cgplan capture --config configs/decoder_cpu.yaml --output run.json\n"
-    "  cgplan capture --config my.yaml --set compilation.cudagraph_mode=FULL --json\n"
-    "  cgplan capture --config my.yaml --plan plan.json"
-)
-def capture(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    plan: PlanPath = None,
-    force: Force = False,
-    device: Device = None,
-    output: Output = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-    show_traceback: Traceback = False,
-) -> None:
-    """Capture graphs, and report their memory and time."""
-    saved = SavedPlan.of(plan, force)
-    with failures_reported(show_traceback):
-        from cgplan.cli.capture import run_capture
-
-        run_capture(
-            config,
-            _with_debug(overrides, debug),
-            device=device,
-            output=output,
-            as_json=as_json,
-            saved=saved,
-        )
-
-
-@app.command(
-    epilog="\b\nExample:\n  cgplan bench --config configs/decoder_cpu.yaml\n"
-    "  cgplan bench --config my.yaml --set report.repeats=100 --output bench.json\n"
-    "  cgplan bench --config my.yaml --against eager,bare,make_graphed_callables,reduce-overhead"
-)
-def bench(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            "--against",
-            metavar="NAMES",
-            help="Also measure these ways to run the model, in turns with cgplan: eager, bare, "
-            "make_graphed_callables, reduce-overhead.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="With --against: of the random order; drawn and shown if absent.")
-    ] = None,
-    plan: PlanPath = None,
-    force: Force = False,
-    device: Device = None,
-    output: Output = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-    show_traceback: Traceback = False,
-) -> None:
-    """Capture, and time each batch size with and without graphs."""
-    saved = SavedPlan.of(plan, force)
-    if seed is not None and against is None:
-        raise typer.BadParameter("--seed is about the order of peers: give --against NAMES with it")
-    with failures_reported(show_traceback):
-        from cgplan.cli.capture import run_bench
-
-        run_bench(
-            config,
-            _with_debug(overrides, debug),
-            device=device,
-            output=output,
-            as_json=as_json,
-            saved=saved,
-            against=() if against is None else against.split(","),
-            seed=seed,
-        )
-
-
 app.add_typer(plans, name="plan")
 
 
@@ -284,26 +299,22 @@ app.add_typer(plans, name="plan")
 )
 def inspect(
     report: Annotated[
-        Path | None, typer.Argument(metavar="REPORT", help="A saved report or plan (JSON), shown again.")
+        Path | None, Argument(metavar="REPORT", help="A saved report or plan (JSON), shown again.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML configuration to plan.")
-    ] = None,
+    config: OptionalConfig = None,
+    everything: Annotated[bool, Option("--all", help="With --config: list the defaults, too.")] = False,
     vllm: Annotated[
-        str | None,
-        typer.Option("--vllm", metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default."),
+        str | None, Option("--vllm", metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")
     ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="With --vllm: as vLLM's option.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="With --vllm: as vLLM's option.")] = None,
-    num_speculative_tokens: Annotated[
-        int | None, typer.Option(help="With --vllm: of vLLM's --speculative-config.")
-    ] = None,
-    max_loras: Annotated[int | None, typer.Option(help="With --vllm: as vLLM's option, for --enable-lora.")] = None,
+    max_num_seqs: Annotated[int | None, Option(help="With --vllm: as vLLM's option.")] = None,
+    max_num_batched_tokens: Annotated[int | None, Option(help="With --vllm: as vLLM's option.")] = None,
+    num_speculative_tokens: Annotated[int | None, Option(help="With --vllm: of vLLM's --speculative-config.")] = None,
+    max_loras: Annotated[int | None, Option(help="With --vllm: as vLLM's option, for --enable-lora.")] = None,
     specialize_active_lora: Annotated[
-        bool, typer.Option("--specialize-active-lora", help="With --vllm: as vLLM's option.")
+        bool, Option("--specialize-active-lora", help="With --vllm: as vLLM's option.")
     ] = False,
     split: Annotated[
-        bool, typer.Option("--split", help="With --config: build the model, and show how PIECEWISE would split it.")
+        bool, Option("--split", help="With --config: build the model, and show how PIECEWISE would split it.")
     ] = False,
     costs: Costs = None,
     overrides: Overrides = None,
@@ -312,38 +323,39 @@ def inspect(
 ) -> None:
     """Show what would be captured, or a saved report.
 
-    With --config FILE: the plan, and where each value comes from; nothing is run, no GPU is needed. --json prints the
-    plan alone, in a form that `cgplan inspect` reads again. --costs says what the graphs are predicted to cost, and
-    each LoRA case. With --vllm JSON: what vLLM would capture.
+    With --config FILE: the plan, and the values that were set, with their lines; nothing is run, no GPU is needed.
+    --json prints the plan alone, in a form that `cgplan inspect` reads again. --costs says what the graphs are
+    predicted to cost, and each LoRA case. With --vllm JSON: what vLLM would capture.
     """
     if [report, config, vllm].count(None) != 2:
-        raise typer.BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
+        raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
     if split and (config is None or as_json):
-        raise typer.BadParameter("--split shows a configuration's model as a table: give --config FILE, without --json")
+        raise BadParameter("--split shows a configuration's model as a table: give --config FILE, without --json")
+    if everything and (config is None or as_json):
+        raise BadParameter("--all lists a configuration's values in a table: give --config FILE, without --json")
     if costs is not None and config is None:
-        raise typer.BadParameter("--costs prices a configuration's graphs: give --config FILE with it")
+        raise BadParameter("--costs prices a configuration's graphs: give --config FILE with it")
     if config is None and overrides:
-        raise typer.BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
-    options = (max_num_seqs, max_num_batched_tokens, num_speculative_tokens, max_loras, specialize_active_lora or None)
-    if vllm is None and any(option is not None for option in options):
-        raise typer.BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
+        raise BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
+    of_vllm = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "num_speculative_tokens": num_speculative_tokens,
+        "max_loras": max_loras,
+        "specialize_active_lora": specialize_active_lora or None,
+    }
+    given = {name: value for name, value in of_vllm.items() if value is not None}
+    if vllm is None and given:
+        raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):
         from cgplan.cli.inspect import inspect_config, inspect_report, inspect_vllm
 
         if config is not None:
-            inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs)
+            inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs, everything=everything)
         elif report is not None:
             inspect_report(report, as_json=as_json)
         elif vllm is not None:
-            inspect_vllm(
-                vllm,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                num_speculative_tokens=num_speculative_tokens or 0,
-                max_loras=max_loras,
-                specialize_active_lora=specialize_active_lora,
-                as_json=as_json,
-            )
+            inspect_vllm(vllm, as_json=as_json, **given)
 
 
 @app.command(
@@ -353,7 +365,7 @@ def inspect(
 )
 def schema(
     format_: Annotated[
-        SchemaFormat, typer.Option("--format", help="A JSON schema for editors, or the reference as markdown.")
+        SchemaFormat, Option("--format", help="A JSON schema for editors, or the reference as markdown.")
     ] = SchemaFormat.json,
 ) -> None:
     """Print all keys of a configuration."""
@@ -368,11 +380,9 @@ def schema(
     "  cgplan init my_package.models:Net --kwargs '{hidden_size: 64}' > my.yaml"
 )
 def init(
-    target: Annotated[
-        str, typer.Argument(help="package.module:callable or path/to/file.py:callable that builds the model.")
-    ],
+    target: Annotated[str, Argument(help="package.module:callable or path/to/file.py:callable that builds the model.")],
     kwargs: Annotated[
-        str, typer.Option("--kwargs", metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")
+        str, Option("--kwargs", metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")
     ] = "{}",
     show_traceback: Traceback = False,
 ) -> None:

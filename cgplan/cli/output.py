@@ -1,4 +1,4 @@
-"""Where results go: standard output, and files that are written whole or not at all."""
+"""Where results go: standard output, files that are written whole or not at all, notes, progress, exit codes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cgplan.errors import CgplanError, OutputPathError
-from cgplan.reports import Report, render
-from cgplan.reports.layout import TEXT_WIDTH, plain_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cgplan.reports import Report
+
+INTERNAL_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
+PLAIN_LINES = 10
+Step = Callable[[int, int, str], None]
 
 
 def note(text: str) -> None:
@@ -30,6 +35,10 @@ def show(*renderables: RenderableType) -> None:
     """Print tables: in colour and the terminal's width, or as plain text where there is no terminal. COLUMNS in the
     environment wins over either's width.
     """
+    from rich.console import Console
+
+    from cgplan.reports.layout import TEXT_WIDTH, plain_text
+
     asked = os.environ.get("COLUMNS", "")
     width = int(asked) if asked.isdecimal() and int(asked) > 0 else None
     console = Console(width=width, _environ={name: os.environ[name] for name in os.environ if name != "COLUMNS"})
@@ -44,11 +53,12 @@ def show(*renderables: RenderableType) -> None:
 
 def publish(report: Report, output: Path | None, *, as_json: bool) -> None:
     """Save a report and show it. It is shown also where it could not be saved, so that nothing is lost."""
+    from cgplan.reports import render
+
     text = report.model_dump_json(indent=2) + "\n"
     try:
         if output is not None:
-            write_whole(output, text)
-            note(f"saved {output}")
+            save(output, text)
     finally:
         if as_json:
             typer.echo(text, nl=False)
@@ -65,57 +75,49 @@ def check_writable(path: Path) -> None:
             f"cannot write {path}: there is no folder {path.parent}",
             remedy="Make the folder first, or correct the path.",
         )
-    try:
-        if not _replaceable(path):  # opening a pipe would end its reader
+    with _writing(path):
+        if path.exists() and not path.is_file():  # opening a pipe would end its reader
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
         if path.exists():
             path.open("ab").close()  # for appending: the old content stays
         tempfile.TemporaryFile(dir=path.resolve().parent).close()
-    except OSError as error:
-        raise _not_written(path, error) from error
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def save(path: Path, content: str | bytes) -> None:
     """Write a file in one step: it holds the old content or the new one, never a part. Raises OutputPathError."""
     data = content.encode() if isinstance(content, str) else content
-    try:
-        if not _replaceable(path):  # a pipe or device, /dev/stdout say
+    with _writing(path):
+        if path.exists() and not path.is_file():  # a pipe or device, /dev/stdout say
             path.write_bytes(data)
-            return
-        target = path.resolve()  # a link stays a link
-        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            beside.write_bytes(data)
-            if target.exists():
-                beside.chmod(target.stat().st_mode & 0o7777)
-            beside.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
+        else:
+            target = path.resolve()  # a link stays a link
+            beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+            try:
+                beside.write_bytes(data)
+                if target.exists():
+                    beside.chmod(target.stat().st_mode & 0o7777)
+                beside.replace(target)
+            except BaseException:
+                with suppress(OSError):
+                    beside.unlink(missing_ok=True)
+                raise
+    note(f"saved {path}")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def _replaceable(path: Path) -> bool:
-    return path.is_file() or not path.exists()
-
-
-def _not_written(path: Path, error: OSError) -> OutputPathError:
-    return OutputPathError(
-        f"cannot write {path}: {error.strerror or error}", remedy="Give a path in a folder that you may write to."
-    )
-
-
-INTERNAL_EXIT_CODE = 1
-INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
+        problem, remedy = error.strerror or error, "Give a path in a folder that you may write to."
+        raise OutputPathError(f"cannot write {path}: {problem}", remedy=remedy) from error
 
 
 @contextmanager
 def failures_reported(show_traceback: bool = False) -> Iterator[None]:
-    """Turn what the block raises into a message and an exit code.
+    """Turn any error of the block into a message and an exit code.
 
     Args:
         show_traceback: Show where the error was raised, and its causes, before the message.
@@ -126,21 +128,21 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
         _end(error, show_traceback, f"error: {error}", error.exit_code)
     except KeyboardInterrupt as error:
         _end(error, show_traceback, "interrupted", INTERRUPTED_EXIT_CODE)
-    except BrokenPipeError:  # the reader of a pipe has gone; typer ends the program in silence
+    except (typer.BadParameter, BrokenPipeError):  # typer ends the program: in silence where a pipe's reader has gone
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             full = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
             _end(error, show_traceback, full, OutputPathError.exit_code)
-        what = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        message = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
-        _end(error, show_traceback, f"{what}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
+        _end(error, show_traceback, f"{message}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
 
 
 def _end(error: BaseException, show_traceback: bool, message: str, exit_code: int) -> None:
     if show_traceback:
-        typer.echo("".join(traceback.format_exception(error)), err=True)
-    typer.echo(message, err=True)
+        note("".join(traceback.format_exception(error)))
+    note(message)
     raise typer.Exit(exit_code) from None
 
 
@@ -154,80 +156,26 @@ def is_first_rank() -> bool:
     return not has_ranks() or os.environ["RANK"] == "0"
 
 
-ConfigPath = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="Override a value by its dotted key; the value is YAML. May be repeated.",
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also save the report as JSON in this file.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Check everything, slowly (compilation.debug).")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it was raised.")]
-PlanPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", metavar="FILE", help="Capture exactly the keys of this saved plan, or refuse if it is not for this."
-    ),
-]
-Force = Annotated[
-    bool, typer.Option("--force", help="With --plan: capture it although it was made for something else.")
-]
-Costs = Annotated[
-    str | None,
-    typer.Option(
-        "--costs",
-        metavar="SOURCE",
-        help="What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", metavar="DEVICE", help="Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPlan:
-    """A plan to capture in place of the one that follows from the configuration; ``force``: whether it fits or not."""
-
-    path: Path
-    force: bool = False
-
-    @classmethod
-    def of(cls, path: Path | None, force: bool) -> SavedPlan | None:
-        """What --plan and --force say together. Raises BadParameter for --force alone, and for no file."""
-        if path == Path():
-            raise typer.BadParameter("--plan is empty, or the current folder: give the path of a file")
-        if path is None and force:
-            raise typer.BadParameter("--force is about a saved plan: give --plan FILE with it")
-        return None if path is None else cls(path, force)
-
-
-PLAIN_LINES = 10
-
-Step = Callable[[int, int, str], None]
-
-
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
     """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps.
 
     Args:
-        doing: What is under way, such as "capture"; nothing is shown where it is empty.
+        doing: The work under way, such as "capture"; nothing is shown where it is empty.
     """
-    if not doing:
-        yield lambda *_: None
-        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda index, total, what: _plain(console, doing, index, total, what)
+
+    def line(index: int, total: int, what: str) -> None:
+        first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
+        if doing and (first_of_its_tenth or index == total - 1):
+            console.file.write(f"{doing} {index + 1}/{total}: {what}\n")
+            console.file.flush()
+
+    if not doing or not console.is_terminal:
+        yield line
         return
     bar = Progress(
         TextColumn("{task.fields[doing]}", markup=False),
@@ -241,11 +189,3 @@ def progress(doing: str) -> Iterator[Step]:
     with bar:
         task = bar.add_task("", total=None, doing=doing)
         yield lambda index, total, what: bar.update(task, completed=index, total=total, description=what)
-
-
-def _plain(console: Console, doing: str, index: int, total: int, what: str) -> None:
-    """One line for each tenth of the way, and one for the last step."""
-    first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
-    if first_of_its_tenth or index == total - 1:
-        console.file.write(f"{doing} {index + 1}/{total}: {what}\n")
-        console.file.flush()

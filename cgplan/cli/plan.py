@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from cgplan.cli.costs import costs_of
-from cgplan.cli.output import check_writable, note, publish, show, write_whole
+from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import Config, LoadedConfig, Override, read_config
-from cgplan.errors import ConfigError, OutputPathError, ReportError
+from cgplan.config.load import read_text
+from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import compare, machine_changes, mismatches, named
 from cgplan.planning.engines import Engine, emit
-from cgplan.planning.plan import Machine, Predicted
+from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
-from cgplan.reports.plan_tables import render_difference
+from cgplan.reports.plan_tables import padding_plot, pareto_plot, render_difference
 from cgplan.reports.plots import PaddingPlot, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.traffic.histogram import Traffic
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a plan is made from, besides the configuration.
+    """Files and options that a plan is made from, besides the configuration.
 
     Attributes:
         traffic: A file of traffic; None: the configuration's list or ladder decides.
@@ -50,11 +51,15 @@ class Sources:
     step_times: Path | None = None
     costs: str | None = None
 
+    @property
+    def files(self) -> list[Path]:
+        """Those that are given, which nothing may be written over."""
+        costs = None if self.costs is None else Path(self.costs)
+        return [file for file in (self.traffic, self.step_times, costs) if file is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan, and what can be drawn of how it was made."""
-
     plan: Plan
     pareto: ParetoPlot | None
     padding: PaddingPlot | None
@@ -74,14 +79,10 @@ def run_plan(
     loaded = read_config(path, overrides)
     if plot is not None:
         check_plot_path(plot)
-    inputs = {
-        path,
-        *filter(None, (sources.traffic, sources.step_times)),
-        *([Path(sources.costs)] if sources.costs else []),
-    }
+    inputs = {given.resolve() for given in (path, *sources.files)}
     for file in filter(None, (output, plot)):
-        if file.resolve() in {given.resolve() for given in inputs}:
-            raise OutputPathError(f"{file} is what the plan is made from", remedy="Give the path of another file.")
+        if file.resolve() in inputs:
+            raise OutputPathError(f"{file} is an input of the plan", remedy="Give the path of another file.")
         check_writable(file)
     if plot is not None and output is not None and plot.resolve() == output.resolve():
         raise OutputPathError(f"{plot} is to hold both the picture and the plan", remedy="Give two files.")
@@ -89,8 +90,7 @@ def run_plan(
     if plot is not None and made.pareto is None and made.padding is None:
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
-        write_whole(plot, picture(plot, made.pareto, made.padding))
-        note(f"saved {plot}")
+        save(plot, picture(plot, made.pareto, made.padding))
     if engine is not None or as_json:
         for line in _said(made.plan):
             note(line)
@@ -98,8 +98,7 @@ def run_plan(
         publish(made.plan, output, as_json=as_json)
         return
     if output is not None:
-        write_whole(output, made.plan.model_dump_json(indent=2) + "\n")
-        note(f"saved {output}")
+        save(output, made.plan.model_dump_json(indent=2) + "\n")
     emission = emit(made.plan, engine)
     for line in emission.notes:
         note(f"note: {line}")
@@ -125,21 +124,15 @@ def read_plan(path: Path) -> Plan:
     return report
 
 
-def announce(plan: Plan) -> None:
-    """What differs from the request, for people who do not see the plan itself."""
-    for line in announcements(plan):
-        note(line)
-
-
 def announcements(plan: Plan) -> Iterator[str]:
-    """The same as lines."""
+    """Lines on differences from the request, for people who do not see the plan itself."""
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     yield from (f"warning: {warning}" for warning in plan.warnings)
 
 
 def _said(plan: Plan) -> Iterator[str]:
-    """What a plan's report would say, for those who are not shown it."""
+    """Warnings and notes of a plan's report, where the report is not shown."""
     yield from announcements(plan)
     evidence = plan.evidence or {}
     yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
@@ -159,15 +152,28 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
             remedy="Raise traffic.request_rate, or give --traffic FILE.",
         )
     from cgplan.optimizer.propose import propose
-    from cgplan.reports.evidence_tables import padding_plot, pareto_plot
-    from cgplan.traffic.rows import read_text
+    from cgplan.traffic.files import read_traffic, synthetic_requests
+    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
     from cgplan.traffic.step_times import StepTimes  # numpy from here on
 
     times = _step_times(sources.step_times, config, machine) if sources.step_times else StepTimes.default()
-    text = read_text(sources.traffic) if sources.traffic else None  # once: it may be a pipe
-    traffic = _traffic(config, sources, text, build_plan(config), times)
+    base = build_plan(config)
+    if sources.traffic is not None:
+        found = read_traffic(sources.traffic, base, speedup=sources.speedup)
+    else:
+        assert config.traffic is not None
+        found = synthetic_requests(config.traffic, base)
+
+    def steps(plan: Plan) -> Traffic:
+        """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
+        if isinstance(found, Traffic):
+            return found
+        bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
+        return simulate(found, bounds, step_clock(plan, times))
+
+    traffic = steps(base)
     proposal = propose(config, traffic, times, costs, failed)
-    again = _traffic(config, sources, text, proposal.plan, times)
+    again = steps(proposal.plan)
     if again != traffic:  # requests make other batches where steps take another time
         proposal = propose(config, again, times, costs, failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": machine}), proposal.evidence
@@ -176,15 +182,14 @@ def _make(loaded: LoadedConfig, sources: Sources) -> Made:
 
 def _step_times(path: Path, config: Config, machine: Machine | None) -> StepTimes:
     """Step times of a file, with notes on where they were measured; ``machine``: where costs were."""
-    from cgplan.traffic.step_times import StepTimes, text_of
+    from cgplan.traffic.step_times import REMEDY, StepTimes
 
-    text = text_of(path)
+    text = read_text(path, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, path)
     return times.model_copy(update={"notes": (*times.notes, *_about_times(text, path, config, machine))})
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
-    """What to know of a bench whose times are used."""
     if not text.lstrip().startswith("{"):
         return
     report = parse_report(text, path)
@@ -199,19 +204,6 @@ def _about_times(text: str, path: Path, config: Config, machine: Machine | None)
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 
-def _traffic(config: Config, sources: Sources, text: str | None, plan: Plan, times: StepTimes) -> Traffic:
-    """What is planned for; requests are simulated with the step times that they would have under ``plan``. ``text``:
-    what the file of traffic holds.
-    """
-    from cgplan.traffic.files import parse_traffic, synthetic_traffic
-    from cgplan.traffic.simulation import step_clock
-
-    clock = step_clock(plan, times)
-    if sources.traffic is None or text is None:
-        return synthetic_traffic(config, clock)
-    return parse_traffic(text, sources.traffic, config=config, step_time=clock, speedup=sources.speedup)
-
-
 def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None, machine: Machine | None) -> Made:
     """The plan of a configuration without traffic: its list or ladder decides."""
     if sources.speedup != 1 or sources.step_times is not None:
@@ -221,13 +213,12 @@ def _by_ladder(loaded: LoadedConfig, sources: Sources, costs: GraphCosts | None,
         )
     plan = within_count(build_plan(loaded.config), loaded.config)
     if costs is not None:
-        plan = plan.model_copy(update={"predicted": Predicted.by(costs, plan.keys), "machine": machine})
+        plan = plan.model_copy(update={"predicted": costs.of(plan.keys), "machine": machine})
     plan = plan.model_copy(update=_without_traffic(plan))
     return Made(plan, None, _evenly_padded(plan) if plan.keys else None)
 
 
 def _without_traffic(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """What to say of a plan that no traffic was given for."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     notes = (

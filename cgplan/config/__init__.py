@@ -1,4 +1,4 @@
-"""What the user asks for: frozen models, YAML in, and where each value came from."""
+"""The configuration: frozen models, read from YAML, with the origin of each value."""
 
 from cgplan.config.load import LoadedConfig, Override, load_config, read_config, validate_config
 from cgplan.config.schema import (

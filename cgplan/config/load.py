@@ -17,6 +17,7 @@ from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 MOST_NAMED = 3  # files beside a missing one
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
@@ -24,8 +25,8 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
 
     Args:
         path: The file.
-        error: Raised, with the path, if it is missing, a folder, not readable, or no UTF-8 text.
-        remedy: What to give instead.
+        error: Raised, with the path, if the file is missing, a folder, not readable, or not UTF-8 text.
+        remedy: The file to give instead.
     """
     path = Path(path)
     try:
@@ -42,7 +43,9 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
 
 
 def beside(path: Path) -> str:
-    """For a remedy: what a missing file may have been meant to be, the nearest name in its folder, else those alike."""
+    """For a remedy: files that a missing one may have been meant to be, the nearest name in its folder, else those
+    with its suffix.
+    """
     if not path.parent.is_dir():
         return f"There is no folder {path.parent}. "
     names = sorted(p.name for p in path.parent.iterdir() if p.is_file())
@@ -51,9 +54,6 @@ def beside(path: Path) -> str:
     alike = [name for name in names if path.suffix and name.endswith(path.suffix)]
     more = f" and {len(alike) - MOST_NAMED} more" if len(alike) > MOST_NAMED else ""
     return f"That folder has {', '.join(alike[:MOST_NAMED])}{more}. " if alike else ""
-
-
-_MERGE = "tag:yaml.org,2002:merge"
 
 
 class Override(NamedTuple):
@@ -102,7 +102,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> LoadedConfig:
     """As load_config, and keeps the origin of each value; messages name the option of an Override."""
     path = Path(path)
-    data, lines = _parse(_read(path), path)
+    remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
+    data, lines = _parse(read_text(path, ConfigFileError, remedy), path)
     named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}  # a list is one value
     origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
     for given in overrides:
@@ -115,7 +116,8 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
         config = Config.model_validate(data)
     except ValidationError as error:
         raise explain(error, data, str(path), Config, lines, origins) from None
-    return LoadedConfig(config, {k: v for k, v in origins.items() if _is_leaf(k, origins)}, path.resolve().parent)
+    leaves = {k: v for k, v in origins.items() if not any(other.startswith(f"{k}.") for other in origins)}
+    return LoadedConfig(config, leaves, path.resolve().parent)
 
 
 def validate_config(data: Mapping[str, Any]) -> Config:
@@ -126,18 +128,34 @@ def validate_config(data: Mapping[str, Any]) -> Config:
         raise explain(error, data, "configuration", Config) from None
 
 
-def _is_leaf(key: str, origins: Mapping[str, str]) -> bool:
-    return not any(other.startswith(f"{key}.") for other in origins)
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that names the line of a scalar that does not fit its tag, such as ``!!int abc``."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:  # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+            problem = f"{str(node.value)[:40]!r} is not a valid {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
-def _read(path: Path) -> str:
-    return read_text(path, ConfigFileError, "Give a readable YAML file; `cgplan init` writes a starting configuration.")
+def read_yaml(text: str, what: str, remedy: str) -> Any:
+    """The value of an option that is written in YAML. Raises ConfigError, which begins with ``what``."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply", remedy=remedy) from None
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)  # the rest of it shows a line that nobody wrote
+        raise ConfigError(f"{what} is not YAML: {problem}", remedy=remedy) from None
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     """The document and the line (from 1) of each key; one pass over the YAML nodes gives both."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         lines = dict(_lines(node, (), path)) if node is not None else {}
         data = loader.construct_document(node) if node is not None else {}
@@ -150,7 +168,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
         ) from None
     except RecursionError:
         raise ConfigFileError(f"{path}: nested too deeply", remedy="Flatten the file.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with month 13, say
+    except yaml.YAMLError as error:
         raise ConfigFileError(f"{path}: not valid YAML: {error}", remedy="Give a UTF-8 YAML file.") from None
     if not isinstance(data, dict):
         raise ConfigFileError(
@@ -167,9 +185,11 @@ def _lines(
         raise ConfigFileError(f"{file}:{node.start_mark.line + 1}: an alias refers to itself", remedy="Remove it.")
     open_ |= {id(node)}
     if isinstance(node, yaml.MappingNode):
+        merged = [value for key, value in node.value if key.tag == _MERGE]
+        nodes = [item for v in merged for item in (v.value if isinstance(v, yaml.SequenceNode) else [v])]
+        for below in reversed(nodes):  # the strongest is given first; of values that stand twice the last line counts
+            yield from _lines(below, path, file, open_)
         seen: dict[object, int] = {}
-        for merged in reversed(_merged(node)):  # where a value stands twice, the last line given counts
-            yield from _lines(merged, path, file, open_)
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
@@ -192,12 +212,6 @@ def _lines(
             yield from _lines(item, (*path, index), file, open_)
 
 
-def _merged(node: yaml.MappingNode) -> list[yaml.Node]:
-    """The mappings that ``<<`` merges into this one, strongest first."""
-    values = [value for key, value in node.value if key.tag == _MERGE]
-    return [item for v in values for item in (v.value if isinstance(v, yaml.SequenceNode) else [v])]
-
-
 def _override(data: dict[str, Any], override: Override) -> str:
     """Apply one override to the parsed document; returns the dotted key."""
     text, option = override
@@ -209,11 +223,7 @@ def _override(data: dict[str, Any], override: Override) -> str:
             f"--set {text!r} is not of the form key=value",
             remedy="Write a dotted key, as in --set compilation.cudagraph_mode=FULL.",
         )
-    try:
-        parsed = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:
-        problem = getattr(error, "problem", None) or str(error)  # the rest of it shows a line that nobody wrote
-        raise ConfigError(f"{where}: the value is not YAML: {problem}", remedy="Quote the value.") from None
+    parsed = read_yaml(value, f"{where}: the value", "Quote the value.")
     *parents, last = dotted.split(".")
     at = data
     for parent in parents:
@@ -224,6 +234,3 @@ def _override(data: dict[str, Any], override: Override) -> str:
         at = below
     at[last] = parsed
     return dotted
-
-
-__all__ = ["SEPARATORS", "beside", "read_text"]

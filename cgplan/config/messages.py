@@ -1,4 +1,4 @@
-"""What cgplan says about values that pydantic refused: the line, the key, what is allowed, the nearest name."""
+"""Messages for values that pydantic refused: the line, the key, the allowed values, the nearest name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -16,13 +16,12 @@ from cgplan.errors import ConfigError
 Path_ = tuple[str | int, ...]
 MOST_SHOWN = 200  # characters of a value in a message
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
-_CONTRADICTION: Final = "contradiction"
-_IN_OUR_WORDS = ("value_error", _CONTRADICTION)  # what validators raise
+_IN_OUR_WORDS = ("value_error", "contradiction")  # raised by validators of the configuration
 
 
 def contradiction(message: str, *keys: str) -> PydanticCustomError:
-    """What a validator raises for two values of its section that cannot both stand, by the names of their keys."""
-    return PydanticCustomError(_CONTRADICTION, "{message}", {"message": message, "keys": keys})
+    """For a validator to raise: two values of its section, by the names of their keys, that cannot both stand."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "keys": keys})
 
 
 def explain(
@@ -33,56 +32,41 @@ def explain(
     lines: Mapping[Path_, int] = _NOWHERE,
     origins: Mapping[str, str] = _NOWHERE,
 ) -> ConfigError:
-    """cgplan's error for what pydantic found wrong.
+    """A ConfigError with one message a key, for a ValidationError.
 
     Args:
-        error: What pydantic raised.
-        data: What it was given.
-        what: The file, or what was to be made.
-        root: The model that was to be made; its fields are the valid names.
+        error: Raised by pydantic for ``data``.
+        data: The values that were refused.
+        what: The file, or the name of the class that was to be made.
+        root: The class that was to be made; its fields are the valid names.
         lines: Line of each key, where it came from a file.
         origins: Where each dotted key came from.
     """
-    messages = _messages(error, data, root, lines, origins)
-    head = "" if messages[1:] == [] and messages[0].startswith("--") else f"{what}: "  # an option is not in the file
-    return ConfigError(_joined(head, messages), remedy=_remedy(error, origins))
-
-
-def _joined(head: str, messages: Sequence[str]) -> str:
-    return head + messages[0] if len(messages) == 1 else head.rstrip() + "".join(f"\n  - {m}" for m in messages)
-
-
-def _messages(
-    error: ValidationError,
-    data: Any,
-    root: type[BaseModel],
-    lines: Mapping[Path_, int],
-    origins: Mapping[str, str],
-) -> list[str]:
-    """One message a key; the several complaints of a union about one value are joined."""
-    by_path: dict[Path_, list[ErrorDetails]] = {}
+    by_path: dict[Path_, list[ErrorDetails]] = {}  # a union complains several times about one value
     for detail in error.errors():
-        by_path.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)
-    deepest = [p for p in by_path if not any(other[: len(p)] == p and other != p for other in by_path)]
-    return [
+        by_path.setdefault(_real_path(detail, data), []).append(detail)
+    messages = [
         _message(path, details, root, lines, origins)
         for path, details in by_path.items()
-        if path in deepest or any(d["type"] in _IN_OUR_WORDS for d in details)
+        if any(d["type"] in _IN_OUR_WORDS for d in details)
+        or not any(other[: len(path)] == path and other != path for other in by_path)
     ]
+    if len(messages) == 1:
+        head = "" if messages[0].startswith("--") else f"{what}: "  # an option is not in the file
+        return ConfigError(head + messages[0], remedy=_remedy(error, origins))
+    return ConfigError(f"{what}:" + "".join(f"\n  - {text}" for text in messages), remedy=_remedy(error, origins))
 
 
-def _real_path(loc: Path_, data: Any, kind: str) -> Path_:
+def _real_path(detail: ErrorDetails, data: Any) -> Path_:
     """pydantic's location without the names of union members that it mixes in."""
     real: list[str | int] = []
-    for part in loc:
-        if (isinstance(data, dict) and part in data) or (
-            isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
-        ):
+    for part in detail["loc"]:
+        is_item = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        if is_item or (isinstance(data, dict) and part in data):
             real.append(part)
-            data = data[part]  # type: ignore[index]
-        elif isinstance(data, dict) and kind == "missing":
-            real.append(part)
-            break
+            data = data[part]
+        elif isinstance(data, dict) and detail["type"] == "missing":
+            return (*real, part)
     return tuple(real)
 
 
@@ -93,46 +77,30 @@ def _message(
     lines: Mapping[Path_, int],
     origins: Mapping[str, str],
 ) -> str:
-    dotted = ".".join(map(str, path))
-    at = path
-    while at and at not in lines:
-        at = at[:-1]
-    above = (".".join(map(str, path[:depth])) for depth in range(1, len(path) + 1))
-    option = next((origins[name] for name in above if origins.get(name, "").startswith("--")), None)
-    where = "--set " if option else f"line {lines[at]}: " if at in lines else ""
+    dotted, detail = ".".join(map(str, path)), details[0]
+    above = [path[:depth] for depth in range(len(path), 0, -1)]
+    line = next((lines[at] for at in above if at in lines), None)
+    given = [origins.get(".".join(map(str, at)), "") for at in reversed(above)]
+    option = next((origin for origin in given if origin.startswith("--")), None)
+    where = "--set " if option else "" if line is None else f"line {line}: "
     if option not in (None, "--set"):
         where, dotted = "", str(option)  # it has one key, and stands for that
-    detail = next((d for d in details if d["type"] in _IN_OUR_WORDS), details[0])
+    ours = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] in _IN_OUR_WORDS]
+    if ours:
+        return f"{where}{dotted + ': ' if dotted else ''}{ours[0]}"
     if detail["type"] == "extra_forbidden":
         return f"{where}unknown key {dotted!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
         return f"{where}{dotted!r} is missing"
-    if detail["type"] in _IN_OUR_WORDS:
-        return f"{where}{dotted + ': ' if dotted else ''}{detail['msg'].removeprefix('Value error, ')}"
     texts = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
-    return f"{where}{dotted}: found {_shown(detail['input'])}, expected {' or '.join(texts)}"
-
-
-def _shown(value: Any) -> str:
-    """A value in one line; a tensor's numbers, say, are cut short."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..., a {type(value).__name__}"
+    shown = " ".join(repr(detail["input"]).split())
+    if len(shown) > MOST_SHOWN:  # the numbers of a tensor, say
+        shown = f"{shown[:MOST_SHOWN]}..., a {type(detail['input']).__name__}"
+    return f"{where}{dotted}: found {shown}, expected {' or '.join(texts)}"
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:
     *parents, name = path
-    fields = _fields(parents, root)
-    near = difflib.get_close_matches(str(name), fields, n=1)
-    if near:
-        return f" (did you mean {near[0]!r}?)"
-    for section, info in root.model_fields.items():  # a right key in the wrong place
-        model = _model_in(info.annotation)
-        if model and "dict" not in str(info.annotation) and name in model.model_fields:
-            return f" (it belongs under {section!r})"
-    return f" (allowed here: {', '.join(fields)})" if fields else ""
-
-
-def _fields(parents: Sequence[str | int], root: type[BaseModel]) -> list[str]:
     model: type[BaseModel] | None = root
     annotation: Any = None
     for parent in parents:
@@ -141,7 +109,14 @@ def _fields(parents: Sequence[str | int], root: type[BaseModel]) -> list[str]:
             model = None if typing.get_origin(annotation) is dict else _model_in(annotation)
         else:
             model = _model_in(annotation)
-    return list(model.model_fields) if model else []
+    fields = list(model.model_fields) if model else []
+    if near := difflib.get_close_matches(str(name), fields, n=1):
+        return f" (did you mean {near[0]!r}?)"
+    for section, info in root.model_fields.items():  # a right key in the wrong place
+        inside = _model_in(info.annotation)
+        if inside and "dict" not in str(info.annotation) and name in inside.model_fields:
+            return f" (it belongs under {section!r})"
+    return f" (allowed here: {', '.join(fields)})" if fields else ""
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
@@ -156,9 +131,9 @@ def _remedy(error: ValidationError, origins: Mapping[str, str]) -> str:
     if any(detail["type"] == "extra_forbidden" for detail in details):
         return "Correct or remove the key; docs/config-reference.md lists all, `cgplan schema` gives editor completion."
     for detail in details:
-        if detail["type"] == _CONTRADICTION:
+        if detail["type"] == "contradiction":
             names = [".".join(map(str, (*detail["loc"], key))) for key in detail["ctx"]["keys"]]
             in_file = [name for name in names if not origins.get(name, "--").startswith("--")]
-            if len(in_file) == 1:  # the other one came by an option, which is what is wanted now
+            if len(in_file) == 1:  # the other one came by an option, which is the newer wish
                 return f"Add --set {in_file[0]}=null, which takes back what {origins[in_file[0]]} says."
-    return "Correct the value; docs/config-reference.md says what each key holds."
+    return "Correct the value; docs/config-reference.md describes each key."

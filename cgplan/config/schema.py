@@ -1,4 +1,4 @@
-"""What the user asks for: the models behind the YAML file. Frozen; unknown keys are errors."""
+"""The models behind the YAML file. Frozen; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pydantic._internal._model_construction import ModelMetaclass
 
 from cgplan.config.messages import contradiction, explain
 from cgplan.config.values import (
-    DEVICE,
     DIMENSION,
     BatchBound,
     Bytes,
@@ -19,6 +18,7 @@ from cgplan.config.values import (
     CaptureSize,
     Count,
     CountOrZero,
+    Device,
     DType,
     Flag,
     LadderName,
@@ -26,7 +26,6 @@ from cgplan.config.values import (
     Seconds,
     SecondsToSpend,
     Symbol,
-    check_device,
     check_example,
     check_pad,
     check_sizes,
@@ -98,55 +97,49 @@ class _TypedErrors(ModelMetaclass):
 class Section(BaseModel, metaclass=_TypedErrors):
     """A part of the configuration: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class DistributedConfig(Section):
     """Several processes under torchrun, one rank each; without torchrun nothing of it is used."""
 
-    timeout: Annotated[Seconds, Field(gt=0)] = Field(
-        default=60.0,
-        description="How long ranks wait for one another, with a unit as in `30s`: at the start, at each common step, "
-        "and for a rank that has stopped answering.",
-    )
-    all_reduce_max_size: Bytes = Field(
-        default=8 << 20,
-        description="Largest tensor that the custom and symm_mem all-reduce take, in the units of `budget.memory`; "
-        "larger ones go to NCCL. Two staging buffers of this size are kept on each rank.",
-    )
-    table_rows: Count = Field(
-        default=1 << 14,
-        description="Rows of the device pointer table: captured all-reduces at most, in all graphs of a runner.",
-    )
-    data_parallel_sync: Flag = Field(
-        default=False,
-        description="Before each batch ranks agree on one graph, by a small all-reduce: the largest padded size and "
-        "the weakest mode (`cgplan.distributed.in_step`). Needed where ranks run different batches and exchange data "
-        "inside.",
-    )
+    timeout: Annotated[Seconds, Field(gt=0)] = 60.0
+    """How long ranks wait for one another, with a unit as in `30s`: at the start, at each common step, and for a rank
+    that has stopped answering.
+    """
+    all_reduce_max_size: Bytes = 8 << 20
+    """Largest tensor that the custom and symm_mem all-reduce take, in the units of `budget.memory`; larger ones go to
+    NCCL. Two staging buffers of this size are kept on each rank.
+    """
+    table_rows: Count = 1 << 14
+    """Rows of the device pointer table: captured all-reduces at most, in all graphs of a runner."""
+    data_parallel_sync: Flag = False
+    """Before each batch ranks agree on one graph, by a small all-reduce: the largest padded size and the weakest mode
+    (`cgplan.distributed.in_step`). Needed where ranks run different batches and exchange data inside.
+    """
 
 
 class TrafficConfig(Section):
     """Synthetic traffic: Poisson arrivals, lognormal lengths. A file of traffic on the command line wins over it."""
 
-    request_rate: Annotated[float, Field(strict=True, ge=0.001, le=1e6)] = Field(
-        description="Requests per second on average; the times between them are exponentially distributed."
-    )
-    num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = Field(
-        default=10_000, description="Requests to simulate."
-    )
-    prompt_median: Length = Field(description="Tokens of a prompt: the median of a lognormal distribution.")
-    prompt_p95: Length = Field(description="Tokens of a prompt: the 95th percentile.")
-    output_median: Length = Field(description="Tokens generated for a request: the median of a lognormal distribution.")
-    output_p95: Length = Field(description="Tokens generated for a request: the 95th percentile.")
-    lora_share: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
-        default=0.0, description="Share of the requests that use a LoRA adapter, from 0 to 1."
-    )
-    num_adapters: Count | None = Field(
-        default=None,
-        description="Distinct adapters among all requests, each as likely as the others. Absent: lora.max_loras.",
-    )
-    seed: CountOrZero = Field(default=0, description="Of the random numbers; equal seeds give equal traffic.")
+    request_rate: Annotated[float, Field(strict=True, ge=0.001, le=1e6)]
+    """Requests per second on average; the times between them are exponentially distributed."""
+    num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = 10_000
+    """Requests to simulate."""
+    prompt_median: Length
+    """Tokens of a prompt: the median of a lognormal distribution."""
+    prompt_p95: Length
+    """Tokens of a prompt: the 95th percentile."""
+    output_median: Length
+    """Tokens generated for a request: the median of a lognormal distribution."""
+    output_p95: Length
+    """Tokens generated for a request: the 95th percentile."""
+    lora_share: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
+    """Share of the requests that use a LoRA adapter, from 0 to 1."""
+    num_adapters: Count | None = None
+    """Distinct adapters among all requests, each as likely as the others. Absent: lora.max_loras."""
+    seed: CountOrZero = 0
+    """Of the random numbers; equal seeds give equal traffic."""
 
     @model_validator(mode="after")
     def _percentiles_ascend(self) -> TrafficConfig:
@@ -158,27 +151,22 @@ class TrafficConfig(Section):
 
 
 class BudgetConfig(Section):
-    """What graphs may cost: bounds of the plan, and of the capture."""
+    """Limits on the cost of graphs: of the plan, and of the capture."""
 
-    memory: BytesToSpend | None = Field(
-        default=None,
-        description="Device memory for all graphs together, their static buffers included: bytes, or with a unit (B, "
-        "kB, MB, GB, KiB, MiB, GiB), as in `2GiB`. Absent: no bound.",
-    )
-    capture_time: SecondsToSpend | None = Field(
-        default=None,
-        description="Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), "
-        "as in `30s`. Absent: no bound.",
-    )
-    max_graphs: Count | None = Field(
-        default=None,
-        description="Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches "
-        "of all sizes are padded least. Absent: no bound.",
-    )
-    reserve: Bytes | None = Field(
-        default=None,
-        description="Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free.",
-    )
+    memory: BytesToSpend | None = None
+    """Device memory for all graphs together, their static buffers included: bytes, or with a unit (B, kB, MB, GB, KiB,
+    MiB, GiB), as in `2GiB`. Absent: no bound.
+    """
+    capture_time: SecondsToSpend | None = None
+    """Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), as in `30s`.
+    Absent: no bound.
+    """
+    max_graphs: Count | None = None
+    """Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches of all sizes
+    are padded least. Absent: no bound.
+    """
+    reserve: Bytes | None = None
+    """Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free."""
 
 
 class Input(Section):
@@ -188,24 +176,24 @@ class Input(Section):
         tuple[Annotated[int, Field(strict=True)] | str, ...],
         BeforeValidator(lambda value: [value] if isinstance(value, int | str) else value),
         WithJsonSchema({"anyOf": [DIMENSION, {"type": "array", "items": DIMENSION}]}),
-    ] = Field(
-        description="Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, "
-        "or such as `num_reqs + 1` and `2 * num_tokens`; the others are numbers."
-    )
-    dtype: Annotated[DType, BeforeValidator(dtype_name)] = Field(description="Element type, by torch's name.")
-    pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)] = Field(
-        description="What the padding rows hold: a number, or `last` to repeat the batch's last row "
-        "(for cumulative offsets). There is no default, because 0 is wrong as often as right."
-    )
+    ]
+    """Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, or such as `num_reqs + 1`
+    and `2 * num_tokens`; the others are numbers.
+    """
+    dtype: Annotated[DType, BeforeValidator(dtype_name)]
+    """Element type, by torch's name."""
+    pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)]
+    """Content of the padding rows: a number, or `last` to repeat the batch's last row (for cumulative offsets). There
+    is no default, because 0 is wrong as often as right.
+    """
     example: Annotated[
         float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
         BeforeValidator(check_example),
-    ] = Field(
-        default=None,
-        description="Values that bench runs on: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all "
-        "elements), `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]` for random "
-        "whole numbers from low to high - 1. Absent: `normal` for floating point, the padding value otherwise.",
-    )
+    ] = None
+    """Values that bench runs on: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all elements),
+    `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]` for random whole numbers from
+    low to high - 1. Absent: `normal` for floating point, the padding value otherwise.
+    """
 
     @model_validator(mode="after")
     def _one_symbol(self) -> Input:
@@ -232,117 +220,100 @@ class Input(Section):
 class ModelConfig(Section):
     """The model that is captured."""
 
-    target: str | None = Field(
-        default=None,
-        description="`package.module:callable` or `path/to/file.py:callable`, called with kwargs; it returns an "
-        "nn.Module or another callable. The word `transformers` builds a Hugging Face causal LM. "
-        "Absent where the model is given from Python.",
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the target.")
-    output_rows: Symbol = Field(
-        default="num_tokens", description="What dimension 0 of each output counts; padding is sliced off there."
-    )
+    target: str | None = None
+    """`package.module:callable` or `path/to/file.py:callable`, called with kwargs; it returns an nn.Module or another
+    callable. The word `transformers` builds a Hugging Face causal LM. Absent where the model is given from Python.
+    """
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the target."""
+    output_rows: Symbol = "num_tokens"
+    """Rows that dimension 0 of each output counts; padding is sliced off there."""
 
 
 class CompilationConfig(Section):
     """Which graphs are captured, and how a batch that none serves is run."""
 
-    cudagraph_mode: enum_by_name(CUDAGraphMode) = Field(  # type: ignore[valid-type]
-        default=CUDAGraphMode.FULL,
-        description="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or "
-        "FULL_AND_PIECEWISE (FULL for uniform decode, PIECEWISE for mixed batches).",
-    )
+    cudagraph_mode: enum_by_name(CUDAGraphMode) = CUDAGraphMode.FULL  # type: ignore[valid-type]
+    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or FULL_AND_PIECEWISE
+    (FULL for uniform decode, PIECEWISE for mixed batches).
+    """
     cudagraph_capture_sizes: Annotated[
         tuple[CaptureSize, ...] | LadderName | None,
         BeforeValidator(check_sizes),
-    ] = Field(default=None, description="Sizes in tokens, or a ladder's name. Absent: the vllm ladder.")
-    max_cudagraph_capture_size: BatchBound | None = Field(
-        default=None,
-        description="Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most "
-        "max_num_batched_tokens.",
-    )
-    capture_policy: Literal["eager", "lazy", "adaptive"] = Field(
-        default="eager",
-        description="When keys are captured. eager: all of the plan at once. lazy: each when a batch first asks for "
-        "it, at most one in a call. adaptive: the plan at once, and `runner.replan()` exchanges keys for those that "
-        "the batches since asked for.",
-    )
-    pool: Literal["shared", "per_mode", "per_graph"] = Field(
-        default="shared",
-        description="Which graphs share a memory pool. shared: all of a runner, which never run at once. per_mode: "
-        "those of one runtime mode. per_graph: none, so that an output lasts until the next replay of its own graph, "
-        "and an evicted graph gives its memory back at once; takes the most memory.",
-    )
-    cudagraph_num_of_warmups: CountOrZero = Field(
-        default=1, description="Eager runs of each key on the capture stream before it is captured."
-    )
-    cudagraph_copy_inputs: Flag = Field(
-        default=True,
-        description="true: a call copies its tensors into static buffers that cgplan owns. false: the caller writes "
-        "into the static buffers itself (`runner.input_views`) and passes those views; other tensors are refused.",
-    )
-    cudagraph_specialize_lora: Flag = Field(
-        default=True, description="Capture graphs without adapters beside those with; false: one graph serves both."
-    )
-    splitting_ops: tuple[str, ...] | None = Field(
-        default=None,
-        description="Operators kept out of PIECEWISE segments, as `namespace::name`; Python's operators by PyTorch's "
-        "names for them (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's attention operators "
-        "and cgplan::attention; empty: nothing to split at.",
-    )
-    splitting_modules: tuple[str, ...] = Field(
-        default=(),
-        description="Modules kept out of PIECEWISE segments, by dotted name with `*` for one part, as in "
-        "`layers.*.self_attn`. The capture breaks there; nothing is traced, and splitting_ops is not used.",
-    )
-    piecewise: Literal["auto", "ops", "modules", "wrappers"] = Field(
-        default="auto",
-        description="How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: "
-        "the capture breaks at splitting_modules, and at functions under eager_break_during_capture. wrappers: the "
-        "model holds CUDAGraphWrappers of its own. auto: modules if splitting_modules are given, or no "
-        "splitting_ops and the model calls such functions; else ops.",
-    )
-    compiler: Literal["eager", "inductor"] = Field(
-        default="eager",
-        description="How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each "
-        "distinct segment once for all sizes (needs a GPU). inductor traces the model in every mode.",
-    )
-    use_inductor_graph_partition: Flag = Field(
-        default=False,
-        description="With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops "
-        "and at operators tagged cudagraph_unsafe. false: the traced forward is split first.",
-    )
-    address_check: Annotated[Literal["off", "first", "always"], BeforeValidator(off_word)] = Field(
-        default="first",
-        description="Whether the model's parameters, buffers and other tensors in its attributes, and those that "
-        "PIECEWISE segments read, are checked to lie where they lay at capture: on each graph's first replay, on "
-        "every one, or never.",
-    )
-    debug: Flag = Field(
-        default=False,
-        description="Check everything, slowly: addresses on every replay; each graph's first replay against the "
-        "model's own code, and with NaN in the padding rows of floating-point inputs; outputs are copies that the next "
-        "call fills with NaN.",
-    )
-    attention_support: enum_by_name(AttentionSupport) = Field(  # type: ignore[valid-type]
-        default=AttentionSupport.ALWAYS,
-        description="Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH, "
-        "UNIFORM_SINGLE_TOKEN_DECODE or NEVER.",
-    )
-    outputs: Literal["borrow", "clone"] = Field(
-        default="borrow",
-        description="borrow: outputs are views of graph memory, overwritten by the next replay of any graph in the "
-        "pool. clone: outputs are copies.",
-    )
-    all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = Field(
-        default="auto",
-        description="How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels "
-        "over registered graph buffers (shared memory on the CPU). nccl: torch.distributed (gloo on the CPU). "
-        "symm_mem: PyTorch's symmetric memory. auto: custom where it can work, else nccl.",
-    )
-    on_miss: Literal["eager", "error"] = Field(
-        default="eager", description="What happens to a batch that no graph serves: run it eagerly, or raise."
-    )
+    ] = None
+    """Sizes in tokens, or a ladder's name. Absent: the vllm ladder."""
+    max_cudagraph_capture_size: BatchBound | None = None
+    """Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most
+    max_num_batched_tokens.
+    """
+    capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
+    """When keys are captured. eager: all of the plan at once. lazy: each when a batch first asks for it, at most one in
+    a call. adaptive: the plan at once, and `runner.replan()` exchanges keys for those that the batches since asked for.
+    """
+    pool: Literal["shared", "per_mode", "per_graph"] = "shared"
+    """Which graphs share a memory pool. shared: all of a runner, which never run at once. per_mode: those of one
+    runtime mode. per_graph: none, so that an output lasts until the next replay of its own graph, and an evicted graph
+    gives its memory back at once; takes the most memory.
+    """
+    cudagraph_num_of_warmups: CountOrZero = 1
+    """Eager runs of each key on the capture stream before it is captured."""
+    cudagraph_copy_inputs: Flag = True
+    """true: a call copies its tensors into static buffers that cgplan owns. false: the caller writes into the static
+    buffers itself (`runner.input_views`) and passes those views; other tensors are refused.
+    """
+    cudagraph_specialize_lora: Flag = True
+    """Capture graphs without adapters beside those with; false: one graph serves both."""
+    splitting_ops: tuple[str, ...] | None = None
+    """Operators kept out of PIECEWISE segments, as `namespace::name`; Python's operators by PyTorch's names for them
+    (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's attention operators and cgplan::attention;
+    empty: nothing to split at.
+    """
+    splitting_modules: tuple[str, ...] = ()
+    """Modules kept out of PIECEWISE segments, by dotted name with `*` for one part, as in `layers.*.self_attn`. The
+    capture breaks there; nothing is traced, and splitting_ops is not used.
+    """
+    piecewise: Literal["auto", "ops", "modules", "wrappers"] = "auto"
+    """How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: the capture breaks
+    at splitting_modules, and at functions under eager_break_during_capture. wrappers: the model itself holds
+    CUDAGraphWrappers. auto: modules if splitting_modules are given, or no splitting_ops and the model calls such
+    functions; else ops.
+    """
+    compiler: Literal["eager", "inductor"] = "eager"
+    """How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each distinct segment
+    of a trace once (needs a GPU). inductor traces the model in every mode.
+    """
+    use_inductor_graph_partition: Flag = False
+    """With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops and at
+    operators tagged cudagraph_unsafe. false: the traced forward is split first.
+    """
+    address_check: Annotated[Literal["off", "first", "always"], BeforeValidator(off_word)] = "first"
+    """Whether the model's parameters, buffers and other tensors in its attributes, and those that PIECEWISE segments
+    read, are checked to lie where they lay at capture: on each graph's first replay, on every one, or never.
+    """
+    state_copy: Bytes | None = None
+    """Device memory that copies of the model's state may take while graphs are captured, in the units of
+    `budget.memory`: a capture puts back the state that its warm-ups wrote. Copies beyond it go to host memory. Absent:
+    a quarter of the free device memory.
+    """
+    debug: Flag = False
+    """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code, and
+    with NaN in the padding rows of floating-point inputs; outputs are copies that the next call fills with NaN.
+    """
+    attention_support: enum_by_name(AttentionSupport) = AttentionSupport.ALWAYS  # type: ignore[valid-type]
+    """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
+    UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
+    """
+    outputs: Literal["borrow", "clone"] = "borrow"
+    """borrow: outputs are views of graph memory, overwritten by the next replay of any graph in the pool. clone:
+    outputs are copies.
+    """
+    all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
+    """How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels over registered
+    graph buffers (shared memory on the CPU). nccl: torch.distributed (gloo on the CPU). symm_mem: PyTorch's symmetric
+    memory. auto: custom where it can work, else nccl.
+    """
+    on_miss: Literal["eager", "error"] = "eager"
+    """A batch that no graph serves is run eagerly, or is an error."""
 
     @property
     def address_policy(self) -> Literal["off", "first", "always"]:
@@ -371,34 +342,32 @@ class CompilationConfig(Section):
 class SchedulerConfig(Section):
     """Bounds of the batches that the scheduler makes."""
 
-    max_num_seqs: BatchBound = Field(default=256, description="Requests in one batch at most.")
-    max_num_batched_tokens: BatchBound = Field(default=8192, description="Tokens in one batch at most.")
+    max_num_seqs: BatchBound = 256
+    """Requests in one batch at most."""
+    max_num_batched_tokens: BatchBound = 8192
+    """Tokens in one batch at most."""
 
 
 class LoRAConfig(Section):
     """LoRA adapters that a batch may use."""
 
-    max_loras: Count = Field(
-        description="Distinct adapters in one batch at most; a call may say one more, which stands for any number."
-    )
-    rank: Count = Field(default=16, description="Rank of the adapters; informs the model's builder and reports.")
-    specialize_active_lora: Flag = Field(
-        default=False, description="Capture one graph for each power of two of active adapters up to max_loras."
-    )
+    max_loras: Count
+    """Distinct adapters in one batch at most; a call may say one more, which stands for any number."""
+    rank: Count = 16
+    """Rank of the adapters; informs the model's builder and reports."""
+    specialize_active_lora: Flag = False
+    """Capture one graph for each power of two of active adapters up to max_loras."""
 
 
 class SpeculativeConfig(Section):
     """Speculative decoding."""
 
-    num_speculative_tokens: CountOrZero = Field(
-        default=0, description="Draft tokens for each request; the query length of uniform decode is 1 more."
-    )
-    accepted_tokens: Annotated[float, Field(strict=True, ge=1)] | None = Field(
-        default=None,
-        description="Tokens that a request advances in a decode step on average, from 1 to "
-        "1 + num_speculative_tokens; simulated traffic counts with it, a capture does not. Absent: all drafts are "
-        "accepted.",
-    )
+    num_speculative_tokens: CountOrZero = 0
+    """Draft tokens for each request; the query length of uniform decode is 1 more."""
+    accepted_tokens: Annotated[float, Field(strict=True, ge=1)] | None = None
+    """Tokens that a request advances in a decode step on average, from 1 to 1 + num_speculative_tokens; simulated
+    traffic counts with it, a capture does not. Absent: all drafts are accepted.
+    """
 
     @model_validator(mode="after")
     def _not_more_than_drafted(self) -> SpeculativeConfig:
@@ -411,41 +380,45 @@ class SpeculativeConfig(Section):
 
 
 class ReportConfig(Section):
-    """What `cgplan bench` measures, and what profilers are told."""
+    """Sizes and repeats of `cgplan bench`, and names for profilers."""
 
-    sizes: tuple[CaptureSize, ...] | None = Field(
-        default=None, description="Batch sizes to measure, in tokens. Absent: every captured size."
-    )
-    repeats: Count = Field(default=30, description="Timed calls of each size and way of running.")
-    warmups: CountOrZero = Field(default=3, description="Untimed calls before them.")
-    nvtx: Flag = Field(default=False, description="Make each call of a runner a named range (NVTX) for profilers.")
+    sizes: tuple[CaptureSize, ...] | None = None
+    """Batch sizes to measure, in tokens. Absent: every captured size."""
+    repeats: Count = 30
+    """Timed calls of each size and way of running."""
+    warmups: CountOrZero = 3
+    """Untimed calls before them."""
+    nvtx: Flag = False
+    """Make each call of a runner a named range (NVTX) for profilers."""
 
 
 class Config(Section):
     """Everything that one YAML file says. `model` and `inputs` may be absent where nothing is captured."""
 
-    model: ModelConfig | None = Field(default=None, description="The model that is captured.")
-    device: Annotated[str, BeforeValidator(check_device), WithJsonSchema({"type": "string", "pattern": DEVICE})] = (
-        Field(
-            default="auto", description="`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."
-        )
-    )
-    inputs: dict[str, Input] = Field(default_factory=dict, description="Arguments of the model's forward, by name.")
-    metadata: dict[str, Input] = Field(
-        default_factory=dict, description="Tensors that the model reads from the forward context, by name."
-    )
-    compilation: CompilationConfig = Field(default_factory=CompilationConfig, description="Which graphs are captured.")
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="Bounds of a batch.")
-    lora: LoRAConfig | None = Field(default=None, description="LoRA adapters; absent: none.")
-    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig, description="Speculative decoding.")
-    distributed: DistributedConfig = Field(
-        default_factory=DistributedConfig, description="Several processes under torchrun."
-    )
-    report: ReportConfig = Field(default_factory=ReportConfig, description="What bench measures.")
-    traffic: TrafficConfig | None = Field(
-        default=None, description="Synthetic traffic to plan for; absent: none, traffic comes from a file."
-    )
-    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What graphs may cost.")
+    model: ModelConfig | None = None
+    """The model that is captured."""
+    device: Device = "auto"
+    """`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."""
+    inputs: dict[str, Input] = Field(default_factory=dict)
+    """Arguments of the model's forward, by name."""
+    metadata: dict[str, Input] = Field(default_factory=dict)
+    """Tensors that the model reads from the forward context, by name."""
+    compilation: CompilationConfig = Field(default_factory=CompilationConfig)
+    """Which graphs are captured."""
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    """Bounds of a batch."""
+    lora: LoRAConfig | None = None
+    """LoRA adapters; absent: none."""
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
+    """Speculative decoding."""
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    """Several processes under torchrun."""
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    """Sizes and repeats of bench."""
+    traffic: TrafficConfig | None = None
+    """Synthetic traffic to plan for; absent: none, traffic comes from a file."""
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    """Limits on the cost of graphs."""
 
     @model_validator(mode="after")
     def _names(self) -> Config:
@@ -453,7 +426,8 @@ class Config(Section):
         if twice:
             raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
         reserved = sorted(
-            {"uniform_decode", "num_active_loras", "padded", "self"} & (set(self.inputs) | set(self.metadata))
+            {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
+            & (set(self.inputs) | set(self.metadata))
         )
         if reserved:
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")

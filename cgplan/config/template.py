@@ -1,4 +1,4 @@
-"""The text of a starting configuration: YAML with comments that say what was found and what was guessed."""
+"""The text of a starting configuration: YAML whose comments tell findings from guesses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InputGuess:
         dtype: By torch's name.
         pad: Value of the padding rows.
         example: For `example`, None to leave it out.
-        reason: What the guess rests on, in a few words.
+        reason: Of the guess, in a few words.
     """
 
     name: str

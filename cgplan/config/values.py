@@ -1,4 +1,4 @@
-"""Values of the configuration: what each kind of field accepts, and what it says about anything else."""
+"""Values of the configuration: parsers for each kind of field, with messages for other values."""
 
 from __future__ import annotations
 
@@ -53,12 +53,10 @@ def dtype_name(value: object) -> object:
 
 
 def off_word(value: object) -> object:
-    """``off``, which YAML reads as false."""
     return "off" if value is False else value
 
 
 def strict_size(value: object) -> object:
-    """A capture size as YAML gives it: a whole number of at least 1, and no text or truth value. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"a capture size must be a whole number, found {value!r}")
     if value < 1:
@@ -66,7 +64,6 @@ def strict_size(value: object) -> object:
     return value
 
 
-DEVICE = r"auto|cpu|cuda(:\d+)?"
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(strict_size)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -76,14 +73,12 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def check_pad(value: object) -> object:
-    """A padding value: a number, a truth value, or `last`. Raises ValueError."""
     if value != "last" and not isinstance(value, int | float):
         raise ValueError(f"found {value!r}, expected a number, true, false, or `last`")
     return value
 
 
 def check_example(value: object) -> object:
-    """An example: a number, one of the words, or [low, high]. Raises ValueError."""
     pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
     if value not in (None, "normal", "arange", "spread") and not isinstance(value, int | float) and not pair:
         raise ValueError(f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]")
@@ -93,14 +88,17 @@ def check_example(value: object) -> object:
 
 
 def check_device(value: object) -> object:
-    """A device by torch's name, or `auto`. Raises ValueError."""
-    if not isinstance(value, str) or not re.fullmatch(DEVICE, value):
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
     return value
 
 
+Device = Annotated[
+    str, BeforeValidator(check_device), WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"})
+]
+
+
 def check_sizes(value: object) -> object:
-    """Capture sizes: a ladder's name, or a list that is not empty. Raises ValueError."""
     if isinstance(value, str):
         names = get_args(LadderName)
         if value not in names:

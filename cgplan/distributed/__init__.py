@@ -1,7 +1,8 @@
-"""Several processes, one rank each: how they meet, agree, share graph buffers, sum tensors, and fail together."""
+"""Several processes, one rank each: they meet, agree, share graph buffers, sum tensors, and fail together."""
 
+from cgplan.backends.context import all_reduce_by, current_all_reduce
 from cgplan.distributed.agreement import agree_on_model, agree_on_plan, agree_on_setup
-from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, all_reduce_by, current_all_reduce
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
 from cgplan.distributed.data_parallel import DataParallelRunner, in_step
 from cgplan.distributed.ranks import Ranks, open_ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration

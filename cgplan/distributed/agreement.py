@@ -16,7 +16,6 @@ from cgplan.config import Config
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import RankMismatchError
 from cgplan.planning import Plan
-from cgplan.reports.records import Environment
 
 _MOST_NAMED = 3  # differences that a message spells out
 
@@ -30,15 +29,18 @@ def agree_on_setup(
         ranks: All ranks.
         config: This rank's.
         backend: Its device.
-        also: What else has to be the same, by the name that a message gives it: the caller's own options, say.
+        also: Other values that have to be the same, by their names in messages: the caller's options, say.
 
     Raises:
         RankMismatchError: on all ranks; it names the rank, the setting, and both values.
     """
-    environment = describe_environment(backend, "")
-    versions = {f"version of {name}": value for name, value in _versions(environment).items()}
-    said = {**(also or {}), **versions, **_settings(config)}
-    _compare(ranks.agree("comparing the ranks", value=said), "Start all ranks from one file and one installation.")
+    found = describe_environment(backend, "")
+    versions = {"torch": found.torch, "cgplan": found.cgplan}
+    if torch.version.cuda and found.backend == "cuda":
+        versions |= {"the GPU driver": str(found.driver), "CUDA": str(found.cuda), "the GPU": str(found.device)}
+    own = {**(also or {}), **{f"version of {name}": value for name, value in versions.items()}}
+    own |= _flat("", config.model_dump(mode="json", exclude={"device"}))
+    _compare(ranks.agree("comparing the ranks", value=own), "Start all ranks from one file and one installation.")
 
 
 def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
@@ -46,11 +48,11 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
 
     Values are not compared; where a model is split, they differ. Raises RankMismatchError on all ranks.
     """
-    said: dict[str, Any] = {"the model's class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    own: dict[str, Any] = {"the model's class": f"{type(model).__module__}.{type(model).__qualname__}"}
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            said[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
-    _compare(ranks.agree("comparing the models", value=said), "Every rank has to build the same model.")
+            own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
+    _compare(ranks.agree("comparing the models", value=own), "Every rank has to build the same model.")
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
@@ -61,10 +63,9 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
         plan: This rank's; only rank 0's counts.
 
     Raises:
-        RankMismatchError: the plan arrived damaged, or a rank reads it otherwise.
+        RankMismatchError: a rank reads the plan differently.
     """
-    text = plan.model_dump_json()
-    text, digest = ranks.broadcast("broadcasting the plan", (text, plan_digest(plan)))
+    text, digest = ranks.broadcast("broadcasting the plan", (plan.model_dump_json(), plan_digest(plan)))
     found = Plan.from_json(text)
     _compare(
         ranks.agree("comparing the plan", value={"the plan's hash": plan_digest(found), "hash as sent": digest}),
@@ -78,39 +79,25 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:12]
 
 
-def _versions(environment: Environment) -> dict[str, Any]:
-    gpu = {"the GPU driver": environment.driver, "CUDA": environment.cuda, "the GPU": environment.device}
-    versions = {"torch": environment.torch, "cgplan": environment.cgplan}
-    return versions | (gpu if torch.version.cuda and environment.backend == "cuda" else {})
+def _flat(prefix: str, value: Any) -> dict[str, str]:
+    """Dotted names and values in JSON."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: json.dumps(value)}
+    names = {f"{prefix}.{key}" if prefix else str(key): below for key, below in value.items()}
+    return {name: text for key, below in names.items() for name, text in _flat(key, below).items()}
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Dotted names and values in JSON; the device is each rank's own."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
-            for key, below in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), below)
-        else:
-            flat[prefix] = json.dumps(value)
-
-    walk("", config.model_dump(mode="json", exclude={"device"}))
-    return flat
-
-
-def _compare(said: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    for rank, theirs in enumerate(said):
-        names = [name for name in {**said[0], **theirs} if theirs.get(name) != said[0].get(name)]
-        if not names:
-            continue
-        parts = [f"{name}: {_shown(theirs, name)}, rank 0 has {_shown(said[0], name)}" for name in names[:_MOST_NAMED]]
-        more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        raise RankMismatchError(f"rank {rank} differs from rank 0: {'; '.join(parts)}{more}", remedy=remedy)
-
-
-def _shown(said: Mapping[str, Any], name: str) -> str:
-    return str(said.get(name, "nothing"))
+def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    for rank, theirs in enumerate(found):
+        names = [name for name in {**found[0], **theirs} if theirs.get(name) != found[0].get(name)]
+        parts = [
+            f"{name}: {theirs.get(name, 'nothing')}, rank 0 has {found[0].get(name, 'nothing')}"
+            for name in names[:_MOST_NAMED]
+        ]
+        if len(names) > _MOST_NAMED:
+            parts.append(f"and {len(names) - _MOST_NAMED} more")
+        if parts:
+            raise RankMismatchError(f"rank {rank} differs from rank 0: {'; '.join(parts)}", remedy=remedy)
 
 
 __all__ = ["agree_on_model", "agree_on_plan", "agree_on_setup", "plan_digest"]

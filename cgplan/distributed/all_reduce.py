@@ -1,19 +1,20 @@
-"""The all-reduce of models that are split over ranks: one operator, ``cgplan::all_reduce``, and who carries it out.
+"""The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and what runs it.
 
 ``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for bit the same on all
 ranks; ``group`` is an AllReduce's number. All ranks call it in the same order with the same shapes, on one stream.
 Inside it is ``cgplan::all_reduce_row``, which is one node of a graph and one step of a tape: it reads where the inputs
 lie from a row of the registry's table, see Note [Registration] in registry.py.
 
-Note [Sums that are left]
-    A rank that raises, or gives up waiting, leaves a sum to which others have brought their part, or will. What torch's
-    group holds of it would take the next sum for its rest: wrong numbers, or, with gloo and other sizes, the end of the
-    process. On the CPU the host waits for each sum, so a rank knows that it has left one. It sums no more until all
-    ranks are together, who agree whether any has, and take another group: at the end of a step in which a rank has
-    failed, and wherever a capture pass begins, or begins again because a budget has dropped its graphs.
-    On a GPU nobody knows: the host has only queued the sum, and NCCL's kernel waits on the device. It can be given up
-    only by aborting the communicator, whose kernels graphs may hold; and torch's watchdog ends the process after the
-    timeout, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise. So nothing is made new there.
+Note [Unfinished sums]
+    A rank that raises, or gives up waiting, leaves a sum to which others have brought their part, or will. The next sum
+    would take that part for its own: wrong numbers, or, with gloo and other sizes, the end of the process. So a rank
+    that has left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and, where a sum
+    of gloo's was left, a new group. Capture sessions call it when they begin, after a failure that all ranks raise, and
+    where a budget drops graphs.
+    On a GPU the host has only queued the sum. `abort` ends waits of the custom kernels, their bound does if the host
+    itself waits for the device. A sum that waits in NCCL can be given up only by aborting the communicator, whose
+    kernels graphs may hold; torch's watchdog ends the process after the timeout, unless
+    TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -34,7 +32,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import is_probing, record_whole
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.distributed.watch import first_line
+from cgplan.distributed.rendezvous import first_line
 from cgplan.errors import AllReduceError, DistributedError
 
 logger = logging.getLogger(__name__)
@@ -60,17 +58,20 @@ class AllReduce(ABC):
         name: As ``compilation.all_reduce`` has it.
         number: The operator's ``group``.
         ranks: Those that sum.
+        rank, world_size: This process's number among them, and how many there are.
+        backend: Of the device whose graphs sum.
+        is_closed: Whether ``close`` was called.
     """
 
-    __graph_memory__ = True  # what it holds, and counts in threads of its own, is no state of a model
+    __graph_memory__ = True  # its signals and counts are no state of a model
 
     name: str
 
     def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
-        self.ranks, self.backend = ranks, backend
+        self.ranks, self.rank, self.world_size, self.backend = ranks, ranks.rank, ranks.world_size, backend
         self.number = next(_numbers)
         self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
-        self._is_closed = False
+        self.is_closed = False
         _live[self.number] = self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ class AllReduce(ABC):
         return result
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """What the operator does on the way to ``all_reduce_row``."""
+        """The operator's body around ``all_reduce_row``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             torch.ops.cgplan.all_reduce_row(x.contiguous(), out, self._row, self.number)
@@ -90,21 +91,21 @@ class AllReduce(ABC):
         """Write the sum of all ranks' ``x`` to ``out``; the body of ``cgplan::all_reduce_row``."""
 
     def begin_pass(self) -> None:  # noqa: B027
-        """Before captures, on all ranks: take back what an earlier pass registered."""
+        """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished sums."""
 
-    def end_pass(self, error: BaseException | None = None) -> Registration | None:
-        """After captures, on all ranks: register the graphs' buffers, or raise on all ranks if one failed.
-
-        Raises as GraphBufferRegistry.register.
-        """
-        self.ranks.agree("the capture pass", error=error)
-        return None
+    def end_pass(self) -> Registration:
+        """After captures, on all ranks: register the graphs' buffers. Raises as GraphBufferRegistry.register."""
+        self.ranks.agree("the capture pass")
+        return Registration()
 
     def release(self) -> None:  # noqa: B027
         """Before graphs are freed, on all ranks."""
 
+    def abort(self) -> None:  # noqa: B027
+        """End waits of kernels that are queued: their sums are wrong, and all others until ``begin_pass``."""
+
     def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a kernel gave up since the last look. Waits for the device."""
+        """Raise AllReduceError if a kernel gave up waiting since the last look. Waits for the device."""
 
     @property
     def is_read(self) -> bool:
@@ -112,13 +113,8 @@ class AllReduce(ABC):
         return False
 
     def close(self) -> None:
-        """Give up what is shared; graphs that reduce must be gone. Whoever reduces later gets a DistributedError."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._close()
-
-    def _close(self) -> None:  # noqa: B027
-        """The part of ``close`` that differs."""
+        """Free what is shared; graphs that reduce must be gone. A later sum raises DistributedError."""
+        self.is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -137,14 +133,13 @@ class CollectiveAllReduce(AllReduce):
     def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
         super().__init__(ranks, backend)
         self._group = ranks.group
-        self._is_half_done = False  # a sum of the group's was left, see Note [Sums that are left]
-        self._stop_renewing = ranks.renew_after_failures(self._renew) if backend.device.type == "cpu" else None
+        self._is_unfinished = False  # see Note [Unfinished sums]
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises AllReduceError, with nothing begun, for a dtype that gloo does not sum."""
         if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
             raise AllReduceError(
-                f"gloo, torch's all-reduce on the CPU, sums no {x.dtype}",
+                f"gloo, torch's all-reduce on the CPU, cannot sum {x.dtype}",
                 remedy="Sum a tensor of another dtype, .to(torch.float32) say, and convert the result.",
             )
         return super().reduce(x)
@@ -154,50 +149,98 @@ class CollectiveAllReduce(AllReduce):
 
         Raises:
             RankFailedError: on the CPU: a rank is lost, or has failed.
-            AllReduceError: torch says that it failed, now or, on the CPU, earlier.
+            AllReduceError: torch's all-reduce failed, now or, on the CPU, earlier.
         """
-        if self._is_half_done:
-            self.ranks.watch.check()
+        if self._is_unfinished:
+            self.ranks.check()
             raise AllReduceError(
-                "an earlier all-reduce was left half done",
+                "an earlier all-reduce was not finished",
                 remedy="Capture again on all ranks, or start them again.",
             )
         out.copy_(x)
+        self._is_unfinished = x.device.type == "cpu"
         try:
-            if x.device.type == "cpu":
-                self._is_half_done = True
-                self.ranks.wait(dist.all_reduce(out, group=self._group, async_op=True))
-                self._is_half_done = False
-            else:
-                dist.all_reduce(out, group=self._group)
-        except RuntimeError as error:
-            self.ranks.watch.blame(patience=2.0)
-            raise AllReduceError(
-                f"torch's all-reduce failed on rank {self.ranks.rank}: {first_line(error)}",
-                remedy="Every rank has to make the same calls in the same order; look at what the others printed.",
-            ) from error
+            dist.all_reduce(out, group=self._group)
+        except RuntimeError as failure:
+            self.ranks.check()
+            error = AllReduceError(
+                f"torch's all-reduce failed on rank {self.rank}: {first_line(failure)}",
+                remedy="Every rank has to make the same calls in the same order; look at the output of the others.",
+            )
+            if self._is_unfinished:  # no rank has said that it failed: one is gone, or late
+                self.ranks.leave(error)
+            raise error from failure
+        self._is_unfinished = False
 
     def begin_pass(self) -> None:
-        """Another group, where a rank has left a sum half done; nothing of it on GPUs."""
-        if self._stop_renewing is not None:
-            self._renew()
-
-    def _renew(self) -> None:
-        """Another group, on all ranks, where one has left a sum half done."""
-        if any(self.ranks.agree("torch's groups", value=self._is_half_done)):
+        """On the CPU a new group, where a rank has left a sum unfinished; see Note [Unfinished sums]."""
+        if self.backend.device.type != "cpu":
+            return
+        if any(self.ranks.agree("torch's groups", value=self._is_unfinished)):
             with self.ranks.step("a new group of torch's"):
                 self._group = self.ranks.new_group()
-                self._is_half_done = False
+                self._is_unfinished = False
 
-    def _close(self) -> None:
-        if self._stop_renewing is not None:
-            self._stop_renewing()
+
+_SYMMETRIC_DTYPES = (torch.float32, torch.bfloat16)  # of torch's kernels
+_ONE_SHOT_BYTES = 512 << 10  # up to here each rank reads all inputs; beyond it, a part of each
+_ALIGNMENT = 16
+
+
+class SymmetricAllReduce(AllReduce):
+    """Copies each input to one buffer in symmetric memory, and reduces there. NVLink multicast is not used.
+
+    Args:
+        ranks, backend: As for AllReduce.
+        fallback: For tensors that torch's kernels do not take.
+        max_bytes: Of the buffer.
+
+    Raises AllReduceError, on all ranks, where the memory cannot be opened.
+    """
+
+    name = "symm_mem"
+
+    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int) -> None:
+        super().__init__(ranks, backend)
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._fallback, self._max_bytes, self._has_warned = fallback, max_bytes, False
+        self._group_name: str = "" if ranks.group is None else ranks.group.group_name
+        with ranks.step("opening symmetric memory"):
+            try:
+                self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=ranks.device)
+                symmetric.rendezvous(self._buffer, self._group_name)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise AllReduceError(
+                    f"torch's symmetric memory cannot be opened: {first_line(error)}",
+                    remedy="Set compilation.all_reduce: custom or nccl.",
+                ) from error
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """By torch's kernels, or by the fallback."""
+        parts = self.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
+        if x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0:
+            return super().reduce(x)
+        if not self._has_warned and self.rank == 0:
+            self._has_warned = True
+            logger.warning("symm_mem does not take %d bytes of %s; nccl does it", x.nbytes, x.dtype)
+        return self._fallback.reduce(x)
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
+        """Copy in, reduce, copy out."""
+        buffer = self._buffer[: x.nbytes].view(x.dtype)
+        buffer.copy_(x.view(-1))
+        if x.nbytes <= _ONE_SHOT_BYTES:
+            out.view(-1).copy_(torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name))
+        else:
+            torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group_name)
+            out.view(-1).copy_(buffer)
 
 
 def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
     found = _at(group)
-    # One rank alone looks at its forward; the others do not come to this all-reduce. What is captured meanwhile is to
-    # hold it, though.
+    # A look at the forward runs on one rank alone; the others do not come to this all-reduce. A capture that is made
+    # meanwhile has to hold it, though.
     if is_probing() and not found.backend.is_capturing():
         return x.clone()
     return found.reduce(x)
@@ -213,9 +256,9 @@ def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group
 
 def _at(group: int) -> AllReduce:
     found = _live.get(group)
-    if found is None or found._is_closed or found.ranks.is_closed:
+    if found is None or found.is_closed or found.ranks.is_closed:
         raise DistributedError(
-            f"there is no all-reduce {group} any more", remedy="Keep the ranks open as long as the model is used."
+            f"all-reduce {group} is closed", remedy="Keep the ranks open as long as the model is used."
         )
     return found
 
@@ -226,75 +269,5 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("cgplan::all_reduce", lambda x, _: torch.empty_like(x), lib=_LIBRARY)
 torch.library.register_fake("cgplan::all_reduce_row", lambda *_: None, lib=_LIBRARY)
 
-_current: ContextVar[AllReduce | None] = ContextVar("cgplan_all_reduce", default=None)
 
-
-@contextmanager
-def all_reduce_by(reducer: AllReduce) -> Iterator[AllReduce]:
-    """A block in which models are built that sum over ranks by this one."""
-    token = _current.set(reducer)
-    try:
-        yield reducer
-    finally:
-        _current.reset(token)
-
-
-def current_all_reduce() -> AllReduce | None:
-    """The all-reduce of the block, None outside of one."""
-    return _current.get()
-
-
-_DTYPES = (torch.float32, torch.bfloat16)  # what torch's kernels take
-_ONE_SHOT_BYTES = 512 << 10  # up to here each rank reads all inputs; beyond it, a part of each
-_ALIGNMENT = 16
-
-
-class SymmetricAllReduce(AllReduce):
-    """Copies each input to one buffer in symmetric memory, and reduces there. NVLink multicast is not used.
-
-    Args:
-        ranks, backend: As for AllReduce.
-        fallback: For tensors that torch's kernels do not take.
-        max_bytes: Of the buffer.
-    """
-
-    name = "symm_mem"
-
-    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int) -> None:
-        super().__init__(ranks, backend)
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self._fallback, self._max_bytes, self._said = fallback, max_bytes, False
-        self._group_name: str = ranks.group_name
-        with ranks.step("opening symmetric memory"):
-            try:
-                self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=ranks.device)
-                symmetric.rendezvous(self._buffer, self._group_name)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise AllReduceError(
-                    f"torch's symmetric memory cannot be opened: {str(error).splitlines()[0]}",
-                    remedy="Set compilation.all_reduce: custom or nccl.",
-                ) from error
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """By torch's kernels, or by the fallback."""
-        parts = self.ranks.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
-        if x.dtype not in _DTYPES or x.nbytes > self._max_bytes or x.nbytes % parts:
-            if not self._said and self.ranks.rank == 0:
-                self._said = True
-                logger.warning("symm_mem does not take %d bytes of %s; nccl does it", x.nbytes, x.dtype)
-            return self._fallback.reduce(x)
-        return super().reduce(x)
-
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
-        """Copy in, reduce, copy out."""
-        buffer = self._buffer[: x.nbytes].view(x.dtype)
-        buffer.copy_(x.view(-1))
-        if x.nbytes <= _ONE_SHOT_BYTES:
-            out.view(-1).copy_(torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name))
-        else:
-            torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group_name)
-            out.view(-1).copy_(buffer)
-
-
-__all__ = ["AllReduce", "CollectiveAllReduce", "SymmetricAllReduce", "all_reduce_by", "current_all_reduce"]
+__all__ = ["GLOO_DTYPES", "AllReduce", "CollectiveAllReduce", "SymmetricAllReduce"]

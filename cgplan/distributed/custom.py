@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from abc import abstractmethod
 
 import torch
 
@@ -13,33 +13,13 @@ from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration
 from cgplan.distributed.transports import MemoryTransport
-from cgplan.errors import CgplanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ALIGNMENT = 16  # bytes: what one thread loads at once
-
-
-class Kernels(Protocol):
-    """What sums over a table row, on one kind of device."""
-
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        """Write the sum of all ranks' inputs, which lie where ``row`` says, to ``out``."""
-
-    def reset(self) -> None:
-        """Make the barriers' signals new; no rank is in a reduction."""
-
-    def abort(self) -> None:
-        """Have barriers that are waited in end, from another thread."""
-
-    def check(self) -> None:
-        """Raise AllReduceError if a barrier was left without the others."""
-
-    def forget(self) -> None:
-        """Drop what was kept of table rows: they will be written anew."""
+PACK_BYTES = 16  # one load of a thread; inputs are aligned to it, and so many bytes long or a multiple
 
 
 class CustomAllReduce(AllReduce):
@@ -52,11 +32,14 @@ class CustomAllReduce(AllReduce):
 
     Args:
         ranks, backend: As for AllReduce.
-        transport: How ranks reach each other's memory; it becomes the all-reduce's own.
-        registry: On that transport.
-        kernels: Of the device.
-        fallback: For other tensors.
+        transport: How ranks reach each other's memory; the all-reduce owns it.
+        signal_bytes: Of the memory through which ranks signal to each other.
+        fallback: For other tensors; the all-reduce owns it.
         max_bytes: Largest tensor that the kernels take.
+        table_rows: All-reduces in all graphs, at most.
+
+    Attributes:
+        registry: Of the graphs' buffers.
     """
 
     name = "custom"
@@ -66,124 +49,92 @@ class CustomAllReduce(AllReduce):
         ranks: Ranks,
         backend: GraphBackend,
         transport: MemoryTransport,
-        registry: GraphBufferRegistry,
-        kernels: Kernels,
+        signal_bytes: int,
         fallback: AllReduce,
         max_bytes: int,
+        table_rows: int,
     ) -> None:
         super().__init__(ranks, backend)
-        self.registry = registry
-        self._transport, self._kernels, self._fallback, self._max_bytes = transport, kernels, fallback, max_bytes
+        self._transport, self._fallback, self._max_bytes = transport, fallback, max_bytes
+        self.registry = GraphBufferRegistry(ranks, transport, backend.device, table_rows)
+        self._own = transport.empty(signal_bytes)
+        self._addresses = self.registry.open_block("signals", self._own)  # of all ranks' signals
         self._staging = transport.empty(max_bytes)
-        addresses = registry.open_block("staging buffers", self._staging)
-        self._staging_row = torch.tensor(addresses, dtype=torch.int64, device=backend.device)
-        self._said: set[str] = set()
-        self._failed = False
-        self._listening = (ranks.watch.tell(self._abort), ranks.renew_after_failures(self._renew))
+        row = self.registry.open_block("staging buffers", self._staging)
+        self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
+        self._logged: set[str] = set()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Make this rank's signals new, and forget table rows; no rank is in a sum."""
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Over the registered buffer in a FULL graph, else over the staging buffer."""
-        reason = self._unfit(x)
-        if reason:
-            self._say(reason)
+        if not self._takes(x):
             return self._fallback.reduce(x)
         if not x.numel():
             return x.clone()
         x = x.contiguous()
-        if x.data_ptr() % ALIGNMENT:  # a slice: the kernels load whole packs
+        if x.data_ptr() % PACK_BYTES:  # a slice
             x = x.clone()
-        is_capturing = self.backend.is_capturing()
-        if is_capturing and not _in_segment():
+        context, is_capturing = current_forward_context(), self.backend.is_capturing()
+        is_segment = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
+        if is_capturing and not is_segment:
             source = self._transport.place(x)
             row = self.registry.take_row(source)
         else:
             if is_capturing:
                 self.registry.note(x)
-            source = self._staging[: x.nbytes].view(x.dtype).view(x.shape)
-            row = self._staging_row
+            source, row = self._staging[: x.nbytes].view(x.dtype).view(x.shape), self._staging_row
         if source is not x:
             source.copy_(x)
         out = torch.empty_like(x)
         torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
-        """By the device's kernels."""
-        self._kernels.run(x, out, row)
-
     def begin_pass(self) -> None:
         """Unregister, and make the signals new: a rank that failed may have left a barrier early."""
         self.registry.unregister()
-        self._kernels.forget()
-        self.ranks.agree("the start of the capture pass")
-        self._kernels.reset()
-        self.ranks.agree("new signals")
+        with self.ranks.step("the end of all sums"):  # one that was aborted may still write a signal to a peer
+            self.reset()
+        with self.ranks.step("new signals"):
+            self.reset()
         self._fallback.begin_pass()
+
+    def end_pass(self) -> Registration:
+        return self.registry.register()
 
     @property
     def is_read(self) -> bool:
-        """Whether rows are written for graphs that were not given up."""
         return self.registry.is_sealed and self.registry.rows > 0
 
-    def end_pass(self, error: BaseException | None = None) -> Registration:
-        """Register, see GraphBufferRegistry.register."""
-        return self.registry.register(error)
-
     def release(self) -> None:
-        """Close the peers' handles, between two barriers."""
-        self._kernels.forget()
         self.registry.unregister()
 
-    def check(self) -> None:
-        """Raise AllReduceError if a kernel gave up."""
-        self._kernels.check()
-
-    def _close(self) -> None:
-        """Close and free staging, signals and table."""
-        for stop in self._listening:
-            stop()
+    def close(self) -> None:
+        if self.is_closed:
+            return
+        super().close()
         try:
             self.registry.close()
         finally:
             self._transport.free()
             self._fallback.close()
 
-    def _unfit(self, x: torch.Tensor) -> str:
-        """Why the kernels cannot take a tensor; empty if they can. The same on all ranks: shape and dtype decide."""
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernels take a tensor. The same on all ranks: shape and dtype decide."""
         if x.dtype not in DTYPES:
-            return f"{x.dtype} is none of float32, float16, bfloat16"
-        if x.nbytes > self._max_bytes:
-            return f"{format_bytes(x.nbytes)} are more than distributed.all_reduce_max_size"
-        if x.nbytes % ALIGNMENT:
-            return f"{x.nbytes} bytes are not a multiple of {ALIGNMENT}"
-        return ""
-
-    def _say(self, reason: str) -> None:
-        kind = reason.partition(" ")[2]
-        if kind not in self._said:
-            self._said.add(kind)
-            if self.ranks.rank == 0:
-                logger.warning("custom all-reduce: %s; %s does it", reason, self._fallback.name)
-
-    def _renew(self) -> None:
-        """Make the signals new, on all ranks. Each ends its own waits before: what they wait for may never come.
-
-        A sum that was broken off may still write a signal to a peer: so all are over before signals count again.
-        """
-        self.ranks.agree("the start of new signals")
-        with self.ranks.step("the end of sums under way"):
-            self._kernels.abort()
-            self._kernels.reset()
-        with self.ranks.step("new signals"):
-            self._kernels.reset()
-
-    def _abort(self, _: CgplanError) -> None:
-        self._kernels.abort()
+            reason, kind = f"{x.dtype} is none of float32, float16, bfloat16", "dtype"
+        elif x.nbytes > self._max_bytes:
+            reason, kind = f"{format_bytes(x.nbytes)} are more than distributed.all_reduce_max_size", "size"
+        elif x.nbytes % PACK_BYTES:
+            reason, kind = f"{x.nbytes} bytes are not a multiple of {PACK_BYTES}", "alignment"
+        else:
+            return True
+        if self.rank == 0 and kind not in self._logged:
+            logger.warning("custom all-reduce: %s; %s does it", reason, self._fallback.name)
+        self._logged.add(kind)
+        return False
 
 
-def _in_segment() -> bool:
-    context = current_forward_context()
-    return context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
-
-
-__all__ = ["ALIGNMENT", "DTYPES", "CustomAllReduce", "Kernels"]
+__all__ = ["CustomAllReduce"]

@@ -30,54 +30,12 @@ class AgreedBatch:
     Attributes:
         mode: The weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL.
         num_tokens: The largest of their padded sizes.
-        num_active_loras: The most adapters that one of them has.
+        num_active_loras: The largest of their numbers of adapters.
     """
 
     mode: CUDAGraphMode
     num_tokens: int
     num_active_loras: int = 0
-
-
-class DataParallelSync:
-    """One small all-reduce over the CPU group: the largest size, the weakest mode, the most adapters.
-
-    Args:
-        ranks: All ranks; each calls it for every step, also for one in which it has nothing to do.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._batches = 0
-        self._values = torch.zeros(4, dtype=torch.int64)
-
-    def agree(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> AgreedBatch:
-        """What all ranks run, given what this one would.
-
-        Raises:
-            RankFailedError: a rank is lost, did not come within the timeout, or refuses.
-        """
-        size, weakest, adapters, refused = self._largest(num_tokens, -mode.value, num_active_loras, 0)
-        if refused:
-            raise RankFailedError(
-                f"rank {refused - 1} refused its batch",
-                remedy="Look at what that rank raised; the next batch can be run.",
-            )
-        return AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
-
-    def refuse(self) -> None:
-        """Come to the step without a batch that could be run: the others raise."""
-        self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
-
-    def _largest(self, *own: int) -> list[int]:
-        self._batches += 1
-        self._ranks.watch.check_lost()
-        self._values.copy_(torch.tensor(own))
-        group = self._ranks.cpu_group
-        self._ranks.wait_in(
-            f"batch {self._batches}",
-            lambda: dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=group, async_op=True),
-        )
-        return [int(value) for value in self._values]
 
 
 class DataParallelRunner:
@@ -89,15 +47,16 @@ class DataParallelRunner:
 
     Args:
         runner: This rank's; the caller owns it.
-        ranks: All ranks.
+        ranks: All ranks; making the runner is a step of all of them.
 
     Attributes:
         last: What the last batch was run as.
     """
 
     def __init__(self, runner: GraphRunner, ranks: Ranks) -> None:
-        self._runner = runner
-        self._sync = DataParallelSync(ranks)
+        self._runner, self._ranks = runner, ranks
+        self._group = ranks.new_group()  # not the one of the data, where a failure may leave a sum unfinished
+        self._batches = 0
         self._specs = {**runner.config.inputs, **runner.config.metadata}
         self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
@@ -108,7 +67,7 @@ class DataParallelRunner:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost, did not come within the timeout (then there are no more batches), or has
+            RankFailedError: a rank is lost or did not come within the timeout (then there are no more batches), or has
                 refused its batch.
         """
         try:
@@ -120,17 +79,40 @@ class DataParallelRunner:
                 uniform_decode, num_active_loras = True, 0
             route = self._runner.route(inputs, uniform_decode, num_active_loras)
             size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
-        except Exception:  # whatever it is: the others' batch would meet this rank's next one
-            self._sync.refuse()
+        except Exception:  # the others' batch would meet this rank's next one
+            self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
             raise
-        agreed = self.last = self._sync.agree(route.mode, size, route.num_active_loras)
+        size, weakest, adapters, refused = self._largest(size, -route.mode.value, route.num_active_loras, 0)
+        if refused:
+            raise RankFailedError(
+                f"rank {refused - 1} refused its batch",
+                remedy="Look at what that rank raised; the next batch can be run.",
+            )
+        agreed = self.last = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
         output = self._run(agreed, route, inputs, is_idle)
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
         rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
         return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
+    def _largest(self, *own: int) -> list[int]:
+        """The largest of each of the ranks' numbers; one small all-reduce on the CPU."""
+        self._batches += 1
+        self._ranks.check_lost()
+        values = torch.tensor(own)
+        try:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as failure:
+            self._ranks.check()
+            error = RankFailedError(
+                f"a rank did not come to batch {self._batches} within {self._ranks.timeout:g} s, or has ended",
+                remedy="Look at the output of all ranks; start them again.",
+            )
+            self._ranks.leave(error)
+            raise error from failure
+        return values.tolist()
+
     def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor], is_idle: bool) -> Any:
-        """Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to nobody."""
+        """Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to no request."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
         more, rest = divmod(size, plan.query_len)
@@ -164,20 +146,18 @@ def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParal
 def _padded(
     inputs: Mapping[str, torch.Tensor], specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
 ) -> dict[str, Any]:
-    """Each tensor with the padding that it declares behind its own rows; ``have`` and ``want`` are (tokens, reqs).
+    """Each tensor with its declared padding behind its own rows; ``have`` and ``want`` are (tokens, reqs).
 
-    What no spec knows, or cannot have such rows, is left as it is: GraphRunner.route says what is wrong with it.
+    A tensor that no spec names, or that cannot have such rows, stays as it is: GraphRunner.route raises for it.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(inputs)
     for name, tensor in inputs.items():
         spec = specs.get(name)
         row_dim = None if spec is None else spec.row_dim
         if spec is None or row_dim is None or not isinstance(tensor, torch.Tensor) or row_dim >= tensor.dim():
-            found[name] = tensor
             continue
         more = spec.dims[row_dim].size(*want) - spec.dims[row_dim].size(*have)
         if more == 0:
-            found[name] = tensor
             continue
         shape = [more if dim == row_dim else size for dim, size in enumerate(tensor.shape)]
         if spec.pad == "last" and tensor.shape[row_dim]:
@@ -189,4 +169,4 @@ def _padded(
     return found
 
 
-__all__ = ["AgreedBatch", "DataParallelRunner", "DataParallelSync", "in_step"]
+__all__ = ["AgreedBatch", "DataParallelRunner", "in_step"]

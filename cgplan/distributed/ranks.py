@@ -1,21 +1,27 @@
 """Ranks: the processes of one run, and the steps that they take together.
 
+Note [Steps]
+    All ranks come to the same steps in the same order. Each brings a value, or the error that it has raised; all get
+    all values, or all raise the same error. Answers go through torch's TCPStore, so a rank that does not come within
+    the timeout is named. That is final: there are no more steps then.
+    A rank that raises between two steps says so in the store before it comes to the next one: CPU sums that wait for
+    its data look there, and end. Sums on a GPU, and gloo's, end by their own timeout; the rank that raised waits for
+    them. torchrun ends the other ranks when one is killed; without torchrun they end after the timeout.
+
 Note [Teardown]
-    What ranks share is taken down in this order, on error paths too: (1) a barrier: no rank replays any more; (2) each
-    rank closes the handles that it has opened of the others' memory; (3) a barrier: nobody reads my memory any more;
-    (4) graphs, and (5) their pool are freed; (6) what the registry exported of its own: staging, signals, table;
-    (7) the process group. Memory that is freed while another process has it open is not defined for CUDA IPC; a process
-    group that is destroyed before a graph with its kernels leaves NCCL waiting. Where a rank is lost there is nobody to
-    meet: the barriers are left out, and the rest is done in the same order.
-    `GraphedModel.free` does (1) to (5) by way of `RankedCapture.release`, `AllReduce.close` (6), `Ranks.close` (7).
+    What ranks share is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
+    rank closes the handles that it has opened of the others' memory; (3) a step: no rank reads my memory any more;
+    (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
+    Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
+    before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left out, the order stays.
+    `GraphedModel.free` does (1) to (5) through `RankedCapture.release`, `AllReduce.close` (6), `Ranks.close` (7).
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,118 +32,61 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from cgplan.config import DistributedConfig
-from cgplan.distributed.rendezvous import Place, Presence, connect, meet
-from cgplan.distributed.store import PatientStore
-from cgplan.distributed.watch import SILENCE, RankWatch, first_line, spoken
+from cgplan.distributed.rendezvous import Place, Presence, absent_from, first_line, meet, part
 from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a rank brings to the end of a step. ``induced``: it failed because another one had."""
-
-    step: str
-    value: Any
-    error: str = ""
-    remedy: str = ""
-    induced: bool = False
-
-
-def packed(step: str, value: Any, error: BaseException | None) -> tuple[bytes, BaseException | None]:
-    """What a rank brings to a step, and the error that it brings: a value that cannot be sent is one, too."""
-    if error is None:
-        try:
-            return pickle.dumps(Answer(step, value)), None
-        except Exception as raised:  # of the value's own class
-            error = raised
-    induced = isinstance(error, RankFailedError)
-    return pickle.dumps(Answer(step, None, spoken(error), getattr(error, "remedy", ""), induced)), error
-
-
-def end_process_group(*, aborted: bool) -> None:
-    """End it. After a failure NCCL is told to give up instead of to wait."""
-    if aborted:
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None and dist.get_backend() != "gloo":
-            with suppress(RuntimeError):
-                abort()
-                return
-    with suppress(RuntimeError):
-        dist.destroy_process_group()
-
-
-def missing(store: Any, keys: Sequence[str], said: str | None = None) -> list[str]:
-    """Ranks that have not written to their key; with ``said``, those that have not written that."""
-    there = [store.check([key]) and (said is None or store.get(key).decode() == said) for key in keys]
-    return [str(rank) for rank, is_there in enumerate(there) if not is_there]
-
-
-def late(ranks: Sequence[str], step: str, timeout: float, waiting: int) -> RankFailedError:
-    """What is raised once ranks were waited for in vain: where they are instead is not known."""
-    return RankFailedError(
-        f"rank {', '.join(ranks)} did not come to {step} within {timeout:g} s: it is late, or waits in an all-reduce "
-        f"that rank {waiting} takes no part in",
-        remedy="Every rank has to do as many all-reduces in each forward as the others, in the same order; where it "
-        "does, look at what that rank does, and raise distributed.timeout if it only takes longer.",
-    )
-
 
 logger = logging.getLogger(__name__)
 
 _THE_END = "the end"  # the last step
-_LOOK = timedelta(seconds=0.1)  # between two looks at who is still there
+_REMEDY = "Look at the output of that rank; start all ranks again."
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rank brings to a step. ``induced``: it failed because another had."""
+
+    step: str
+    value: Any = None
+    error: str = ""
+    remedy: str = ""
+    induced: bool = False
 
 
 class Ranks:
     """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
-        place: This rank's number, and where the others are.
+        place: Where the store is.
+        rank, world_size: From 0; number of ranks.
         device: This rank's GPU, or the CPU.
-        presences: What each rank said when it came.
+        presences: What each rank told when it came.
         timeout: Seconds that ranks wait for one another.
-        watch: Who is still there.
+        lost: Why there are no more steps; None while all ranks are there.
+        agreed_on: What the last step has raised on all ranks; None if it ended well.
+        is_closed: Whether ``close`` was called.
+        group: torch's group of all ranks.
     """
 
-    __graph_memory__ = True  # what it holds, and counts in threads of its own, is no state of a model
+    __graph_memory__ = True  # its counters are no state of a model
 
     def __init__(
         self,
         place: Place,
         device: torch.device,
-        presences: list[Presence],
-        store: PatientStore,
-        watch: RankWatch,
+        presences: Sequence[Presence],
+        store: Any,
         timeout: float,
         *,
         owns_group: bool,
     ) -> None:
-        self.place, self.device, self.presences, self.watch, self.timeout = place, device, presences, watch, timeout
-        self._store = store
-        self._owns_group = owns_group
-        self._steps = 0
-        self._waits = 0  # for collectives outside of steps
-        self._closed = False
-        self._renewals: list[Callable[[], None]] = []
-        self._is_renewing = False
-        self._agreed_on: BaseException | None = None
+        self.place, self.rank, self.world_size = place, place.rank, place.world_size
+        self.device, self.presences, self.timeout = device, presences, timeout
+        self.lost: RankFailedError | None = None
+        self.agreed_on: BaseException | None = None
         self.group = dist.group.WORLD
-        self.cpu_group = self.new_group()  # another one than that of the data, which a failure may leave half done
-
-    @property
-    def rank(self) -> int:
-        """From 0."""
-        return self.place.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.place.world_size
-
-    @property
-    def group_name(self) -> str:
-        """torch's name of the group of all ranks."""
-        return dist.group.WORLD.group_name if dist.group.WORLD is not None else ""
+        self._store, self._owns_group = store, owns_group
+        self._steps = 0
+        self._has_announced = self.is_closed = False
 
     @property
     def on_one_machine(self) -> bool:
@@ -145,94 +94,69 @@ class Ranks:
         return len({presence.host for presence in self.presences}) == 1
 
     def new_group(self) -> Any:
-        """Another group of gloo's with all ranks; a step of all ranks."""
+        """Another gloo group of all ranks; all of them call it."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def agree(self, step: str, *, error: BaseException | None = None, value: Any = None) -> list[Any]:
-        """Come to the end of a step; returns every rank's value, once all have come without an error.
+        """Come to a step; returns every rank's value, once all have come without an error. See Note [Steps].
 
-        All ranks come to the same steps in the same order. One that has failed comes with its error, to whichever step
-        the others are waiting in.
+        Args:
+            step: Its name, for messages; the same on all ranks.
+            error: Why this rank has failed; it may come with it to any step.
+            value: Anything that can be pickled.
 
         Raises:
-            RankFailedError: a rank failed, is lost, or did not come within the timeout. The same words on all ranks.
-                After the last, which nobody can make up for, there are no more steps.
+            RankFailedError: a rank failed, has left, or did not come within the timeout. The same words on all ranks.
             RankMismatchError: ranks came to different steps.
             CgplanError: the given error, where all ranks failed with the same one.
             DistributedError: the ranks are closed.
         """
-        if self._closed and step != _THE_END:
+        if self.is_closed:
             raise DistributedError(f"{step}: the ranks are closed", remedy="Keep them open as long as they are used.")
-        self._steps += 1
-        answer, error = packed(step, value, error)
-        logger.debug("rank %d: step %d, %s%s", self.rank, self._steps, step, f": {error}" if error else "")
-        self.watch.check_lost()
-        try:
+        answer, self.agreed_on = _Answer(step, value), None
+        if error is None:
+            try:
+                packed = pickle.dumps(answer)
+            except Exception as raised:  # of the value's class
+                error = raised
+        if error is not None:
+            answer = _Answer(
+                step, None, _spoken(error), getattr(error, "remedy", ""), isinstance(error, RankFailedError)
+            )
+            packed = pickle.dumps(answer)
+        logger.debug("rank %d: step %d, %s %s", self.rank, self._steps, step, answer.error)
+        with self._asking(step):
+            self._look_for_lost()
             if error is not None:
-                self.announce(step, error)
-            self._store.set(f"at/{self._steps}/{self.rank}", step)
-            self._wait_for_all(step)
-            answers = self._gather(answer)
-        except RuntimeError as failure:  # what gloo and the store raise
-            raise self._explained(step, failure) from failure
-        self._judge(answers, error)
+                self.announce(error)
+            answers = self._exchange(step, packed)
+        self._steps += 1
+        self._has_announced = False
+        self.agreed_on = _failure_of(answers, error)
+        if self.agreed_on is error is not None:
+            raise error
+        if self.agreed_on is not None:
+            raise self.agreed_on from error
         return [found.value for found in answers]
 
-    def announce(self, step: str, error: BaseException) -> None:
-        """Say that this rank has raised, and will be at the next step: others need not wait for its data until then."""
-        if not isinstance(error, RankFailedError):
-            self.watch.announce(step, error)
+    def announce(self, error: BaseException) -> None:
+        """Tell the others that this rank has raised and comes to the next step, so that they wait for no data of it."""
+        self._has_announced = self._has_announced or not isinstance(error, DistributedError)
+        with suppress(RuntimeError):
+            self._store.compare_set(f"{self._steps}/failed", "", f"rank {self.rank} failed: {_spoken(error)}")
 
-    def renew_after_failures(self, renew: Callable[[], None]) -> Callable[[], None]:
-        """Have a function called on all ranks, at the end of each step in which one has failed, where none waits for
-        another; it may take steps of its own. Returns what ends that.
-        """
-        self._renewals.append(renew)
-        return lambda: self._renewals.remove(renew) if renew in self._renewals else None
+    def check(self) -> None:
+        """Raise RankFailedError if a rank is lost, or has announced that it failed since the last step."""
+        key = f"{self._steps}/failed"
+        with self._asking("an all-reduce"):
+            self._look_for_lost()
+            if self._store.check([key]):
+                raise RankFailedError(self._store.get(key).decode(), remedy=_REMEDY)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether there are no more steps, because this rank has left."""
-        return self._closed
-
-    def wait(self, work: Any, waits: Callable[[], None] = lambda: None) -> None:
-        """Wait for a collective of gloo's as long as all ranks are there. ``waits`` is called where that takes long.
-
-        Raises:
-            RankFailedError: a rank is lost, or has raised in this step.
-            RuntimeError: of gloo's own.
-        """
-        while True:
-            try:
-                work.wait(_LOOK)
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises its own error; but it may have ended well just after the look was over
-                    return
-                self.watch.check()
-                waits()
-            else:
-                return
-
-    def wait_in(self, step: str, begin: Callable[[], Any]) -> None:
-        """Begin a collective of gloo's with all ranks, and wait for it under a step's name; the store is asked nothing
-        where all come in time. Raises RankFailedError as ``agree``: then there are no more steps.
-        """
-        self._waits += 1
-        keys, waits = [f"waits/{rank}" for rank in range(self.world_size)], str(self._waits)
-        deadline, absent = time.monotonic() + self.timeout, list[str]()
-        try:
-            self.wait(begin(), lambda: self._store.set(keys[self.rank], waits))
-        except RuntimeError as failure:
-            with suppress(RuntimeError):  # the store may be what has failed
-                absent = missing(self._store, keys, waits) if time.monotonic() > deadline else []
-            raise self._explained(step, failure, absent) from failure
-
-    def forgive(self) -> None:
-        """Go on after a failure that was announced, and that all ranks have dealt with: a step of all ranks."""
-        self.agree("going on")
-        self.watch.next_epoch()
-        self.agree("going on again")
+    def check_lost(self) -> None:
+        """Raise RankFailedError if this rank knows that a rank is lost; costs nothing."""
+        if self.lost is not None:
+            raise RankFailedError(self.lost.message, remedy=self.lost.remedy)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -249,33 +173,35 @@ class Ranks:
         return self.agree(step, value=value if self.rank == 0 else None)[0]
 
     def leave(self, error: BaseException) -> None:
-        """Say that this rank ends with an error. What it closes from now on, it closes without the others."""
-        self.watch.leave(error)
+        """Take part in no further step, because of an error; the others raise it at their next step."""
+        if self.lost is None:
+            message, remedy = f"rank {self.rank} has ended: {_spoken(error)}", _REMEDY
+            if isinstance(error, DistributedError):  # it names the rank that failed
+                message, remedy = error.message, error.remedy
+            self.lost = RankFailedError(message, remedy=remedy)
+        with suppress(RuntimeError):
+            self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that made this rank leave or without one; see Note [Teardown] for what comes before.
+        """Leave, with the error that ends this rank or without one; see Note [Teardown] for what comes before.
 
-        Without an error it waits for the others, so that no rank misses what another one holds.
+        Without an error it waits for the others. Raises RankFailedError where one of them failed.
         """
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
         failure: RankFailedError | None = None
         if error is not None:
             self.leave(error)
-        elif self.watch.lost is None:
+        elif self.lost is None:
             try:
                 self.agree(_THE_END)
             except RankFailedError as raised:
                 failure = raised
-        if self.watch.lost is not None:  # else the others would take this rank's end for the cause
-            self.leave(self.watch.lost)
-        self.watch.stop()
-        self._say_goodbye(error or failure)
-        self._store.close()
-        del self.group, self.cpu_group  # else their threads would outlive them, into the interpreter's end
+        self.is_closed = True
+        part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
+        del self.group  # its threads would live into the interpreter's end
         if self._owns_group and dist.is_initialized():
-            end_process_group(aborted=error is not None or failure is not None)
+            _end_process_group(aborted=self.lost is not None)
         if failure is not None:
             raise failure
 
@@ -285,99 +211,48 @@ class Ranks:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close(error)
 
-    def _wait_for_all(self, step: str) -> None:
-        """Wait until every rank has come to this step, so that the exchange itself waits for nobody."""
-        keys = [f"at/{self._steps}/{rank}" for rank in range(self.world_size)]
-        deadline, pause = time.monotonic() + self.timeout, 0.0005
-        while not self._store.check(keys):
-            self.watch.check_lost()
-            absent = [] if time.monotonic() < deadline else missing(self._store, keys)
-            if absent:
-                raise self._given_up(step, absent)
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
-        if self._steps > 2:
-            self._store.delete_key(f"at/{self._steps - 2}/{self.rank}")
-
-    def _given_up(self, step: str, absent: Sequence[str]) -> RankFailedError:
-        """Leave: a step that this rank has given up can be met by nobody any more."""
-        error = late(absent, step, self.timeout, self.rank)
-        self.leave(error)
-        return error
-
-    def _gather(self, answer: bytes) -> list[Answer]:
-        """Every rank's answer, over gloo."""
-        answers: list[Any] = [None] * self.world_size
-        dist.all_gather_object(answers, answer, group=self.cpu_group)
-        return [pickle.loads(found) for found in answers]
-
-    def has_agreed_on(self, error: BaseException) -> bool:
-        """Whether all ranks raise it, or something like it: it says so, or it is what the last step ended with."""
-        return isinstance(error, DistributedError) or error is self._agreed_on
-
-    def _judge(self, answers: list[Answer], error: BaseException | None) -> None:
-        """Raise what the answers amount to; the same on all ranks."""
-        failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
-        if failed:
-            self.watch.next_epoch()
-            self._renew()
-            if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
-                self._agreed_on = error
-                raise error
-            first = min(failed)[1]
-            found = answers[first]
-            raise RankFailedError(
-                f"rank {first} failed in {found.step}: {found.error}", remedy=found.remedy or "Look at that rank."
-            ) from error
-        for rank, found in enumerate(answers):
-            if found.step != answers[0].step:
-                raise RankMismatchError(
-                    f"rank {rank} came to {found.step!r}, rank 0 to {answers[0].step!r}",
-                    remedy="Ranks have to make the same calls in the same order.",
-                )
-
-    def _renew(self) -> None:
-        """Begin anew what ranks count together: one that failed, or was told of it, may have left it half done."""
-        if self._is_renewing:
-            return
-        self._is_renewing = True
-        try:
-            with suppress(DistributedError):  # there is a failure to be raised already
-                for renew in list(self._renewals):
-                    renew()
-        finally:
-            self._is_renewing = False
-
-    def _explained(self, step: str, failure: RuntimeError, absent: Sequence[str] = ()) -> RankFailedError:
-        """Who is to blame for what gloo or the store raised; whatever it was, there are no more steps."""
-        try:
-            self.watch.blame(patience=0.0 if absent else min(3.0, self.timeout / 4))
-        except RankFailedError as named:
-            return RankFailedError(f"{named.message}; noticed in {step}", remedy=named.remedy)
+    def _exchange(self, step: str, packed: bytes) -> list[_Answer]:
+        """Every rank's answer. The rank that failed first waits longer: the others may wait in a sum for it."""
+        keys, patience = [f"{self._steps}/{rank}" for rank in range(self.world_size)], self.timeout
+        self._store.set(keys[self.rank], packed)
+        seconds = 2 * patience if self._has_announced else patience
+        absent = absent_from(self._store, keys, seconds, self._look_for_lost)
         if absent:
-            return self._given_up(step, absent)
-        error = RankFailedError(
-            f"rank {self.rank} lost the others in {step}: {first_line(failure)}",
-            remedy="Look at what the other ranks printed, and at the network between them.",
-        )
-        self.leave(error)
-        return error
+            error = RankFailedError(
+                f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has ended, is late, or "
+                f"waits in an all-reduce that rank {self.rank} takes no part in",
+                remedy="Look at the output of that rank. Every rank has to do as many all-reduces in each forward as "
+                "the others, in the same order. Raise distributed.timeout if it only takes longer.",
+            )
+            self.leave(error)
+            raise error
+        answers = [pickle.loads(self._store.get(key)) for key in keys]
+        if self._steps > 1:  # all have read it: they have taken the step after it
+            self._store.delete_key(f"{self._steps - 2}/{self.rank}")
+        return answers
 
-    def _say_goodbye(self, error: BaseException | None) -> None:
-        """Whoever keeps the store stays until the others have read what they need."""
-        if self.watch.is_keeper_gone:
-            return
-        with suppress(RuntimeError):
-            self._store.set(f"bye/{self.rank}", "")
-            if self.rank == 0 and not self.place.agent_store:
-                others = [rank for rank in range(1, self.world_size) if not self.presences[rank].process.is_gone]
-                keys, deadline = [f"bye/{rank}" for rank in others], time.monotonic() + (2.0 if error else 10.0)
-                while keys and not self._store.check(keys) and time.monotonic() < deadline:
-                    time.sleep(0.01)
+    def _look_for_lost(self) -> None:
+        """Raise RankFailedError if a rank has left."""
+        if self.lost is None and self._store.check(["lost"]):
+            self.lost = RankFailedError(self._store.get("lost").decode(), remedy=_REMEDY)
+        self.check_lost()
+
+    @contextmanager
+    def _asking(self, step: str) -> Iterator[None]:
+        """A block that uses the store; losing it is final."""
+        try:
+            yield
+        except RuntimeError as failure:
+            error = RankFailedError(
+                f"{self.place.keeper} ended while rank {self.rank} was in {step}: {first_line(failure)}",
+                remedy=_REMEDY,
+            )
+            self.leave(error)
+            raise error from failure
 
 
 def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Place | None = None) -> Ranks | None:
-    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo for all that the host says.
+    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts.
 
     A process group that is there already is used, and left as it is at the end.
 
@@ -390,17 +265,14 @@ def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Plac
         The ranks, or None outside of torchrun and for a single process.
 
     Raises:
-        RendezvousError, RankMismatchError, BackendError, ConfigError: see ``connect`` and ``meet``.
+        RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and ``Place.from_environment``.
+        RankFailedError: torch.distributed could not be set up.
     """
     place = Place.from_environment() if place is None else place
     if place is None or place.world_size == 1:
         return None
     presence, own = Presence.of(place, device)
-    store, beside = connect(place, settings.timeout)
-    presences = meet(store, place, presence, settings.timeout)
-    processes = [presence.process for presence in presences]
-    heard = PatientStore(beside, SILENCE * settings.timeout)
-    watch = RankWatch(heard, place.rank, processes, settings.timeout, None if place.agent_store else 0)
+    store, presences = meet(place, presence, settings.timeout)
     owns_group = not dist.is_initialized()
     if own.type == "cuda":
         torch.cuda.set_device(own)
@@ -413,17 +285,47 @@ def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Plac
                 world_size=place.world_size,
                 timeout=timedelta(seconds=settings.timeout),
             )
-        kept = PatientStore(store, settings.timeout, watch.check_lost)
-        return Ranks(place, own, presences, kept, watch, settings.timeout, owns_group=owns_group)
     except RuntimeError as failure:
-        try:
-            watch.blame(patience=min(3.0, settings.timeout / 4))
-        finally:
-            watch.stop()
         raise RankFailedError(
             f"rank {place.rank} could not set torch.distributed up: {first_line(failure)}",
-            remedy="Look at what the other ranks printed, and at the network between them.",
+            remedy="Look at the output of the other ranks, and at the network between them.",
         ) from failure
+    return Ranks(place, own, presences, store, settings.timeout, owns_group=owns_group)
 
 
-__all__ = ["Answer", "Ranks", "end_process_group", "late", "missing", "open_ranks", "packed"]
+def _end_process_group(*, aborted: bool) -> None:
+    """After a failure NCCL aborts instead of waiting."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    with suppress(RuntimeError):
+        if aborted and abort is not None and dist.get_backend() != "gloo":
+            abort()
+        else:
+            dist.destroy_process_group()
+
+
+def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> BaseException | None:
+    """The error that the answers amount to; the same on all ranks. ``error`` is this rank's."""
+    failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
+    if failed:
+        if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
+            return error
+        rank = min(failed)[1]
+        found = answers[rank]
+        message = found.error if found.induced else f"rank {rank} failed in {found.step}: {found.error}"
+        return RankFailedError(message, remedy=found.remedy or _REMEDY)
+    for rank, found in enumerate(answers):
+        if found.step != answers[0].step:
+            return RankMismatchError(
+                f"rank {rank} came to {found.step!r}, rank 0 to {answers[0].step!r}",
+                remedy="Ranks have to make the same calls in the same order.",
+            )
+    return None
+
+
+def _spoken(error: BaseException) -> str:
+    """An error as other ranks read it, in one line: with its class, but for one that another rank caused."""
+    text = " ".join(str(getattr(error, "message", None) or str(error) or "no message").split())
+    return text if isinstance(error, RankFailedError) else f"{type(error).__name__}: {text}"
+
+
+__all__ = ["Ranks", "open_ranks"]

@@ -1,19 +1,17 @@
-"""GraphBufferRegistry: which memory captured all-reduces read, and how every rank comes to know where it lies.
+"""GraphBufferRegistry: which memory captured all-reduces read, and where it lies in every rank's address space.
 
 Note [Registration]
     A captured all-reduce cannot know where its peers' inputs lie: they capture at the same time. So its kernel gets
     the address of a row in a table on the device, one column a rank, and the row is written later. `take_row` hands
     rows out during the captures and notes the input's address; nothing is exchanged then. At the end of the pass
-    `register` does in this order, each step with a line in the log:
-    (1) `_agree_on_rows`: every rank says what it captured all-reduces with (shapes and dtypes of the inputs, also of
-        those that need no row, see `note`), or why it failed; all agree, or all raise the same: a kernel reads its
-        peers' inputs as if they were laid out like its own;
-    (2) `_exchange`: handles and offsets of the addresses go over the CPU group;
-    (3) `_open_peers`: the peers' handles are opened, once for each base;
-    (4) `_write_rows`: rows are written, and the device is waited for;
-    (5) `_seal`: every rank says that it is done; from now on graphs may be replayed.
-    A rank that fails in (2) to (4) comes to the end of the step with its error, so that nobody waits for it.
-    A row of zeros is one that is not registered: whoever replays a graph with it gets an error.
+    `register` takes these steps:
+    (1) every rank tells what it captured all-reduces with (shapes and dtypes of the inputs, also of those that need no
+        row, see `note`): a kernel reads its peers' inputs as if they were laid out like its own;
+    (2) handles and offsets of the addresses are exchanged;
+    (3) the peers' handles are opened, once for each allocation;
+    (4) rows are written, and the device is waited for. When all ranks have done that, graphs may be replayed.
+    A rank that fails on the way comes to the end of the step with its error, so that no rank waits for it.
+    A row of zeros is not registered: replaying a graph with it is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ SUM_ALIKE = "Every rank has to sum as many tensors, of the same shapes and dtype
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a registration came to on one rank.
+    """What one rank registered.
 
     Attributes:
         rows: Table rows: captured all-reduces.
@@ -47,16 +45,16 @@ class Registration:
         seconds: From the first step to the last.
     """
 
-    rows: int
-    buffers: int
-    bases: int
-    opened: int
-    mapped_bytes: int
-    seconds: float
+    rows: int = 0
+    buffers: int = 0
+    bases: int = 0
+    opened: int = 0
+    mapped_bytes: int = 0
+    seconds: float = 0.0
 
 
 class GraphBufferRegistry:
-    """The pointer table of one rank, see Note [Registration]. It owns the table, and what it has opened of the peers'.
+    """The pointer table of one rank, see Note [Registration]. It owns the table, and the mappings of peers' memory.
 
     Args:
         ranks: All ranks.
@@ -66,23 +64,18 @@ class GraphBufferRegistry:
 
     Attributes:
         table: [capacity, world_size] int64 on the device: address of each rank's input, as this rank sees it.
+        is_sealed: Whether the rows are written, so that graphs may be replayed.
     """
 
     def __init__(self, ranks: Ranks, transport: MemoryTransport, device: torch.device, capacity: int) -> None:
-        self._ranks, self._transport, self._capacity = ranks, transport, capacity
+        self._ranks, self._transport = ranks, transport
         self.table = torch.zeros(capacity, ranks.world_size, dtype=torch.int64, device=device)
+        self.is_sealed = False
         self._addresses: list[int] = []
-        self._inputs: list[str] = []  # shape and dtype of what each captured all-reduce was given, in order
+        self._inputs: list[str] = []  # shape and dtype of each captured all-reduce's input, in order
         self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
         self._blocks: list[int] = []
-        self._sealed = False
         self._has_begun = False  # to exchange handles, on all ranks alike
-        self.last: Registration | None = None
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the rows are written, so that graphs may be replayed."""
-        return self._sealed
 
     @property
     def rows(self) -> int:
@@ -95,14 +88,14 @@ class GraphBufferRegistry:
         Raises:
             RegistrationError: the table is full, or sealed.
         """
-        if self._sealed:
+        if self.is_sealed:
             raise RegistrationError(
                 "an all-reduce was captured after the graph buffers had been registered",
                 remedy="Capture all graphs in one session; recapture() begins a new one.",
             )
-        if self.rows == self._capacity:
+        if self.rows == len(self.table):
             raise RegistrationError(
-                f"the pointer table's {self._capacity} rows are taken",
+                f"the pointer table's {len(self.table)} rows are taken",
                 remedy="Raise distributed.table_rows: a row for each all-reduce in each graph.",
             )
         self._addresses.append(tensor.data_ptr())
@@ -110,49 +103,53 @@ class GraphBufferRegistry:
         return self.table[self.rows - 1]
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Have ranks compare the input of an all-reduce that is being captured over memory that all know already."""
+        """Have ranks compare the input of an all-reduce that is being captured over the staging buffer."""
         self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
-    def register(self, error: BaseException | None = None) -> Registration:
+    def register(self) -> Registration:
         """End the pass: make every rank's buffers known to all, or fail on all ranks alike.
-
-        Args:
-            error: Why this rank's pass failed; None if it went well.
 
         Raises:
             RankFailedError: a rank failed.
             RankMismatchError: one captured another number of all-reduces, or one with another input.
-            CgplanError: the given error, where all ranks failed alike.
         """
         start = time.perf_counter()
-        self._agree_on_rows(error)
+        _compare(self._ranks.agree("the capture pass", value=self._inputs))
         self._has_begun = True
-        shared = self._exchange()
-        rows = self._open_peers(shared)
-        self._write_rows(rows)
-        self._seal()
-        own = {(memory.handle, memory.offset) for memory in shared[self._ranks.rank]}
-        self.last = Registration(
+        shared = self._exported("exchanging the handles", self._addresses)
+        columns: list[list[int]] = []
+        with self._ranks.step("opening the peers' handles"):
+            for rank, theirs in enumerate(shared):
+                own = rank == self._ranks.rank
+                columns.append(self._addresses if own else [self._base(rank, m) + m.offset for m in theirs])
+        with self._ranks.step("writing the table"):
+            if columns[0]:
+                self.table[: self.rows].copy_(torch.tensor(columns, dtype=torch.int64).T)
+            if self.table.device.type == "cuda":
+                torch.cuda.synchronize(self.table.device)
+        self.is_sealed = True
+        found = Registration(
             rows=self.rows,
-            buffers=len(own),
-            bases=len({handle for handle, _ in own}),
+            buffers=len(set(shared[self._ranks.rank])),
+            bases=len({memory.handle for memory in shared[self._ranks.rank]}),
             opened=len(self._opened),
             mapped_bytes=sum(nbytes for _, nbytes in self._opened.values()),
             seconds=time.perf_counter() - start,
         )
-        return self.last
+        logger.info("rank %d: %s", self._ranks.rank, found)
+        return found
 
     def unregister(self) -> None:
         """Take back what ``register`` did: steps (1) to (3) of Note [Teardown] in ranks.py. Afterwards the memory of
         graphs may be freed, and a new pass may begin.
-
-        Without peers, because one is lost, only this rank's part is done.
         """
+        bases = [base for base, _ in self._opened.values()]
+        self._opened.clear()
         try:
             if self._has_begun:
-                self._leave_peers()
+                self._close_peers(bases, "the end of all replays", "closing the peers' handles")
         finally:
-            self._has_begun = self._sealed = False
+            self._has_begun = self.is_sealed = False
             self._addresses.clear()
             self._inputs.clear()
             self.table.zero_()
@@ -163,66 +160,32 @@ class GraphBufferRegistry:
 
         For memory that is there before any capture and as long as the registry: staging, signals. A step of all ranks.
         """
-        error: Exception | None = None
-        memory = None
-        try:
-            memory = self._transport.export(block.data_ptr())
-        except Exception as raised:
-            error = raised
-        shared = self._ranks.agree(f"exporting the {name}", error=error, value=memory)
         found: list[int] = []
+        shared = self._exported(f"exporting the {name}", [block.data_ptr()])
         with self._ranks.step(f"opening the {name}"):
-            for rank, memory in enumerate(shared):
+            for rank, (theirs,) in enumerate(shared):
                 if rank == self._ranks.rank:
                     found.append(block.data_ptr())
                 else:
-                    self._blocks.append(self._transport.open(memory))
-                    found.append(self._blocks[-1] + memory.offset)
+                    self._blocks.append(self._transport.open(theirs))
+                    found.append(self._blocks[-1] + theirs.offset)
         return found
 
     def close(self) -> None:
-        """Close what ``open_block`` opened, between two barriers; then the blocks may be freed."""
+        """Close what ``open_block`` opened, between two steps; then the blocks may be freed."""
         self.unregister()
         bases, self._blocks = self._blocks, []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
-    def _agree_on_rows(self, error: BaseException | None) -> None:
-        logger.info("rank %d: pass over, %d rows%s", self._ranks.rank, self.rows, f", {error}" if error else "")
-        inputs = self._ranks.agree("the capture pass", error=error, value=self._inputs)
-        for rank, theirs in enumerate(inputs):
-            if len(theirs) != len(inputs[0]):
-                raise RankMismatchError(
-                    f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}",
-                    remedy="Every rank has to capture the same graphs in the same order; does the model branch on its "
-                    "rank?",
-                )
-            for number, (own, first) in enumerate(zip(theirs, inputs[0], strict=True), 1):
-                if own != first:
-                    raise RankMismatchError(
-                        f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
-                        remedy=SUM_ALIKE,
-                    )
-
-    def _exchange(self) -> list[Sequence[ExportedMemory]]:
+    def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
+        """Each rank's memory at its addresses."""
         memories: list[ExportedMemory] = []
         error: Exception | None = None
         try:
-            memories = [self._transport.export(address) for address in self._addresses]
+            memories = [self._transport.export(address) for address in addresses]
         except Exception as raised:
             error = raised
-        shared = self._ranks.agree("exchanging the handles", error=error, value=memories)
-        logger.info("rank %d: %d addresses of each rank exchanged", self._ranks.rank, len(memories))
-        return shared
-
-    def _open_peers(self, shared: list[Sequence[ExportedMemory]]) -> list[list[int]]:
-        """Addresses by row and rank, as this rank sees them."""
-        columns: list[list[int]] = []
-        with self._ranks.step("opening the peers' handles"):
-            for rank, memories in enumerate(shared):
-                own = rank == self._ranks.rank
-                columns.append(self._addresses if own else [self._base(rank, m) + m.offset for m in memories])
-        logger.info("rank %d: %d bases of peers opened", self._ranks.rank, len(self._opened))
-        return [list(row) for row in zip(*columns, strict=True)]
+        return self._ranks.agree(step, error=error, value=memories)
 
     def _base(self, rank: int, memory: ExportedMemory) -> int:
         key = (rank, memory.handle)
@@ -230,30 +193,11 @@ class GraphBufferRegistry:
             self._opened[key] = (self._transport.open(memory), memory.nbytes)
         return self._opened[key][0]
 
-    def _write_rows(self, rows: list[list[int]]) -> None:
-        with self._ranks.step("writing the table"):
-            if rows:
-                self.table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int64))
-            if self.table.device.type == "cuda":
-                torch.cuda.synchronize(self.table.device)
-        logger.info("rank %d: %d rows written", self._ranks.rank, len(rows))
-
-    def _seal(self) -> None:
-        self._ranks.agree("sealing")
-        self._sealed = True
-        logger.info("rank %d: sealed", self._ranks.rank)
-
-    def _leave_peers(self) -> None:
-        logger.info("rank %d: closing %d bases of peers", self._ranks.rank, len(self._opened))
-        bases = [base for base, _ in self._opened.values()]
-        self._opened.clear()
-        self._close_peers(bases, "the end of all replays", "closing the peers' handles")
-
     def _close_peers(self, bases: Sequence[int], before: str, after: str) -> None:
-        """Close what was opened, all of it, between two steps; without them where a rank is lost."""
-        together, error = self._ranks.watch.lost is None, None
+        """Close all of what was opened, between two steps; without them where a rank is lost."""
+        error: Exception | None = None
         try:
-            if together:
+            if self._ranks.lost is None:
                 self._ranks.agree(before)
         finally:
             for base in reversed(bases):
@@ -261,10 +205,26 @@ class GraphBufferRegistry:
                     self._transport.close(base)
                 except Exception as raised:
                     error = error or raised
-        if together:
+        if self._ranks.lost is None:
             self._ranks.agree(after, error=error)
         elif error is not None:
             raise error
+
+
+def _compare(inputs: Sequence[Sequence[str]]) -> None:
+    for rank, theirs in enumerate(inputs):
+        if len(theirs) != len(inputs[0]):
+            raise RankMismatchError(
+                f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}",
+                remedy="Every rank has to capture the same graphs in the same order; does the model branch on its "
+                "rank?",
+            )
+        for number, (own, first) in enumerate(zip(theirs, inputs[0], strict=True), 1):
+            if own != first:
+                raise RankMismatchError(
+                    f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
+                    remedy=SUM_ALIKE,
+                )
 
 
 __all__ = ["GraphBufferRegistry", "Registration"]

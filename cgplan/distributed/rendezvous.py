@@ -1,41 +1,40 @@
-"""How ranks meet: torch's TCPStore under torchrun's environment, and who is missing if one does not come."""
+"""How ranks meet: a TCPStore under torchrun's environment, and which rank is missing."""
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from cgplan.distributed.watch import Process, first_line
 from cgplan.errors import BackendError, ConfigError, RankMismatchError, RendezvousError
 
-# By where ranks meet. A process may open its ranks several times, one after another: each time with other keys, in the
-# store that it keeps, if it does, until it ends.
-_meetings: Counter[tuple[str, int, int]] = Counter()
-_kept: dict[tuple[str, int, int], Any] = {}
-
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# By address, port and attempt. A process may open its ranks several times: over one store, each time with other keys.
+_stores: dict[tuple[str, int, int], Any] = {}
+_meetings: Counter[tuple[str, int, int]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place among the others, as torchrun says it.
+    """One rank's place among the others, as torchrun's environment says it.
 
     Attributes:
-        rank, world_size: From 0; and how many there are.
+        rank, world_size: From 0; number of ranks.
         local_rank: Number among the ranks of one machine.
         address, port: Where the store listens.
         agent_store: Whether torchrun's agent keeps the store; else rank 0 does.
-        attempt: How often torchrun has started the ranks anew.
+        attempt: How often torchrun has restarted the ranks.
     """
 
     rank: int
@@ -48,10 +47,9 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """From torchrun's variables; None outside of torchrun. Raises ConfigError where they make no sense."""
+        """From torchrun's variables; None outside of torchrun. Raises ConfigError where they contradict each other."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
-        missing = [name for name in _VARIABLES if name not in environment]
         try:
             place = cls(
                 rank=int(environment["RANK"]),
@@ -63,150 +61,140 @@ class Place:
                 attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
         except ValueError as error:
-            raise ConfigError(f"the environment of a rank makes no sense: {error}", remedy="Use torchrun.") from None
-        if missing or not 0 <= place.rank < place.world_size:
-            names = " and ".join(missing)
-            what = f"{names} {'are' if len(missing) > 1 else 'is'} not set" if missing else "no such rank"
+            raise ConfigError(f"the environment of a rank is invalid: {error}", remedy="Use torchrun.") from None
+        unset = [name for name in _VARIABLES if name not in environment]
+        if unset or not 0 <= place.rank < place.world_size:
+            wrong = f"not set: {', '.join(unset)}" if unset else "no such rank"
             raise ConfigError(
-                f"rank {place.rank} of {place.world_size}: {what}",
+                f"rank {place.rank} of {place.world_size}: {wrong}",
                 remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
             )
         return place
 
+    @property
+    def keeps_store(self) -> bool:
+        """Whether this process keeps the store."""
+        return self.rank == 0 and not self.agent_store
+
+    @property
+    def keeper(self) -> str:
+        """The process that keeps the store, for messages."""
+        return "torchrun's agent, which keeps the store," if self.agent_store else "rank 0, which keeps the store,"
+
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a rank says when it comes.
+    """What a rank tells the others of itself.
 
     Attributes:
-        process: Its process.
         host: Its machine.
-        device: ``cpu``, or the GPU by its unique number.
+        device: ``cpu``, or the UUID of its GPU.
         problem: Why it has no device; empty where it has one.
     """
 
-    process: Process
     host: str
     device: str
     problem: str = ""
 
     @classmethod
     def of(cls, place: Place, device: str) -> tuple[Presence, torch.device]:
-        """This rank on the device that the configuration asks for: its own GPU, by its local rank, or the CPU."""
-        wanted = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        here = (Process.this(), socket.gethostname())
+        """This rank on the configured device: the CPU, or the GPU of its local rank."""
+        host, wanted = socket.gethostname(), device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
         if wanted == "cpu":
-            return cls(*here, "cpu"), torch.device("cpu")
-        index = int(wanted.partition(":")[2] or place.local_rank)
-        count = torch.cuda.device_count()
+            return cls(host, "cpu"), torch.device("cpu")
+        index, count = int(wanted.partition(":")[2] or place.local_rank), torch.cuda.device_count()
         if index >= count:
-            problem = f"has no GPU: it wants cuda:{index}, and torch sees {count}"
-            return cls(*here, "none", problem), torch.device("cpu")
-        return cls(*here, str(torch.cuda.get_device_properties(index).uuid)), torch.device("cuda", index)
+            return cls(host, "none", f"has no GPU: it wants cuda:{index}, torch sees {count}"), torch.device("cpu")
+        return cls(host, str(torch.cuda.get_device_properties(index).uuid)), torch.device("cuda", index)
 
 
-def connect(place: Place, timeout: float) -> tuple[Any, Any]:
-    """Two connections to the common store: for the steps, and for the watch. Raises RendezvousError."""
-    hosts = place.rank == 0 and not place.agent_store
-    prefix, deadline = f"cgplan/{place.attempt}/{_meetings[_where(place)]}", time.monotonic() + timeout
-    try:
-        store = _kept.get(_where(place)) or _connection(place, hosts, timeout, deadline)
-        if hosts:
-            _kept[_where(place)] = store
-        beside = _connection(place, False, timeout, deadline)
-    except (RuntimeError, OSError) as error:
-        keeper = "torchrun's agent" if place.agent_store else "rank 0"
-        what = "cannot listen" if hosts else f"found nobody: {keeper}, which keeps the store, did not come"
-        raise RendezvousError(
-            f"rank {place.rank} {what} at {place.address}:{place.port} within {timeout:g} s: {first_line(error)}",
-            remedy="Check that all ranks are started with the same MASTER_ADDR and MASTER_PORT, and that the port is "
-            "free.",
-        ) from error
-    return PrefixStore(prefix, store), PrefixStore(prefix, beside)
+def absent_from(
+    store: Any, keys: Sequence[str], timeout: float, meanwhile: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Wait until every rank's key is set; returns the ranks whose key is not set after ``timeout`` seconds.
 
-
-def _connection(place: Place, hosts: bool, timeout: float, deadline: float) -> Any:
-    """One TCPStore. It is tried again and again for a short time, because its own retries go far beyond a timeout; and
-    not before somebody listens, because it prints what it does in vain.
+    ``meanwhile`` is called again and again; an exception of it ends the wait.
     """
-    while True:
-        patience = timedelta(seconds=timeout if hosts else min(5.0, timeout))
-        try:
-            if not hosts:
-                socket.create_connection((place.address, place.port), min(5.0, timeout)).close()
-            store = TCPStore(place.address, place.port, None, hosts, patience, wait_for_workers=False)
-        except (RuntimeError, OSError):
-            if hosts or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        else:
-            store.set_timeout(timedelta(seconds=timeout))
-            return store
+    deadline, pause = time.monotonic() + timeout, 0.0005
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        meanwhile()
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
+    return []
 
 
-def meet(store: Any, place: Place, presence: Presence, timeout: float) -> list[Presence]:
-    """What every rank says of itself, once all have come.
+def part(store: Any, place: Place, seconds: float) -> None:
+    """Tell the others that this rank needs the store no more. The rank that keeps it waits for all to say so."""
+    with suppress(RuntimeError):
+        store.set(f"parted/{place.rank}", "")
+        if place.keeps_store:
+            absent_from(store, [f"parted/{rank}" for rank in range(place.world_size)], seconds)
+
+
+def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Presence]]:
+    """The common store, and what every rank tells of itself, once all have come.
 
     Raises:
         RendezvousError: a rank did not come within the timeout, or came twice.
         BackendError, RankMismatchError: a rank has no GPU, or two have the same; on all ranks alike.
     """
+    where = (place.address, place.port, place.attempt)
+    if where not in _stores:
+        _stores[where] = _connected(place, timeout)
+    store: Any = PrefixStore(f"cgplan/{place.attempt}/{_meetings[where]}", _stores[where])
+    keys = [f"here/{rank}" for rank in range(place.world_size)]
     try:
-        found = _gather(store, place, presence, timeout)
+        if store.add(f"came/{place.rank}", 1) > 1:
+            raise RendezvousError(
+                f"rank {place.rank} came twice to {place.address}:{place.port}",
+                remedy="Another run uses the same port, or two processes have the same RANK.",
+            )
+        store.set(keys[place.rank], pickle.dumps(presence))
+        absent = absent_from(store, keys, timeout)
+        if absent:
+            part(store, place, 1.0)
+            raise RendezvousError(
+                f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s",
+                remedy="Look at the output of that rank; raise distributed.timeout if it only starts slowly.",
+            )
+        found = [pickle.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {place.rank} lost the store at {place.address}:{place.port} while it waited for the others: "
-            f"{first_line(error)}",
-            remedy="Look at what the other ranks printed.",
+            f"{place.keeper} ended while rank {place.rank} waited for the others: {first_line(error)}",
+            remedy="Look at the output of the other ranks.",
         ) from error
-    _meetings[_where(place)] += 1
+    _meetings[where] += 1
     check_devices(found)
-    return found
+    return store, found
 
 
-def _where(place: Place) -> tuple[str, int, int]:
-    return place.address, place.port, place.attempt
+def _connected(place: Place, timeout: float) -> Any:
+    """A TCPStore; a client connects once the port is open, because the store's own retries log each failure."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            if not place.keeps_store:
+                socket.create_connection((place.address, place.port), min(5.0, timeout)).close()
+            patience = timedelta(seconds=timeout)
+            return TCPStore(place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            if place.keeps_store or time.monotonic() > deadline:
+                failed = "cannot listen" if place.keeps_store else f"does not reach {place.keeper}"
+                raise RendezvousError(
+                    f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: "
+                    f"{first_line(error)}",
+                    remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that is free.",
+                ) from error
+            time.sleep(0.05)
 
 
-def _gather(store: Any, place: Place, presence: Presence, timeout: float) -> list[Presence]:
-    if store.add(f"came/{place.rank}", 1) > 1:
-        raise RendezvousError(
-            f"rank {place.rank} came twice to {place.address}:{place.port}",
-            remedy="Another run uses the same port, or two processes were given the same RANK.",
-        )
-    store.set(f"here/{place.rank}", json.dumps(asdict(presence)))
-    keys, deadline = [f"here/{rank}" for rank in range(place.world_size)], time.monotonic() + timeout
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-            store.compare_set("absent", "", absent)
-        if store.check(["absent"]):  # the first whose patience is over speaks for all
-            _give_up(store, place, keys, timeout)
-        time.sleep(0.01)
-    found = []
-    for key in keys:
-        said = json.loads(store.get(key))
-        found.append(Presence(**{**said, "process": Process(**said["process"])}))
-    return found
-
-
-def _give_up(store: Any, place: Place, keys: list[str], timeout: float) -> NoReturn:
-    """Raise that a rank is missing; whoever keeps the store stays until the others have read it."""
-    absent = store.get("absent").decode()
-    store.set(f"gave up/{place.rank}", "")
-    if place.rank == 0:
-        here = [f"gave up/{rank}" for rank, key in enumerate(keys) if store.check([key])]
-        deadline = time.monotonic() + 2
-        while not store.check(here) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    raise RendezvousError(
-        f"rank {absent} of {place.world_size} did not come within {timeout:g} s",
-        remedy="Look at what that rank printed; raise distributed.timeout if it only starts slowly.",
-    )
-
-
-def check_devices(found: list[Presence]) -> None:
-    """Each rank has a device of its own, all of one kind. Raises BackendError and RankMismatchError."""
+def check_devices(found: Sequence[Presence]) -> None:
+    """Each rank has its own device, all of one kind. Raises BackendError and RankMismatchError."""
+    first: dict[tuple[str, str], int] = {}
     for rank, presence in enumerate(found):
         if presence.problem:
             raise BackendError(
@@ -214,26 +202,24 @@ def check_devices(found: list[Presence]) -> None:
                 remedy="Start as many ranks on a machine as it has GPUs (--nproc-per-node), check "
                 "CUDA_VISIBLE_DEVICES, or set device: cpu.",
             )
-    kinds = {presence.device == "cpu" for presence in found}
-    if len(kinds) > 1:
-        odd = next(rank for rank, p in enumerate(found) if (p.device == "cpu") != (found[0].device == "cpu"))
-        raise RankMismatchError(
-            f"rank {odd} runs on {_kind(found[odd])}, rank 0 on {_kind(found[0])}",
-            remedy="Set device: cpu or device: cuda for all ranks.",
-        )
-    places: dict[tuple[str, str], int] = {}
-    for rank, presence in enumerate(found):
-        first = places.setdefault((presence.host, presence.device), rank)
-        if presence.device != "cpu" and first != rank:
+        if (presence.device == "cpu") != (found[0].device == "cpu"):
+            kinds = ["the CPU" if p.device == "cpu" else "a GPU" for p in (presence, found[0])]
+            raise RankMismatchError(
+                f"rank {rank} runs on {kinds[0]}, rank 0 on {kinds[1]}",
+                remedy="Set device: cpu or device: cuda for all ranks.",
+            )
+        other = first.setdefault((presence.host, presence.device), rank)
+        if presence.device != "cpu" and other != rank:
             raise BackendError(
-                f"ranks {first} and {rank} are on one GPU ({presence.device}) of {presence.host}",
+                f"ranks {other} and {rank} are on one GPU ({presence.device}) of {presence.host}",
                 remedy="Leave device: cuda without a number, so that each rank takes the GPU of its local rank; check "
                 "CUDA_VISIBLE_DEVICES.",
             )
 
 
-def _kind(presence: Presence) -> str:
-    return "the CPU" if presence.device == "cpu" else "a GPU"
+def first_line(error: BaseException) -> str:
+    """The first line of a message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-__all__ = ["Place", "Presence", "check_devices", "connect", "meet"]
+__all__ = ["Place", "Presence", "absent_from", "check_devices", "first_line", "meet", "part"]

@@ -9,16 +9,13 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.config import Config
-from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
-from cgplan.distributed.custom import CustomAllReduce, Kernels
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
+from cgplan.distributed.kernels import ONE_SHOT_BYTES, CpuAllReduce, CudaAllReduce
 from cgplan.distributed.ranks import Ranks
-from cgplan.distributed.registry import GraphBufferRegistry
-from cgplan.distributed.transports import MemoryTransport
+from cgplan.distributed.transports import uses_expandable_segments
 from cgplan.errors import AllReduceError
 
 logger = logging.getLogger(__name__)
-
-WORLD_SIZES = (2, 4, 8)  # for which there are kernels
 
 
 def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
@@ -30,8 +27,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
     wanted, collective = config.compilation.all_reduce, CollectiveAllReduce(ranks, backend)
     if wanted == "nccl":
         return collective
-    why_not = _symm_mem_unfit if wanted == "symm_mem" else _custom_unfit
-    reasons = ranks.agree("the choice of the all-reduce", value=why_not(ranks))
+    reasons = ranks.agree("the choice of the all-reduce", value=_why_not(wanted, ranks))
     for rank, reason in enumerate(reasons):
         if reason and wanted != "auto":
             raise AllReduceError(
@@ -42,60 +38,30 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
             if ranks.rank == 0:
                 logger.warning("custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name)
             return collective
+    most, rows = config.distributed.all_reduce_max_size, config.distributed.table_rows
     if wanted == "symm_mem":
-        from cgplan.distributed.all_reduce import SymmetricAllReduce
-
-        return SymmetricAllReduce(ranks, backend, collective, config.distributed.all_reduce_max_size)
-    return _custom(config, ranks, backend, collective)
-
-
-def _custom(config: Config, ranks: Ranks, backend: GraphBackend, collective: AllReduce) -> CustomAllReduce:
-    settings, transport = config.distributed, _transport(ranks)
-    registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
-    kernels: Kernels
-    if ranks.device.type == "cpu":
-        from cgplan.distributed.kernels import CpuKernels
-
-        kernels = CpuKernels(ranks, registry, transport)
-    else:
-        from cgplan.distributed.kernels import CudaKernels
-
-        kernels = CudaKernels(
-            ranks, registry, transport, settings.all_reduce_max_size, bounded=config.compilation.debug
-        )
-    return CustomAllReduce(ranks, backend, transport, registry, kernels, collective, settings.all_reduce_max_size)
+        return SymmetricAllReduce(ranks, backend, collective, most)
+    kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
+    return kind(ranks, backend, collective, most, rows)
 
 
-def _transport(ranks: Ranks) -> MemoryTransport:
-    if ranks.device.type == "cpu":
-        from cgplan.distributed.transports import SharedMemoryTransport
-
-        return SharedMemoryTransport()
-    from cgplan.distributed.transports import CudaIpcTransport
-
-    return CudaIpcTransport(ranks.device)
-
-
-def _custom_unfit(ranks: Ranks) -> str:
-    """Why this rank cannot take part in a custom all-reduce; empty if it can."""
+def _why_not(wanted: str, ranks: Ranks) -> str:
+    """Why this rank cannot take part in a custom or symm_mem all-reduce; empty if it can."""
+    on_cpu = ranks.device.type == "cpu"
+    if on_cpu and wanted == "symm_mem":
+        return "symmetric memory needs GPUs"
     if not ranks.on_one_machine:
         return "the ranks are on several machines"
-    if ranks.device.type == "cpu":
+    if on_cpu or wanted == "symm_mem":
         return ""
-    from cgplan.distributed.transports import uses_expandable_segments
-
-    if ranks.world_size not in WORLD_SIZES:
-        return f"{ranks.world_size} ranks are none of {', '.join(map(str, WORLD_SIZES))}"
+    if ranks.world_size not in ONE_SHOT_BYTES:
+        return f"{ranks.world_size} ranks are none of {', '.join(map(str, ONE_SHOT_BYTES))}"
     for module, package in (("triton", "triton"), ("cuda", "cuda-bindings")):
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed"
     if uses_expandable_segments():
         return "expandable segments are on, whose memory has no IPC handle"
-    return _no_peer_access(ranks)
-
-
-def _no_peer_access(ranks: Ranks) -> str:
-    """Which peer's GPU this one cannot read; GPUs that this process does not see are left to the handles."""
+    # GPUs that this process does not see are left to the handles.
     numbers = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     own = ranks.device.index or 0
     for rank, presence in enumerate(ranks.presences):
@@ -105,12 +71,4 @@ def _no_peer_access(ranks: Ranks) -> str:
     return ""
 
 
-def _symm_mem_unfit(ranks: Ranks) -> str:
-    if ranks.device.type == "cpu":
-        return "symmetric memory needs GPUs"
-    if not ranks.on_one_machine:
-        return "the ranks are on several machines"
-    return ""
-
-
-__all__ = ["WORLD_SIZES", "open_all_reduce"]
+__all__ = ["open_all_reduce"]

@@ -1,11 +1,10 @@
-"""How one process lets others read its memory: the protocol behind CUDA IPC and shared memory."""
+"""How one process lets others read its memory: CUDA IPC, and shared memory on the CPU."""
 
 from __future__ import annotations
 
 import mmap
 import os
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,22 +29,16 @@ class ExportedMemory:
 
 
 class MemoryTransport(ABC):
-    """Hands memory of this process to others on the same machine, and opens theirs.
-
-    Attributes:
-        name: For reports.
-    """
-
-    name: str
+    """Hands memory of this process to others on the same machine, and opens theirs."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of its own that can be exported, [nbytes] uint8, zero. The transport owns it until ``close``."""
+        """Memory that can be exported, [nbytes] uint8, zero. The transport owns it until ``free``."""
 
     @abstractmethod
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where a tensor's data can be read by others: the tensor itself where any memory can be exported, else memory
-        of the transport with its layout, which the caller has to copy it to.
+        """Where others can read a tensor's data: the tensor itself where any memory can be exported, else memory of the
+        transport with its layout, which the caller has to copy it to.
         """
 
     @abstractmethod
@@ -66,7 +59,7 @@ class MemoryTransport(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Free all memory of its own; no peer may have it open."""
+        """Free all memory of the transport; no peer may have it open."""
 
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -74,8 +67,6 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 class CudaIpcTransport(MemoryTransport):
     """Memory of one GPU. Raises BackendError where cuda-bindings is not installed."""
-
-    name = "CUDA IPC"
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -90,17 +81,13 @@ class CudaIpcTransport(MemoryTransport):
         self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of torch's allocator."""
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        self._own.append(tensor)
-        return tensor
+        self._own.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
+        return self._own[-1]
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
         return tensor
 
     def export(self, address: int) -> ExportedMemory:
-        """The allocation that holds an address."""
         with torch.cuda.device(self._device):
             base, nbytes = self._checked(self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
             if int(base) not in self._handles:
@@ -110,7 +97,6 @@ class CudaIpcTransport(MemoryTransport):
         return ExportedMemory(found, address - int(base), size)
 
     def open(self, memory: ExportedMemory) -> int:
-        """Map a peer's allocation into this process."""
         handle = self._runtime.cudaIpcMemHandle_t()
         handle.reserved = memory.handle
         with torch.cuda.device(self._device):
@@ -118,16 +104,14 @@ class CudaIpcTransport(MemoryTransport):
             return int(self._checked(result, "cudaIpcOpenMemHandle")[0])
 
     def close(self, base: int) -> None:
-        """Unmap it."""
         with torch.cuda.device(self._device):
             self._checked(self._runtime.cudaIpcCloseMemHandle(base), "cudaIpcCloseMemHandle")
 
     def forget(self) -> None:
-        """Handles are of allocations that the pool may free now; the next export asks for them anew."""
+        """The pool may free these allocations now; the next export asks for new handles."""
         self._handles.clear()
 
     def free(self) -> None:
-        """Give all memory back to torch's allocator."""
         self.forget()
         self._own.clear()
 
@@ -155,53 +139,43 @@ _ALIGNMENT = 64
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One mapped file. ``file``: its descriptor, in the process that owns it; ``used``: bytes handed out."""
+    """A file of this process without a name, mapped. Tensors on it keep the mapping. ``used``: bytes handed out."""
 
     memory: mmap.mmap
-    base: int
-    file: int = -1
+    file: int
     used: int = 0
 
     @property
-    def nbytes(self) -> int:
-        return len(self.memory)
+    def base(self) -> int:
+        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
-    def close(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-        # Tensors may still lie on the mapping; it goes with the last of them.
-        del self.memory
-
-
-def _map(file: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    memory = mmap.mmap(file, nbytes)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    @classmethod
+    def of(cls, nbytes: int) -> _Block:
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        file = os.memfd_create("cgplan", os.MFD_CLOEXEC)
+        os.ftruncate(file, nbytes)
+        return cls(mmap.mmap(file, nbytes), file)
 
 
 class SharedMemoryTransport(MemoryTransport):
     """Blocks that other processes of this machine can map. Raises BackendError where the system has no memfd."""
-
-    name = "shared memory"
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise BackendError("shared memory between ranks needs Linux", remedy="Set compilation.all_reduce: nccl.")
         self._own: list[_Block] = []
         self._placed: list[_Block] = []
-        self._opened: dict[int, _Block] = {}
+        self._opened: dict[int, mmap.mmap] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """A block of its own."""
-        block = self._new_block(nbytes)
-        self._own.append(block)
-        return torch.frombuffer(block.memory, dtype=torch.uint8, count=nbytes)
+        self._own.append(_Block.of(nbytes))
+        return torch.frombuffer(self._own[-1].memory, dtype=torch.uint8, count=nbytes)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory in a block, contiguous: what an operator made lies in private memory."""
+        """Memory in a block, contiguous: an operator's result lies in private memory."""
         size = -(-max(tensor.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        if not self._placed or self._placed[-1].used + size > self._placed[-1].nbytes:
-            self._placed.append(self._new_block(max(size, _BLOCK_BYTES)))
+        if not self._placed or self._placed[-1].used + size > len(self._placed[-1].memory):
+            self._placed.append(_Block.of(max(size, _BLOCK_BYTES)))
         block = self._placed[-1]
         with torch.inference_mode(False):
             raw = torch.frombuffer(block.memory, dtype=torch.uint8, count=tensor.nbytes, offset=block.used)
@@ -210,17 +184,15 @@ class SharedMemoryTransport(MemoryTransport):
 
     def export(self, address: int) -> ExportedMemory:
         """The block that holds an address, by its owner's descriptor."""
-        blocks = sorted((*self._own, *self._placed), key=lambda block: block.base)
-        index = bisect_right([block.base for block in blocks], address) - 1
-        if index < 0 or address >= blocks[index].base + blocks[index].nbytes:
-            raise RegistrationError(
-                f"address {address:#x} does not lie in shared memory", remedy="Copy the tensor to where `place` says."
-            )
-        block = blocks[index]
-        return ExportedMemory((os.getpid(), block.file, block.nbytes), address - block.base, block.nbytes)
+        for block in (*self._own, *self._placed):
+            offset, nbytes = address - block.base, len(block.memory)
+            if 0 <= offset < nbytes:
+                return ExportedMemory((os.getpid(), block.file, nbytes), offset, nbytes)
+        raise RegistrationError(
+            f"address {address:#x} does not lie in shared memory", remedy="Copy the tensor to where `place` says."
+        )
 
     def open(self, memory: ExportedMemory) -> int:
-        """Map a peer's block."""
         pid, file, nbytes = memory.handle
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
@@ -230,33 +202,28 @@ class SharedMemoryTransport(MemoryTransport):
                 remedy="All ranks have to run on one machine, as the same user, in one namespace of processes.",
             ) from error
         try:
-            mapped, base = _map(descriptor, nbytes)
+            mapped = mmap.mmap(descriptor, nbytes)
         finally:
             os.close(descriptor)
-        self._opened[base] = _Block(mapped, base)
+        base = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        self._opened[base] = mapped
         return base
 
     def close(self, base: int) -> None:
-        """Drop the mapping."""
-        self._opened.pop(base).close()
+        """Drop the mapping; it goes with the last tensor on it."""
+        del self._opened[base]
 
     def forget(self) -> None:
-        """Drop the blocks of placed tensors."""
-        while self._placed:
-            self._placed.pop().close()
+        _drop(self._placed)
 
     def free(self) -> None:
-        """Drop every block."""
-        self.forget()
-        while self._own:
-            self._own.pop().close()
+        _drop(self._placed)
+        _drop(self._own)
 
-    def _new_block(self, nbytes: int) -> _Block:
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        file = os.memfd_create("cgplan", os.MFD_CLOEXEC)
-        os.ftruncate(file, nbytes)
-        memory, base = _map(file, nbytes)
-        return _Block(memory, base, file)
+
+def _drop(blocks: list[_Block]) -> None:
+    while blocks:
+        os.close(blocks.pop().file)
 
 
 __all__ = ["CudaIpcTransport", "ExportedMemory", "MemoryTransport", "SharedMemoryTransport", "uses_expandable_segments"]

@@ -13,15 +13,15 @@ Note [Signals]
     of the one-shot kernel publishes nothing: its reads are over, as what was made of them is stored. It is not ORDERED,
     which spares a fence over the whole system.
 
-    A kernel has two barriers. One-shot: before the first read all inputs are written; after the last one nobody reads
+    A kernel has two barriers. One-shot: before the first read all inputs are written; after the last one no rank reads
     my input any more, so that what follows may overwrite it. Two-shot: as before; then after the slices are reduced,
-    which also says that nobody reads my input any more. The slices lie behind the signals, and are not written again
+    which also says that no rank reads my input any more. The slices lie behind the signals, and are not written again
     before the first barrier of the next kernel, at which all blocks of this kernel have ended everywhere.
 
-    The error word is 0 while all is well. A host that learns that a rank is lost writes it, which ends all waits; so
-    does a wait of more than LIMIT looks, where there is a limit. Whatever was summed then is wrong, and the host finds
-    out when it looks at the word (`CudaKernels.check`). It is read by atomics, of which one thread hands the result to
-    the whole block: threads that saw different values would part ways in the loop.
+    The error word is 0 while all is well. A host that learns that a rank failed writes it, which ends all waits; so
+    does a wait of LIMIT looks. Sums since then are NaN, and the host finds out why when it reads the word
+    (`CudaAllReduce.check`). The kernel reads it by atomics, of which one thread hands the result to the whole block:
+    threads that saw different values would part ways in the loop.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def _barrier(
     while behind < 0:
         behind = _look(own, zeros, values, ORDERED)
         looks += 1
-        if LIMIT > 0:
-            if looks == LIMIT:
-                tl.atomic_cas(error, 0, 2)
+        if looks == LIMIT:
+            tl.atomic_cas(error, 0, 2)
         if looks % 64 == 0:
             if tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0:
                 behind, met = 0, 0
@@ -82,6 +81,15 @@ def _addresses(row, WORLD: tl.constexpr):
     for rank in tl.static_range(WORLD):
         found = found + (tl.load(row + rank),)
     return found
+
+
+@triton.jit
+def _void(out, numel, BLOCK: tl.constexpr):
+    """Write NaN: a sum that was given up must not be taken for one."""
+    for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        nothing = tl.full([BLOCK], float("nan"), tl.float32)
+        tl.store(out + places, nothing.to(out.dtype.element_ty), mask=places < numel)
 
 
 @triton.jit(do_not_specialize=["packs"])
@@ -108,7 +116,7 @@ def one_shot(
         error: [1] int32, the error word.
         packs: 16-byte parts of a message; PACK elements are one.
         BLOCK: Elements that a block takes at a time.
-        LIMIT: Looks at the signals before a barrier gives up; 0 for no limit.
+        LIMIT: Looks at the signals before a barrier gives up.
     """
     pid = tl.program_id(0)
     inputs = _addresses(row, WORLD)
@@ -129,6 +137,8 @@ def one_shot(
             tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
             _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, False)
+        else:
+            _void(out, packs * PACK, BLOCK)
         tl.store(counts + pid, count + 1)
 
 
@@ -184,6 +194,8 @@ def two_shot(
                 part = (slices[rank] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
                 part = tl.multiple_of(part, 16)
                 tl.store(out + rank * size + places, tl.load(part + places, mask=inside), mask=inside)
+        if size == 0:
+            _void(out, numel, BLOCK)
         tl.store(counts + pid, count + 1)
 
 

@@ -1,4 +1,4 @@
-"""What of torch's state around a call a graph depends on: grad and inference mode, autocast, random generators.
+"""Torch's state around a call that a graph depends on: grad and inference mode, autocast, random generators.
 
 Note [Ambient state]
     A graph takes no notice of what is around its replay. Each part of that state is dealt with in its own way.
@@ -12,15 +12,13 @@ Note [Ambient state]
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cgplan.errors import AddressError, CaptureError
+from cgplan.errors import CaptureError
 
 
 class AmbientState(NamedTuple):
@@ -60,7 +58,7 @@ class AmbientState(NamedTuple):
 
         Args:
             now: The state of a call.
-            done: What was done in this state, ``captured`` or ``traced``.
+            done: ``captured`` or ``traced``: the work of this state.
             names: Parts that count; all if empty.
         """
         if now == self:
@@ -78,6 +76,12 @@ def _listed(words: Mapping[str, str], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {words[name]}" for name in names)
 
 
+def number_of(generator: torch.Generator) -> int:
+    """A number that is equal for all Python objects of one generator: operators are given others than the model has."""
+    number: int = generator._cdata  # type: ignore[attr-defined]
+    return number
+
+
 @contextmanager
 def random_state_kept(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """A block that draws random numbers and leaves the default generators, and these, as they were."""
@@ -88,66 +92,3 @@ def random_state_kept(device: torch.device, generators: Iterable[torch.Generator
         finally:
             for generator, state in before:
                 generator.set_state(state)
-
-
-def generators_of(model: Callable[..., Any], device: torch.device) -> tuple[torch.Generator, ...]:
-    """The generators of a device that a model holds, in the order that they are found.
-
-    Looked at are the attributes of the model and of the modules inside it, lists, tuples, sets and dicts there, what
-    functions are closed over or bound to, and the global names that they use. Default generators are left out.
-    """
-    found: dict[int, torch.Generator] = {}
-    seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
-    defaults = (torch.default_generator, *torch.cuda.default_generators)
-    todo: list[Any] = [model, model.__call__]  # type: ignore[operator]
-    while todo:
-        value = todo.pop()
-        if type(value) in _NOTHING_INSIDE or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, torch.Generator):
-            if value.device == device and all(value is not default for default in defaults):
-                found[id(value)] = value
-        else:
-            todo.extend(_inside(value))
-    return tuple(found.values())
-
-
-def refuse_other_generators(before: Sequence[torch.Generator], now: Sequence[torch.Generator], what: str) -> None:
-    """Raise AddressError if these are other objects than ``what``, a graph, was captured with."""
-    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-        raise AddressError(
-            f"{what} was captured with other torch.Generator objects than the model holds now: a replay would draw "
-            "from the old ones",
-            remedy="Seed a generator in place (manual_seed, set_state), or call runner.recapture().",
-        )
-
-
-_NOTHING_INSIDE = frozenset({str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Parameter})
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """What a value holds that may be, or hold, a generator."""
-    if isinstance(value, torch.nn.Module):
-        return (*vars(value).values(), type(value).forward)
-    if isinstance(value, Mapping):
-        return tuple(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, types.MethodType):
-        holder = value.__self__
-        return (value.__func__, holder, *getattr(holder, "__dict__", {}).values())
-    if isinstance(value, types.FunctionType):
-        names = (value.__globals__.get(name) for name in value.__code__.co_names)
-        return (*_cells(value), *(value.__defaults__ or ()), *(g for g in names if isinstance(g, torch.Generator)))
-    return ()
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue

@@ -102,7 +102,7 @@ class GraphPool:
         backend: The device; all members have to use this very object.
 
     Attributes:
-        handle: What the backend calls the pool.
+        handle: The backend's pool.
         use: Who runs its graphs.
         members: The runners that have captured into it and are not closed.
 
@@ -113,7 +113,7 @@ class GraphPool:
     def __init__(self, backend: GraphBackend) -> None:
         if not isinstance(backend, GraphBackend):
             raise BackendError(
-                f"a GraphPool on {backend!r:.100}, which is no backend",
+                f"a GraphPool on {backend!r:.100}, which is not a GraphBackend",
                 remedy='Make one with cgplan.backends.select_backend("auto").',
             )
         self.backend = backend
@@ -145,7 +145,7 @@ class RunnerPools:
         given: A pool that others use too; the runner then has no other.
 
     Attributes:
-        generation: How often the runner began anew, from 1; see Note [Generations].
+        generation: Number of the present generation, from 1; see Note [Generations].
 
     Raises:
         CgplanError: a pool is given, and the policy asks for several.
@@ -173,7 +173,7 @@ class RunnerPools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all pools have reserved, those of earlier generations that somebody still needs included."""
+        """Bytes that all pools have reserved, with those of earlier generations that are still in use."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     def of(self, key: Key) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.blame import current_line
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import (
     AddressPolicy,
     CaptureScope,
@@ -21,14 +22,14 @@ from cgplan.backends.context import (
     WatchedMetadata,
     current_forward_context,
 )
-from cgplan.backends.host_sync import tensors_in
-from cgplan.buffers.handed_outputs import HandedOutput
+from cgplan.buffers.outputs import renewed
 from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
-from cgplan.graphs.addresses import AddressManifest
 from cgplan.graphs.ambient import AmbientState
-from cgplan.graphs.frozen import Given
-from cgplan.graphs.operator_log import marked
+from cgplan.graphs.footprint import current_look
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+
+logger = logging.getLogger(__name__)
 
 
 def _is_count(value: object) -> bool:
@@ -50,12 +51,14 @@ class CUDAGraphOptions:
             Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
             buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
             see ``policy``.
+        debug_log_enable: Whether each capture is logged, at level DEBUG.
     """
 
     borrow_outputs: bool = True
     num_of_warmups: int = 1
     copied_arguments: tuple[int, ...] = ()
     address_check: AddressPolicy = "first"
+    debug_log_enable: bool = True
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are not as described."""
@@ -91,7 +94,7 @@ def refuse_nested(backend: GraphBackend) -> None:
     """Raise CaptureError where a wrapper is to capture inside of another one's capture."""
     if backend.is_capturing():
         raise CaptureError(
-            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {current_line()}",
+            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {blamed_line()}",
             remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
             "another one needs another runtime mode.",
         )
@@ -103,9 +106,9 @@ class CUDAGraphEntry:
 
     Attributes:
         descriptor: The batch that it serves.
-        graph: What the wrapper replays: the backend's graph, or a breakable capture.
-        output: What the callable returned at capture, on graph memory; each replay overwrites it.
-        handed: Gives the output to code of the user, which may change the tensor objects, see HandedOutput.
+        graph: The backend's graph, or a breakable capture.
+        output: The result at capture, on graph memory; each replay overwrites it.
+        handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
@@ -115,15 +118,15 @@ class CUDAGraphEntry:
         segments: The backend's graphs that it consists of, in order.
         eager_pieces: How many functions run eagerly between them.
         ambient: Torch's state around the capture.
-        pooled: What of the output lies in the pool: while somebody holds that, the graph must not be freed.
+        pooled: The output's tensors in the pool: while somebody holds one, the graph must not be freed.
     """
 
     descriptor: BatchDescriptor
     graph: Any
     output: Any
-    handed: HandedOutput
+    handed: Callable[[], Any]
     slots: Mapping[int, torch.Tensor]
-    manifest: AddressManifest | None
+    manifest: ModelState | None
     capture_seconds: float
     backend: GraphBackend = field(repr=False)
     scope: CaptureScope | None = field(repr=False)
@@ -166,11 +169,11 @@ class CUDAGraphWrapper:
     they must lie where they lay at capture, and those that are no tensors stay what they were then. Wrappers can be
     nested: FULL outside, PIECEWISE inside.
 
-    A wrapper is no nn.Module: a module that is held by its wrapper alone is not seen by ``parameters()``, ``eval()`` or
-    ``to()``. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
+    A wrapper is not an nn.Module: ``parameters()``, ``eval()`` and ``to()`` do not see a module that its wrapper alone
+    holds. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
 
     Args:
-        runnable: What is captured.
+        runnable: The function or module that is captured.
         runtime_mode: FULL or PIECEWISE.
         backend: Device outside of any session, chosen as for ``auto`` if absent; a session's captures are made by the
             session's.
@@ -182,7 +185,7 @@ class CUDAGraphWrapper:
         CgplanError: an argument is not what it should be.
     """
 
-    __graph_memory__ = True  # an address manifest of the model does not look inside
+    __graph_memory__ = True  # the walk over the model does not look inside
     _computes_while_capturing: ClassVar[bool] = False
     _compares_copied: ClassVar[bool] = True  # False where generated code calls it, with what it was made for
 
@@ -204,12 +207,6 @@ class CUDAGraphWrapper:
             raise CgplanError(
                 f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
             )
-        for value, kind in ((backend, GraphBackend), (options, CUDAGraphOptions)):
-            if value is not None and not isinstance(value, kind):
-                raise CgplanError(
-                    f"a graph wrapper was given {value!r:.100} where a {kind.__name__} belongs",
-                    remedy="Make backends with cgplan.backends.select_backend, options with cgplan.CUDAGraphOptions.",
-                )
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self._backend = backend
@@ -223,31 +220,28 @@ class CUDAGraphWrapper:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
+            if self.runtime_mode is CUDAGraphMode.PIECEWISE and (look := current_look()) is not None:
+                with look.in_wrapper(self, is_whole=not self._computes_while_capturing):
+                    return self.runnable(*args, **kwargs)
             return self.runnable(*args, **kwargs)
         key = self._key(context.descriptor, args, kwargs)
         entry = self.entries.get(key)
         if entry is None or entry.scope is not context.scope:
-            with marked("around graphs"):
-                entry, output = self._capture(key, context, args, kwargs)
-                unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
-                if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
-                    self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
-                    self._replay(entry)
+            entry, output = self._capture(key, context, args, kwargs)
+            unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
+            if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
+                self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
+                self._replay(entry)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
             now = AmbientState.now(self.backend.device.type)
             entry.ambient.refuse_other(now, "captured", ("autocast",))
         if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
-            entry.manifest.check(self._roots(entry, context, args, kwargs), what=f"{self.runtime_mode} {key}")
+            entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
             self._checked.add(key)
-        if context.scope is None or not context.scope.is_open:
-            self._fill(entry, args)
-            self._replay(entry)
-        else:  # called again by the forward that is captured
-            with marked("around graphs"):
-                self._fill(entry, args)
-                self._replay(entry)
+        self._fill(entry, args)
+        self._replay(entry)
         return entry.handed()
 
     @property
@@ -272,6 +266,10 @@ class CUDAGraphWrapper:
             vars(made)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
         return made
 
+    def unwrap(self) -> Callable[..., Any]:
+        """The wrapped callable itself, which never captures."""
+        return self.runnable
+
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
@@ -282,13 +280,13 @@ class CUDAGraphWrapper:
     def take_out(
         self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
     ) -> list[tuple[Any, Callable[[], None]]]:
-        """Forget the graphs of these batches of one scope; for each what of its output lies in the pool, and a function
+        """Forget the graphs of these batches of one scope; for each its output's tensors in the pool, and a function
         that frees it.
         """
         taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
-        # Whoever frees it later must not hold the output, whose end is waited for.
+        # The deferred free must not keep the output alive.
         return [
             (
                 e.pooled,
@@ -332,7 +330,7 @@ class CUDAGraphWrapper:
     def _roots(
         self, entry: CUDAGraphEntry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What the address check looks at."""
+        """Roots of the address check."""
         if entry.slots:
             args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
@@ -356,9 +354,8 @@ class CUDAGraphWrapper:
         """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
         return (graph,), 0
 
-    def _capture(
-        self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CUDAGraphEntry, Any]:
+    def _prepare(self, key: Hashable, context: ForwardContext, args: tuple[Any, ...]) -> None:
+        """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
         scope = context.scope
         if scope is not None and not scope.is_open and key in self.entries:
             raise SealedError(
@@ -376,12 +373,22 @@ class CUDAGraphWrapper:
             self._backend = scope.backend  # another object of the same device has other pools and another stream
         refuse_nested(self.backend)
         self.options.check_copied(args)
+        if self.options.debug_log_enable:
+            logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
+
+    def _capture(
+        self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CUDAGraphEntry, Any]:
+        scope = context.scope
+        self._prepare(key, context, args)
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
                 self._warm_up(args, kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
-            pool = self._choose_pool(scope)
+            if self._pool is None and scope is None and self._own_pool is None:
+                self._own_pool = self.backend.new_pool()
+            pool = self._pool if self._pool is not None else self._own_pool if scope is None else scope.pool
             plain = context.metadata
             watched = WatchedMetadata(plain, self._is_reading)
             start = time.perf_counter()
@@ -393,20 +400,46 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
-        ours: dict[int, bool] = {}
+        backend, pooled, plainly = self.backend, list[torch.Tensor](), set[int]()
+
+        @cache
+        def own() -> set[int]:
+            roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
+            return set(map(id, ModelState.of(roots, backend.device).tensors))
+
+        def unheld(tensor: torch.Tensor) -> torch.Tensor:
+            """A tensor object that no caller changes, without its hold on the pool; the model's own as they are."""
+            in_pool = backend.in_pool(tensor, pool)
+            if not in_pool and (type(tensor) is not torch.Tensor or id(tensor) in own()):
+                return tensor
+            mine = (backend.borrow(tensor) if in_pool and self.options.borrow_outputs else tensor).detach()
+            pooled.extend([mine] * in_pool)
+            plainly.add(id(mine))
+            return mine
+
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            theirs = Given(self.runnable, args, kwargs)
-            kept = tree_map_only(torch.Tensor, lambda t: self._kept(t, pool, ours, theirs), output)
-            slots = {i: self._borrowed(slot, pool) for i, slot in slots.items()}
-        read, parts = frozenset(watched.read), self._parts(graph)
-        ambient = AmbientState.now(self.backend.device.type)
-        handed, pooled = HandedOutput(kept, ours), tuple(t for t in tensors_in(kept) if ours.get(id(t)))
-        made = (slots, None, seconds, self.backend, scope, read, *parts)
-        entry = CUDAGraphEntry(context.descriptor, graph, kept, handed, *made, ambient=ambient, pooled=pooled)
-        if (policy := self.options.policy(scope)) != "off":
+            kept = tree_map_only(torch.Tensor, unheld, output)
+            slots = {i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot for i, slot in slots.items()}
+        segments, pieces = self._parts(graph)
+        entry = CUDAGraphEntry(
+            descriptor=context.descriptor,
+            graph=graph,
+            output=kept,
+            handed=renewed(kept, plainly),
+            slots=slots,
+            manifest=None,
+            capture_seconds=seconds,
+            backend=backend,
+            scope=scope,
+            metadata=frozenset(watched.read),
+            segments=segments,
+            eager_pieces=pieces,
+            ambient=AmbientState.now(backend.device.type),
+            pooled=tuple(pooled),
+        )
+        if self.options.policy(scope) != "off":
             roots = self._roots(entry, context, args, kwargs)
-            manifest = AddressManifest.of(roots, self.backend.device, repeats=policy == "always")
-            entry = replace(entry, manifest=manifest)
+            entry = replace(entry, manifest=ModelState.of(roots, self.backend.device).let_go())
         self.entries[key] = entry
         self._checked.discard(key)  # of another scope's entry
         if scope is not None:
@@ -421,33 +454,7 @@ class CUDAGraphWrapper:
             remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
         )
 
-    def _borrowed(self, tensor: torch.Tensor, pool: Any) -> torch.Tensor:
-        """A slot without its hold on the pool."""
-        return self.backend.borrow(tensor) if self.backend.in_pool(tensor, pool) else tensor
 
-    def _kept(self, tensor: torch.Tensor, pool: Any, ours: dict[int, bool], theirs: Given) -> torch.Tensor:
-        """A tensor of the output, as it is kept: one in the pool without its hold on it; one that the forward made of
-        other memory as an object of our own, for callers may change it; others as they are. ``ours`` takes the ids of
-        the first two, and whether they are in the pool.
-        """
-        in_pool = self.backend.in_pool(tensor, pool)
-        if not in_pool and not theirs.are_seen_by(tensor):
-            return tensor
-        borrows = self.options.borrow_outputs and in_pool
-        kept = (self.backend.borrow(tensor) if borrows else tensor).detach()
-        ours[id(kept)] = in_pool
-        return kept
-
-    def _choose_pool(self, scope: CaptureScope | None) -> Any:
-        if self._pool is not None:
-            return self._pool
-        if scope is not None:
-            return scope.pool
-        if self._own_pool is None:
-            self._own_pool = self.backend.new_pool()
-        return self._own_pool
-
-
-_NO_OUTPUT = HandedOutput(None, ())
+_NO_OUTPUT = renewed(None)
 
 __all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

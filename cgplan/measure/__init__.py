@@ -1,1 +1,1 @@
-"""What runs the model to learn from it."""
+"""Runs of the model that measure it: benchmarks, baselines, calibrated and estimated costs."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import explain_eager_failure
-from cgplan.measure.baselines import BenchBatch
-from cgplan.measure.bench_peers import bench_peers
+from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
 from cgplan.reports.records import BenchRecord, BenchReport, Timing, check_peers
@@ -32,10 +30,10 @@ def bench(
     and beside them where the plan has other graphs for those: so that the planner learns of both.
 
     Args:
-        runner: What to measure; its stats count these calls too.
-        progress: Called with (done, total, what) before each step.
-        against: Other ways to run the model that are measured beside it, see bench_peers, which captures the runner
-            anew: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
+        runner: Its stats count these calls, too.
+        progress: Called with (done, total, name of the step) before each step.
+        against: Other ways to run the model that are measured beside it, see bench_baselines, which captures the runner
+            again: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
         seed: Of the random order in which they take turns; drawn if absent.
 
     Raises:
@@ -53,10 +51,10 @@ def bench(
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
-    peers, report = None, runner.report  # which peers, who have the runner captured again, would change
+    peers, report = None, runner.report  # baselines capture the runner again, and change its report
     if against:
-        batches = [_example(runner, size, _kinds(runner, size)[0]) for size in sizes]
-        peers = bench_peers(runner, batches, against, seed=seed, progress=progress)
+        batches = [example(runner, size, _kinds(runner, size)[0]) for size in sizes]
+        peers = bench_baselines(runner, batches, against, seed=seed, progress=progress)
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
         capture=report,
@@ -81,7 +79,7 @@ def _loras(runner: GraphRunner) -> int:
     return runner.config.lora.max_loras if runner.config.lora else 0
 
 
-def _example(runner: GraphRunner, size: int, uniform: bool) -> BenchBatch:
+def example(runner: GraphRunner, size: int, uniform: bool) -> BenchBatch:
     """A batch of that size."""
     plan, config = runner.plan, runner.config
     reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
@@ -93,11 +91,11 @@ def _example(runner: GraphRunner, size: int, uniform: bool) -> BenchBatch:
 
 
 def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
-    example = _example(runner, size, uniform)
-    call: dict[str, Any] = {**example.given_to(runner), **example.options}
+    batch = example(runner, size, uniform)
+    call: dict[str, Any] = {**batch.given_to(runner), **batch.options}
     if runner.config.compilation.capture_policy == "lazy":
         runner(**call)  # captures its graph
-    route = runner.route(example.tensors, **example.options)
+    route = runner.route(batch.tensors, **batch.options)
     eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))
     graph = graph_host = replay = graph_queued = replay_queued = None
     if route.mode is not CUDAGraphMode.NONE:
@@ -127,8 +125,4 @@ def _time(runner: GraphRunner, call: Callable[[], object], *, queued: bool = Fal
         for _ in range(runner.config.report.warmups):
             call()
         device, host = runner.backend.time_calls(call, runner.config.report.repeats, queued=queued)
-    return _timing(device), _timing(host)
-
-
-def _timing(values: Sequence[float]) -> Timing:
-    return Timing(median=float(np.median(values)), p99=float(np.percentile(values, 99)))
+    return timing(device), timing(host)

@@ -22,7 +22,7 @@ from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.context import CaptureScope
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.key_capture import CapturedKey, KeyCapture, driver_bytes
+from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
@@ -40,8 +40,8 @@ MOST_CAPTURES = 48
 def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan) -> MeasuredCosts:
     """Capture the representative keys of a plan in throwaway pools, measure them, and free everything again.
 
-    Each key is captured twice by itself, so that what the first capture of a process spends once (traces, kernels
-    that are loaded) is known apart. What stays are kernels, and the libraries' workspaces for the capture stream,
+    Each key is captured twice by itself, which tells the time that the first capture of a process spends once (traces,
+    loaded kernels). These stay: kernels, and the libraries' workspaces for the capture stream,
     which the graphs of a later session with the same backend use, too: its report does not count them again.
 
     Args:
@@ -58,7 +58,7 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
     before = backend.memory()
     graphed = GraphedModel(restricted(plan, keys, config), config, model, backend)
     try:
-        with backend.session(), torch.no_grad():
+        with graphed.keeping_state(), backend.session(), torch.no_grad():
             alone, workspace, once = _measure_alone(graphed, keys, before)
             rates = _driver_rates(graphed, keys)
             graphed.buffers.restore()
@@ -94,18 +94,18 @@ def _measure_alone(
     graphed: GraphedModel, keys: Sequence[Key], before: MemoryReading
 ) -> tuple[list[_Alone], int, float]:
     """Each key by itself; bytes that the session keeps outside of its pool and its buffers; seconds spent once."""
-    backend, capture, found, workspace, once = graphed.backend, KeyCapture.of(graphed), list[_Alone](), 0, 0.0
+    backend, found, workspace, once = graphed.backend, list[_Alone](), 0, 0.0
     for mode, descriptor in keys:
-        first = _seconds(capture.capture(mode, descriptor))
-        capture.drop_all()
-        outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes
+        first = _seconds(capture_key(graphed, (mode, descriptor)))
+        graphed.drop_all()
+        outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes - graphed.copied_bytes
         workspace = max(workspace, outside if backend.supports("driver_bytes") else 0)
-        done = capture.capture(mode, descriptor)
+        done = capture_key(graphed, (mode, descriptor))
         once += max(first - _seconds(done), 0.0)
         name = (mode, descriptor.num_active_loras, descriptor.num_tokens)
         found.append(_Alone(name, done.after[1], done.record(backend).nodes, _seconds(done)))
         del done
-        capture.drop_all()
+        graphed.drop_all()
     return found, workspace, once
 
 
@@ -147,7 +147,7 @@ def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[
     while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
         # Wrappers capture a key again for another scope; the pool is the same.
         graphed.scope = CaptureScope(graphed.scope.pool, backend, address_check=graphed.scope.address_check)
-        captured = KeyCapture.of(graphed).capture(*key)
+        captured = capture_key(graphed, key)
         held.append(captured)
         growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)
         nodes, nbytes = nodes + (captured.record(backend).nodes or 1), nbytes + growth
@@ -158,7 +158,7 @@ def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[
 
 def _free(graphed: GraphedModel, held: Sequence[CapturedKey]) -> None:
     """Free graphs of which wrappers know the last ones alone."""
-    KeyCapture.of(graphed).drop_all()
+    graphed.drop_all()
     for entry in (entry for captured in held for entry in captured.entries):
         for graph in entry.segments:
             graphed.backend.reset(graph)

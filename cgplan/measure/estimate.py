@@ -1,65 +1,265 @@
-"""Costs of graphs without a GPU: a few keys are recorded on the tape."""
+"""Costs of graphs without a GPU: a few keys run on fake tensors, and the memory that their forwards take is logged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from cgplan.backends import GraphBackend, select_backend
-from cgplan.captures.failures import drop_locals
-from cgplan.captures.key_capture import KeyCapture
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.backends.backend import gc_paused
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.context import forward_context
+from cgplan.backends.host_sync import (
+    HostGuard,
+    Refusals,
+    implemented_in_python,
+    is_composite,
+    refuse_host,
+    tensors_in,
+)
+from cgplan.buffers.static import example_batch
+from cgplan.captures.failures import explain_eager_failure
 from cgplan.config import Config
-from cgplan.errors import BackendError
-from cgplan.optimizer.subset import restricted
+from cgplan.errors import CaptureError, CgplanError
+from cgplan.graphs.wrapper import CUDAGraphWrapper
+from cgplan.modes import CUDAGraphMode, Key
+from cgplan.piecewise.breakable import standing_in
+from cgplan.piecewise.modules import break_at_modules
+from cgplan.piecewise.split import split_graph
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
+from cgplan.pricing.allocator import Allocation
 from cgplan.pricing.estimated import EstimatedCosts, Recording
 
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)  # torch raises these on fake tensors alone
 
-def estimate(
-    config: Config, model: Callable[..., Any], plan: Plan, backend: GraphBackend | None = None
-) -> EstimatedCosts:
-    """Record the representative keys of a plan on the tape, two or three of each mode, and free all of it again.
 
-    Recording a key costs its warm-ups and a few forwards of that size on the CPU. Other sizes follow from the
-    recorded ones: what a forward allocates is affine in the number of its rows.
+def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> EstimatedCosts:
+    """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log their allocations.
+
+    Other sizes follow from the logged ones: a forward's allocations are affine in the number of its rows. Not seen are
+    temporaries inside operators that are not written in Python.
 
     Args:
-        config: Inputs, metadata and how to capture. With ``compiler: inductor`` the operators are recorded as they
-            were traced, because the tape cannot record compiled kernels.
-        model: The model, on the CPU.
+        config: Inputs, metadata and how to capture. With ``compiler: inductor`` the operators are logged as traced.
+        model: The model, on the CPU, or built inside a block of ``fake_tensors``, in which this is called then. Real
+            weights stay as they are; a tensor that the forward keeps in the model is a fake one afterwards.
         plan: Which keys there are.
-        backend: The tape to record on; absent: one that leaves the model's memory as it was.
 
     Raises:
-        CaptureError, ModelError: as CaptureSession.run.
+        CaptureError, ModelError: the model fails, or needs values of tensors, which fake ones do not have.
     """
-    backend, note = backend or select_backend("cpu"), ""
+    note = ""
     if config.compilation.compiler == "inductor":
-        compilation = config.compilation.model_copy(update={"compiler": "eager", "use_inductor_graph_partition": False})
-        config = config.model_copy(update={"compilation": compilation})
         note = "recorded without inductor, which fuses operators and so needs less"
-    keys = representative_keys(plan.keys, plan.max_num_seqs)
-    recordings: list[Recording] = []
-    graphed = GraphedModel(restricted(plan, keys, config), config, model, backend)
+    with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
+        keys = representative_keys(plan.keys, plan.max_num_seqs)
+        return EstimatedCosts([_recorded(config, model, plan, key, fake) for key in keys], config, note)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """A block in which tensors have no memory and no values; real ones may be mixed with them."""
+    # Module.to exchanges fake parameters, but for those with weak references, which torch itself keeps of them.
+    unseen = SimpleNamespace(getweakrefs=lambda _: ())
+    with warnings.catch_warnings(), patch.object(torch.utils, "weakref", unseen, create=True):
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # Module.to does
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            yield fake
+
+
+class AllocationLog(TorchDispatchMode):
+    """Logs the memory that a forward takes, as a graph pool would see it, and stands in for a breakable capture.
+
+    A block is given back when the last tensor on its storage goes. Of an eager piece only the results are logged: they
+    get slots in the pool.
+    """
+
+    def __init__(self, fake: FakeTensorMode, *, refuses: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Allocation] = []
+        self.operators = 0
+        self.eager_pieces = 0
+        self.is_recording = True
+        self.refusals = Refusals()
+        self._fake, self._refuses = fake, refuses
+        self._inside = ""
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def recording(self, yes: bool = True) -> Iterator[None]:
+        """A block whose operators are logged, or are not."""
+        before, self.is_recording = self.is_recording, yes
+        try:
+            yield
+        finally:
+            self.is_recording = before
+
+    def run(
+        self, route: str, model: Callable[..., Any], inputs: dict[str, Any], splitting_ops: Sequence[str] | None
+    ) -> None:
+        """Log a forward: ``full``, or with the eager pieces of a route of PIECEWISE graphs."""
+        if route == "full":
+            with HostGuard(self.refusals), self:
+                model(**inputs)
+        elif route == "ops":
+            self._run_split(model, inputs, splitting_ops)
+        elif route == "wrappers" and (wrappers := _wrappers_of(model)):
+            with ExitStack() as patches, self, self.recording(False):
+                for wrapper in wrappers:
+                    segment = self.recording()(wrapper.runnable)  # as a decorator
+                    patches.enter_context(patch.object(wrapper, "runnable", segment))
+                model(**inputs)
+        else:
+            with standing_in(self), self:
+                model(**inputs)
+
+    def _run_split(
+        self, model: Callable[..., Any], inputs: dict[str, Any], splitting_ops: Sequence[str] | None
+    ) -> None:
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            split, pieces = split_graph(graph, splitting_ops)
+            for name in (piece.name for piece in pieces if piece.eager):
+                piece = getattr(split, name)
+                delattr(split, name)  # a submodule's name takes no function
+                setattr(split, name, lambda *args, name=name, piece=piece: self.add_named(name, piece, args, {}))
+
+            def run(*args: Any) -> Any:
+                with self:
+                    return split(*args)
+
+            return run
+
+        def forward(**inputs: Any) -> Any:
+            return model(**inputs)
+
+        own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+        try:
+            torch.compile(own, backend=backend, fullgraph=True, dynamic=False)(**inputs)
+        finally:
+            torch._C._dynamo.eval_frame.reset_code(own.__code__)
+
+    def add_named(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # noqa: ARG002
+        """Run an eager piece."""
+        self.eager_pieces += 1
+        with self.recording(False):
+            output = function(*args, **kwargs)
+        self._take(output, {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))})
+        return output
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions after a device, say
+            return func(*args, **kwargs)
+        if implemented_in_python(func, "CPU"):
+            outside, self._inside = self._inside, self._inside or func._schema.name
+            try:
+                with self:
+                    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+            finally:
+                self._inside = outside
+        if is_composite(func):  # in inference mode these come whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        if not self.is_recording:
+            return func(*args, **kwargs)
+        if self._refuses:
+            refuse_host(func, args, kwargs, self.refusals)
+        args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        is_constant = func is torch.ops.aten.lift_fresh.default  # a graph copies constants of Python code
+        given = set() if is_constant else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+        output = func(*args, **kwargs)
+        is_fresh = self._take(output, given)
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        is_view = not is_fresh and not writes and bool(tensors_in(output))
+        self.operators += not is_view and func._schema.name.removeprefix("aten::") not in _ALLOCATIONS
+        return output
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+    def _take(self, output: Any, known: set[int]) -> bool:
+        """Log the storages of an output that are not known; whether there are any."""
+        number_before = len(self.events)
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()
+            if storage._cdata in known:
+                continue
+            known.add(storage._cdata)
+            number = next(self._numbers)
+            self.events.append(Allocation(number, storage.nbytes(), self._inside))
+            weakref.finalize(storage, self._give_back, number).atexit = False
+        return len(self.events) > number_before
+
+    def _give_back(self, number: int) -> None:
+        self.events.append(Allocation(number, None, self._inside))
+
+
+def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, fake: FakeTensorMode) -> Recording:
+    mode, descriptor = key
+    tokens, compilation, device = descriptor.num_tokens, config.compilation, torch.device("cpu")
+    reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
+    inputs, metadata = (example_batch(specs, tokens, reqs, device) for specs in (config.inputs, config.metadata))
+    route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
+    breaks = None
     try:
-        capture = KeyCapture.of(graphed)
-        with backend.session(), torch.no_grad():
-            for key in keys:
-                log = backend.log_allocations(graphed.pools.of(key))
-                if log is None:
-                    raise BackendError(
-                        f"{backend.name} does not tell what captures allocate", remedy="Record on the tape."
-                    )
-                log.clear()
-                operators = capture.capture(*key).record(backend).nodes or 0
-                recordings.append(Recording.of(key, operators, log))
-    except BaseException as error:
-        drop_locals(error)
-        raise
+        if route != "full" and compilation.splitting_modules:
+            breaks = break_at_modules(model, compilation.splitting_modules)  # type: ignore[arg-type]
+        with forward_context(CUDAGraphMode.NONE, descriptor, metadata) as context:
+            first = AllocationLog(fake, refuses=route == "full")
+            with first, standing_in(first):
+                model(**inputs)  # tensors that a model makes on first use do not lie in the pool
+            if route == "auto":
+                modules = compilation.splitting_modules or (compilation.splitting_ops is None and first.eager_pieces)
+                route = "modules" if modules else "ops"
+            context.derived = {}
+            log = AllocationLog(fake)
+            log.run(route, model, inputs, compilation.splitting_ops)
+    except Exception as error:
+        failure = _explained(error, key)
+        raise failure from (error if failure is not error else error.__cause__)
     finally:
-        graphed.free()
-    return EstimatedCosts(recordings, config, note)
+        if breaks is not None:
+            breaks.remove()
+    if log.refusals.first is not None:  # the forward caught it
+        raise log.refusals.first
+    return Recording.of(key, log.operators, log.events)
+
+
+def _wrappers_of(model: Callable[..., Any]) -> list[CUDAGraphWrapper]:
+    holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    return [v for v in values if isinstance(v, CUDAGraphWrapper) and v.runtime_mode is CUDAGraphMode.PIECEWISE]
+
+
+def _explained(error: Exception, key: Key) -> CgplanError:
+    batch = " ".join(map(str, key))
+    cause = getattr(error, "inner_exception", error)  # of a torch.compile backend
+    if isinstance(cause, _NEEDS_VALUES):
+        return CaptureError(
+            f"an estimate of {batch} runs the model without values of tensors, at {blamed_line(error.__traceback__)}: "
+            f"{type(cause).__name__}: {cause}",
+            remedy="Give a custom operator a fake kernel with torch.library.register_fake. Where the model reads "
+            "values on the host, use --costs measure.",
+        )
+    return explain_eager_failure(cause, batch)

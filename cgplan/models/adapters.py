@@ -1,4 +1,4 @@
-"""LoRA adapters by name: which fixed slot holds which, and what a batch has to say of them.
+"""LoRA adapters by name: which fixed slot holds which, and the metadata of a batch.
 
 Captured graphs read the slots' memory, and that never moves. Loading, replacing or removing an adapter copies into a
 slot, on the current stream like the replays themselves: those that were queued before see the old weights, those queued
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from cgplan.errors import InputError, ModelError
-from cgplan.runner.routing import as_count
 
 NO_SLOT = -1
 
@@ -24,8 +23,7 @@ class HasSlots(Protocol):
     """A model with fixed adapter slots, such as the reference decoder."""
 
     @property
-    def max_loras(self) -> int:
-        """How many slots there are."""
+    def max_loras(self) -> int: ...
 
     def load_lora(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Copy an adapter into a slot, in place, or raise ModelError and leave the slot as it was."""
@@ -35,7 +33,7 @@ class HasSlots(Protocol):
 
 
 class AdapterBatch(NamedTuple):
-    """What a batch says of its adapters.
+    """Adapters of a batch.
 
     Attributes:
         lora_ids: [num_tokens] int64, each token's slot, -1 for none; a metadata input of the model.
@@ -49,11 +47,11 @@ class AdapterBatch(NamedTuple):
 class Adapters:
     """Names for the adapter slots of a model. It holds no weights itself: they lie in the model's slots.
 
-    Who removes or replaces an adapter has to know that no running request needs it: the next replay computes such a
-    request with the new weights, or without an adapter, and says nothing. A new adapter may get the slot at once.
+    Remove or replace an adapter only when no running request needs it: the next replay silently computes such a request
+    with the new weights, or without an adapter. A new adapter may get the slot at once.
 
     Args:
-        model: Its slots are all this object's; what they hold is not looked at. The caller owns it.
+        model: This object manages all its slots, and takes them for empty. The caller owns it.
         max_active: Distinct adapters in one batch at most, as ``lora.max_loras`` says; absent: as many as slots.
 
     Raises:
@@ -64,7 +62,6 @@ class Adapters:
         slots = getattr(model, "max_loras", 0)
         if slots < 1:
             raise ModelError("the model has no adapter slots", remedy="Build it with max_loras above 0.")
-        max_active = None if max_active is None else as_count("max_active", max_active)
         if max_active is not None and not 1 <= max_active <= slots:
             raise ModelError(
                 f"{max_active} adapters in a batch, and the model has {slots} slots",
@@ -83,7 +80,7 @@ class Adapters:
         """Copy a new adapter into a slot; graphs that were captured before serve it from the next replay on.
 
         Args:
-            name: What batches call it.
+            name: The adapter's name in batches.
             weights: As ``Decoder.load_lora`` takes them, on any device.
             slot: Where to; absent: the first free one.
 
@@ -94,19 +91,25 @@ class Adapters:
             ModelError: the name is in use, all slots are, or the one that was asked for is or is not there; or the
                 weights do not fit (none at all, a rank above the slot's, a wrong shape, an unknown projection, no dense
                 matrix of floating-point numbers). Nothing changed.
-            InputError: the name is no text, or the slot no int.
         """
-        _check_name(name)
         if name in self._slots:
             raise ModelError(
                 f"an adapter {name!r} is loaded already, in slot {self._slots[name]}",
                 remedy="Call replace to give it other weights, or choose another name.",
             )
         _check_weights(weights)
-        slot = self._free_slot() if slot is None else as_count("slot", slot)
-        holder = next((held for held, place in self._slots.items() if place == slot), None)
-        if holder is not None:
-            raise ModelError(f"slot {slot} holds the adapter {holder!r}", remedy="Remove it first, or name no slot.")
+        holders = {place: held for held, place in self._slots.items()}
+        if slot is None:
+            slot = next((free for free in range(self._model.max_loras) if free not in holders), None)
+        if slot is None:
+            raise ModelError(
+                f"all {self._model.max_loras} adapter slots are taken, by {', '.join(self._slots)}",
+                remedy="Remove one that no request needs, or build the model with a larger max_loras.",
+            )
+        if slot in holders:
+            raise ModelError(
+                f"slot {slot} holds the adapter {holders[slot]!r}", remedy="Remove it first, or name no slot."
+            )
         self._model.load_lora(slot, weights)
         self._slots[name] = slot
         return slot
@@ -128,7 +131,7 @@ class Adapters:
     def batch(
         self, names: Sequence[str | None], query_lens: Sequence[int], device: torch.device | str = "cpu"
     ) -> AdapterBatch:
-        """What to pass for a batch of requests.
+        """The metadata of a batch of requests.
 
         Args:
             names: Adapter of each request, None for none.
@@ -136,11 +139,9 @@ class Adapters:
             device: Where ``lora_ids`` is made.
 
         Raises:
-            InputError: an unknown name, more distinct adapters than ``max_active``, lists of different lengths, a count
-                that is no int of 0 or more, or a device that is not there.
+            InputError: an unknown name, more distinct adapters than ``max_active``, lists of different lengths, or a
+                count below 0.
         """
-        if isinstance(names, str):
-            raise InputError(f"names is one text, {names!r}", remedy="Give a list with one name for each request.")
         if len(names) != len(query_lens):
             raise InputError(
                 f"{len(names)} adapter names for {len(query_lens)} requests",
@@ -153,49 +154,30 @@ class Adapters:
                 f"the batch has {active} different adapters, at most {self.max_active} are allowed",
                 remedy="Put the requests into several batches, or raise lora.max_loras.",
             )
-        counts = [as_count("query_lens", count) for count in query_lens]
-        if min(counts, default=0) < 0:
-            raise InputError(f"a request of {min(counts)} tokens", remedy="Give each request's tokens in this batch.")
-        ids = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
-        return AdapterBatch(_placed(ids, device), active)
+        if min(query_lens, default=0) < 0:
+            raise InputError(
+                f"a request of {min(query_lens)} tokens", remedy="Give each request's tokens in this batch."
+            )
+        ids = [slot for slot, count in zip(slots, query_lens, strict=True) for _ in range(count)]
+        return AdapterBatch(torch.tensor(ids, dtype=torch.int64, device=device), active)
 
     def _slot(self, name: str) -> int:
-        _check_name(name)
         if name not in self._slots:
             near = difflib.get_close_matches(name, self._slots, n=1)
             known = f"Did you mean {near[0]!r}?" if near else f"Loaded are {', '.join(self._slots) or 'none'}."
             raise InputError(f"no adapter {name!r} is loaded", remedy=known)
         return self._slots[name]
 
-    def _free_slot(self) -> int:
-        taken = set(self._slots.values())
-        free = next((slot for slot in range(self._model.max_loras) if slot not in taken), None)
-        if free is None:
-            raise ModelError(
-                f"all {self._model.max_loras} adapter slots are taken, by {', '.join(self._slots)}",
-                remedy="Remove one that no request needs, or build the model with a larger max_loras.",
-            )
-        return free
-
-
-def _check_name(name: str) -> None:
-    if not isinstance(name, str):
-        raise InputError(f"{name!r} is no adapter's name", remedy="Names are texts; None stands for no adapter.")
-
 
 def _check_weights(weights: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if that is no mapping from names to dense matrices with numbers in them, one at least."""
-    if not isinstance(weights, Mapping):
-        raise ModelError(f"weights are a {type(weights).__name__}", remedy="Give a dict of tensors by name.")
+    """Raise ModelError for weights that are not dense matrices of floating-point numbers; they come from files."""
     if not weights:
         raise ModelError(
             "the adapter has no weights", remedy="Give <projection>.lora_A and .lora_B, or None as a request's adapter."
         )
     for name, tensor in weights.items():
         wrong = None
-        if not isinstance(name, str):
-            wrong = "is not named by a text"
-        elif not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):
             wrong = f"is a {type(tensor).__name__}, not a tensor"
         elif tensor.is_nested or tensor.layout is not torch.strided:
             wrong = f"has the layout {tensor.layout}"
@@ -204,20 +186,11 @@ def _check_weights(weights: Mapping[str, Tensor]) -> None:
         elif not tensor.is_floating_point():
             wrong = f"has dtype {tensor.dtype}"
         elif tensor.dim() != 2:
-            wrong = f"has shape {list(tensor.shape)}, and is no matrix"
+            wrong = f"has shape {list(tensor.shape)}, not that of a matrix"
         if wrong is not None:
             raise ModelError(
                 f"the adapter's {name!r} {wrong}", remedy="Give dense matrices of floating-point numbers by name."
             )
-
-
-def _placed(ids: Sequence[int], device: torch.device | str) -> Tensor:
-    """The numbers on a device. Raises InputError for one that is not there."""
-    try:
-        return torch.tensor(ids, dtype=torch.int64, device="cpu").to(torch.device(device))
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch built without it
-        first = str(error).partition("\n")[0].rstrip(".")
-        raise InputError(f"there is no device {device!r}: {first}", remedy="Choose such as cpu or cuda:0.") from None
 
 
 __all__ = ["AdapterBatch", "Adapters", "HasSlots"]

@@ -1,6 +1,6 @@
 """Attention over a paged KV cache as one operator, ``cgplan::attention``.
 
-The operator takes the tensors of one layer. What it knows about the batch it reads from the forward
+The operator takes the tensors of one layer. It reads the batch's metadata from the forward
 context, so that a graph captured around it, or split at it, needs no extra arguments:
 
 ======================  ==========================  ===============================================================
@@ -38,40 +38,24 @@ _LIBRARY.define(
 
 @dataclass(frozen=True, slots=True)
 class _GatherLayout:
-    """What the gather path derives from the metadata, once per forward.
+    """Values that the gather path derives from the metadata once per forward."""
 
-    Attributes:
-        slots: [num_tokens] int64, the cache row each token is written to.
-        blind: [num_tokens, 1, 1] bool, whether the token sees no key: padding.
-        pages: [num_tokens, max_blocks] int64, the token's blocks.
-        unseen: [num_tokens, max_blocks * block_size, 1, 1] bool, which gathered keys the token does not see.
-        mask: [num_tokens, 1, 1, max_blocks * block_size] bool, which it sees; True all along rows that see none.
-    """
-
-    slots: Tensor
-    blind: Tensor
-    pages: Tensor
-    unseen: Tensor
-    mask: Tensor
+    slots: Tensor  # [num_tokens] int64: the cache row each token is written to
+    blind: Tensor  # [num_tokens, 1, 1] bool: whether the token sees no key (padding)
+    pages: Tensor  # [num_tokens, max_blocks] int64: the token's blocks
+    unseen: Tensor  # [num_tokens, max_blocks * block_size, 1, 1] bool: gathered keys that the token does not see
+    mask: Tensor  # [num_tokens, 1, 1, max_blocks * block_size] bool: keys that it sees; all of them in blind rows
 
 
 @dataclass(frozen=True, slots=True)
 class _PageLayout:
-    """What the flash path derives from the metadata, once per forward.
+    """Values that the flash path derives from the metadata once per forward."""
 
-    Attributes:
-        slots: [num_tokens] int64, the cache row each token is written to.
-        query_starts: [num_tokens * max_blocks + 1] int32, 0, 1, 2, ...: one query per (token, page) pair.
-        page_starts: [num_tokens * max_blocks + 1] int32, the cache row where each pair's page begins.
-        used: [num_tokens * max_blocks] int32, how many keys of the page the token sees.
-        empty: [num_tokens, max_blocks, 1] bool, whether it sees none of them.
-    """
-
-    slots: Tensor
-    query_starts: Tensor
-    page_starts: Tensor
-    used: Tensor
-    empty: Tensor
+    slots: Tensor  # [num_tokens] int64: the cache row each token is written to
+    query_starts: Tensor  # [num_tokens * max_blocks + 1] int32: 0, 1, 2, ...; one query per (token, page) pair
+    page_starts: Tensor  # [num_tokens * max_blocks + 1] int32: the cache row where each pair's page begins
+    used: Tensor  # [num_tokens * max_blocks] int32: keys of the page that the token sees
+    empty: Tensor  # [num_tokens, max_blocks, 1] bool: whether it sees none of them
 
 
 def _tensor(context: ForwardContext, name: str, dim: int) -> Tensor:
@@ -202,8 +186,8 @@ def _attend_pages(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: _Pa
         seqused_k=layout.used,
     )[:2]
     out = out.view(num_tokens, max_blocks, num_heads, head_dim)
-    # The kernel's log-sum-exp of an empty page is no number to reckon with. This one is so low that the
-    # page weighs exactly 0 beside any filled page, and finite, so that a row of empty pages is no NaN.
+    # The kernel's log-sum-exp of an empty page is undefined. This one is so low that the page weighs exactly 0
+    # beside any filled page, and finite, so that a row of empty pages does not become NaN.
     weights = log_sum_exp.T.view(num_tokens, max_blocks, num_heads).masked_fill_(layout.empty, -1e30).softmax(1)
     weighted: Tensor = (out * weights.unsqueeze(-1)).masked_fill_(layout.empty.unsqueeze(-1), 0)
     return weighted.sum(1)
@@ -243,12 +227,8 @@ def paged_attention(
         output.copy_(_attend_gathered(query, key_cache, value_cache, layout, scale))
 
 
-def _fake_attention(*_: Tensor | float) -> None:
-    """Shape inference: nothing is returned, so there is nothing to infer."""
-
-
 _LIBRARY.impl("attention", paged_attention, "CPU")
 _LIBRARY.impl("attention", paged_attention, "CUDA")
-torch.library.register_fake("cgplan::attention", _fake_attention, lib=_LIBRARY)
+torch.library.register_fake("cgplan::attention", lambda *_: None, lib=_LIBRARY)
 
 __all__ = ["paged_attention", "reads_pages_in_place"]

@@ -6,131 +6,26 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
-from cgplan.distributed import current_all_reduce
+from cgplan.backends.context import current_all_reduce
 from cgplan.errors import InputError, ModelError
 from cgplan.models.layers import (
     ColumnParallel,
+    DecoderConfig,
     DecoderLayer,
-    GatedMLP,
     Projection,
     RMSNorm,
     RowParallel,
-    SelfAttention,
     Split,
     Table,
     rotary_angles,
 )
 from cgplan.models.loading import parse_dtype
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Shape of a decoder. The defaults make one that a CPU runs in about a millisecond.
-
-    Attributes:
-        vocab_size: Rows of the token embedding.
-        hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; divides ``num_heads``.
-        head_dim: Size of one head; even.
-        intermediate_size: Width inside the gated MLP.
-        rope_theta: Base of the rotary frequencies.
-        rms_norm_eps: Added to the mean square in every norm.
-        qk_norm: Whether each query and key head is normed before rotation, as in Qwen3.
-        tie_word_embeddings: Whether the output projection is the token embedding.
-        block_size: Tokens per block of the KV cache.
-        num_blocks: Blocks that block tables may name; one more is allocated, for padding.
-        max_loras: Adapter slots; 0 leaves LoRA out.
-        lora_rank: Largest rank of an adapter.
-        logits: Whether ``forward`` returns logits; else hidden states.
-        tensor_parallel: Ranks that the heads and the MLP are split over; 1 for one process.
-        dtype: Of weights and cache: float32, bfloat16 or float16.
-        seed: Of the random weights.
-    """
-
-    vocab_size: int = 512
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    intermediate_size: int = 256
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    qk_norm: bool = True
-    tie_word_embeddings: bool = True
-    block_size: int = 16
-    num_blocks: int = 128
-    max_loras: int = 0
-    lora_rank: int = 8
-    logits: bool = True
-    tensor_parallel: int = 1
-    dtype: str = "float32"
-    seed: int = 0
-
-    @classmethod
-    def parse(cls, kwargs: Mapping[str, Any]) -> DecoderConfig:
-        """Config from plain values. Raises ModelError on an unknown name, a wrong type or an impossible shape."""
-        known = {field.name: field.default for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"Did you mean `{near[0]}`? " if near else ""
-                raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {', '.join(known)}.")
-            values[name] = _coerce(name, value, type(known[name]))
-        config = cls(**values)
-        config._check()
-        return config
-
-    def _check(self) -> None:
-        may_be_zero = {"max_loras", "seed"}
-        for name, value in vars(self).items():
-            low = name in may_be_zero and value >= 0
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0 and not low:
-                raise ModelError(f"the decoder's {name} is {value}", remedy="Give a number above 0.")
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
-                remedy="Choose num_heads as a multiple of num_kv_heads.",
-            )
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim {self.head_dim} is odd", remedy="Rotary positions need an even head_dim.")
-        self._check_split()
-
-    def _check_split(self) -> None:
-        parts = self.tensor_parallel
-        for name in ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size"):
-            if getattr(self, name) % parts:
-                raise ModelError(
-                    f"tensor_parallel {parts} does not divide {name} {getattr(self, name)}",
-                    remedy="Start as many ranks as divide the heads, hidden_size and intermediate_size.",
-                )
-        if parts > 1 and self.max_loras:
-            raise ModelError(
-                f"tensor_parallel is {parts} and max_loras {self.max_loras}: adapters are not split over ranks",
-                remedy="Leave LoRA out, or run the model in one process.",
-            )
-
-
-def _coerce(name: str, value: object, kind: type) -> object:
-    """``value`` as ``kind``. Text is taken for a float, because YAML 1.1 reads 1e6 as text."""
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    elif isinstance(value, kind) and (kind is not int or not isinstance(value, bool)):
-        return value
-    raise ModelError(f"the decoder's {name} is {value!r}", remedy=f"Give a value of type {kind.__name__}.")
 
 
 class Decoder(nn.Module):
@@ -146,29 +41,9 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        dtype, lora = parse_dtype(config.dtype), (config.max_loras, config.lora_rank)
-        split = _split(config.tensor_parallel)
+        dtype, split = parse_dtype(config.dtype), _split(config.tensor_parallel)
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                SelfAttention(
-                    config.hidden_size,
-                    config.num_heads,
-                    config.num_kv_heads,
-                    config.head_dim,
-                    norm_eps=config.rms_norm_eps if config.qk_norm else None,
-                    cache_shape=(config.num_blocks + 1, config.block_size),
-                    dtype=dtype,
-                    lora=lora,
-                    split=split,
-                ),
-                GatedMLP(config.hidden_size, config.intermediate_size, dtype, lora, split),
-                config.hidden_size,
-                config.rms_norm_eps,
-                dtype,
-            )
-            for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype, split) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed_tokens if tied else Table(config.vocab_size, config.hidden_size, dtype)
@@ -246,7 +121,7 @@ class Decoder(nn.Module):
                 remedy="Choose a slot from 0 to max_loras - 1, or build the decoder with more.",
             )
         projections = dict(self._projections())
-        adapters: dict[str, dict[str, Tensor]] = {}
+        adapters: dict[str, dict[str, Tensor]] = {name: {} for name in projections}
         for name, tensor in state.items():
             projection, _, part = name.rpartition(".")
             if projection not in projections or part not in ("lora_A", "lora_B"):
@@ -255,15 +130,16 @@ class Decoder(nn.Module):
                     f"the adapter's {name!r} fits no projection",
                     remedy=f"The nearest is {near[0]}.lora_A." if near else "Name <projection>.lora_A and .lora_B.",
                 )
-            adapters.setdefault(projection, {})[part] = tensor
-        for projection, adapter in adapters.items():
-            _check_adapter(projection, adapter, projections[projection], self.config.lora_rank)
-        for projection, module in projections.items():
-            module.load(slot, adapters.get(projection, {}))
+            adapters[projection][part] = tensor
+        for name, adapter in adapters.items():
+            if adapter:
+                _check_adapter(name, adapter, projections[name], self.config.lora_rank)
+        for name, module in projections.items():
+            module.load(slot, adapters[name])
 
     def remove_lora(self, slot: int) -> None:
-        """Zero a slot, in place: from the next replay on its rows are the base model's. Raises ModelError where there
-        is no such slot.
+        """Zero a slot, in place: from the next replay on its rows are the base model's. Raises ModelError for a slot
+        that does not exist.
         """
         self.load_lora(slot, {})
 
@@ -273,13 +149,13 @@ def _split(parts: int) -> Split:
     if parts == 1:
         return Split()
     reducer = current_all_reduce()
-    found = 1 if reducer is None else reducer.ranks.world_size
+    found = 1 if reducer is None else reducer.world_size
     if reducer is None or found != parts:
         raise ModelError(
             f"the decoder is split over {parts} ranks (tensor_parallel), and {found} run",
             remedy=f"Start it with torchrun --nproc-per-node {parts}, or set tensor_parallel to {found}.",
         )
-    return Split(parts, reducer.ranks.rank, reducer.number)
+    return Split(parts, reducer.rank, reducer.number)
 
 
 def _check_adapter(name: str, adapter: Mapping[str, Tensor], projection: Projection, max_rank: int) -> None:
@@ -308,9 +184,9 @@ def build(**kwargs: Any) -> Decoder:
 
 
 def first_layers(model: Decoder, num_layers: int) -> Decoder:
-    """The first layers of a decoder as one of its own: a draft for speculative decoding that needs no training.
+    """The first layers of a decoder as a second decoder: a draft for speculative decoding without training.
 
-    The weights are the given model's, not copies; the caches are its own. It has no LoRA adapters.
+    It shares the given model's weights and has separate caches. It has no LoRA adapters.
 
     Args:
         model: Where the weights come from.
@@ -320,7 +196,7 @@ def first_layers(model: Decoder, num_layers: int) -> Decoder:
     if not 1 <= num_layers <= most:
         raise ModelError(f"no first {num_layers} layers: the decoder has {most}", remedy=f"Choose from 1 to {most}.")
     with torch.device(model.norm.weight.device):
-        draft = build(**{**vars(model.config), "num_layers": num_layers, "max_loras": 0})
+        draft = build(**{**model.config.model_dump(), "num_layers": num_layers, "max_loras": 0})
     weights = model.state_dict()
     draft.to(model.norm.weight.dtype).load_state_dict({name: weights[name] for name in draft.state_dict()}, assign=True)
     return draft
@@ -377,46 +253,30 @@ def example_batch(
             f"and {config.num_blocks} blocks at {columns} a request",
             remedy="Give as many context_lens as query_lens, and room for all of them.",
         )
-    generator = torch.Generator().manual_seed(seed)
-    tables = _example_tables(config.num_blocks, real, reqs, columns, generator)
-    input_ids = torch.randint(config.vocab_size, (used,), generator=generator, device="cpu")
-    positions, slots = _example_places(context_lens, totals, tables[:real].long(), config.block_size)
-    ends = torch.tensor([0, *itertools.accumulate(query_lens)], device="cpu")
+    generator, size = torch.Generator().manual_seed(seed), config.block_size
     more_rows, more_reqs = rows - used, reqs - real
-    metadata = {
-        "slot_mapping": pad(slots, (0, more_rows), value=-1),
-        "block_tables": tables,
-        "seq_lens": pad(torch.tensor(totals, device="cpu"), (0, more_reqs)).int(),
-        "query_start_loc": pad(ends, (0, more_reqs), value=used).int(),
-    }
-    if config.max_loras:
-        metadata["lora_ids"] = torch.full((rows,), -1, device="cpu")
+    with torch.device("cpu"):
+        # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
+        blocks = (
+            torch.randperm(config.num_blocks, generator=generator)[: columns * real].view(columns, real).T.contiguous()
+        )
+        input_ids = torch.randint(config.vocab_size, (used,), generator=generator)
+        places = [torch.arange(context, total) for context, total in zip(context_lens, totals, strict=True)]
+        slots = [row[place // size] * size + place % size for place, row in zip(places, blocks, strict=True)]
+        none = torch.empty(0, dtype=torch.int64)  # a batch may have no request
+        ends = torch.tensor([0, *itertools.accumulate(query_lens)])
+        metadata = {
+            "slot_mapping": pad(torch.cat([none, *slots]), (0, more_rows), value=-1),
+            "block_tables": pad(blocks, (0, 0, 0, more_reqs)).int(),
+            "seq_lens": pad(torch.tensor(totals), (0, more_reqs)).int(),
+            "query_start_loc": pad(ends, (0, more_reqs), value=used).int(),
+        }
+        if config.max_loras:
+            metadata["lora_ids"] = torch.full((rows,), -1)
     device = model.norm.weight.device
     moved = {name: tensor.to(device) for name, tensor in metadata.items()}
-    ids, places = (pad(tensor, (0, more_rows)).to(device) for tensor in (input_ids, positions))
-    return ExampleBatch(ids, places, moved)
-
-
-def _example_tables(num_blocks: int, real: int, reqs: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Shuffled block tables [reqs, columns] int32 on the CPU; rows from ``real`` on are padding, 0."""
-    tables = torch.zeros(reqs, columns, dtype=torch.int32, device="cpu")
-    # Page i of request r is entry i * real + r, so that the tables of a longer step begin with the shorter one's.
-    blocks = torch.randperm(num_blocks, generator=generator, device="cpu")[: columns * real]
-    tables[:real] = blocks.view(columns, real).T.int()
-    return tables
-
-
-def _example_places(
-    context_lens: Sequence[int], totals: Sequence[int], tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Position and cache slot of each new token, both [tokens] int64 on the CPU."""
-    places = [torch.arange(context, total, device="cpu") for context, total in zip(context_lens, totals, strict=True)]
-    slots = [
-        table[place // block_size] * block_size + place % block_size
-        for place, table in zip(places, tables, strict=True)
-    ]
-    none = torch.empty(0, dtype=torch.int64, device="cpu")  # a batch may have no request
-    return torch.cat([none, *places]), torch.cat([none, *slots])
+    ids, positions = (pad(t, (0, more_rows)).to(device) for t in (input_ids, torch.cat([none, *places])))
+    return ExampleBatch(ids, positions, moved)
 
 
 __all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch", "first_layers"]

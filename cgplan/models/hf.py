@@ -31,7 +31,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     transformers' static layer keeps one length for all rows, so it cannot hold requests of different
     lengths. This one takes the rows' positions from ``slots``, which the adapter sets before each forward.
-    Keys and values are [max_rows, heads, max_len + 1, size]; the last place takes what padding rows write.
+    Keys and values are [max_rows, heads, max_len + 1, size]; padding rows write to the last place.
     """
 
     is_compileable = True
@@ -86,7 +86,7 @@ class RowDecoder(nn.Module):
     """A causal LM of transformers that decodes one token for each row, each row at its own position.
 
     Row i is request i. A prompt is fed one token per call. A new request takes a row over by starting at
-    position 0: what lies behind a row's position is never seen.
+    position 0: a row never sees places behind its position.
 
     Attributes:
         model: The model of transformers.
@@ -123,7 +123,7 @@ class RowDecoder(nn.Module):
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
                 remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
             )
-        # The place after the last one takes what padding rows write. A position that is too large must not land there:
+        # Padding rows write to the place after the last one. A position that is too large must not land there:
         # one further on, the index is out of range and the device raises.
         slots = torch.where(positions < 0, self.max_cache_len, positions + (positions >= self.max_cache_len))
         for layer in self._layers:
@@ -185,7 +185,7 @@ def _read_config(config: Mapping[str, Any] | None, config_file: str | None) -> A
                 f"{where} cannot be read: {error}", remedy="Give a config.json of transformers."
             ) from error
     if not isinstance(config, Mapping):
-        raise ModelError(f"{where} is no mapping", remedy="Give the contents of a config.json of transformers.")
+        raise ModelError(f"{where} holds no mapping", remedy="Give the contents of a config.json of transformers.")
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ModelError(
@@ -196,7 +196,7 @@ def _read_config(config: Mapping[str, Any] | None, config_file: str | None) -> A
         return CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:
         raise ModelError(
-            f"{where} is no valid config of {kind}: {error}", remedy="Compare it with a published config.json."
+            f"{where} does not describe a {kind}: {error}", remedy="Compare it with a published config.json."
         ) from error
 
 
@@ -222,7 +222,7 @@ def build(
         attn_implementation: ``sdpa`` or ``eager``; absent: sdpa where the architecture has it.
 
     Raises:
-        ModelError: The config is missing or unknown, or the architecture is no causal LM with a KV cache.
+        ModelError: The config is missing or unknown, or the architecture is not a causal LM with a KV cache.
     """
     if attn_implementation not in (None, "sdpa", "eager"):
         raise ModelError(f"attn_implementation is {attn_implementation!r}", remedy="Choose sdpa or eager.")

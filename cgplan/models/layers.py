@@ -2,24 +2,104 @@
 
 LoRA is an operator, ``cgplan::add_lora``. Which row has which adapter it reads from the forward context: ``lora_ids``
 [num_tokens] int64 in the metadata, -1 for none and for padding. So a traced forward holds the operator and no batch,
-and each graph captured from it holds the case of its own descriptor.
+and each graph captured from it holds the case of its descriptor.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
 from cgplan.backends.context import ForwardContext, get_forward_context
-from cgplan.errors import InputError
+from cgplan.errors import InputError, ModelError
 
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()")
+
+
+class DecoderConfig(BaseModel):
+    """Shape of a decoder. The defaults make one that a CPU runs in about a millisecond.
+
+    Attributes:
+        vocab_size: Rows of the token embedding.
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides ``num_heads``.
+        head_dim: Size of one head; even.
+        intermediate_size: Width inside the gated MLP.
+        rope_theta: Base of the rotary frequencies.
+        rms_norm_eps: Added to the mean square in every norm.
+        qk_norm: Whether each query and key head is normed before rotation, as in Qwen3.
+        tie_word_embeddings: Whether the output projection is the token embedding.
+        block_size: Tokens per block of the KV cache.
+        num_blocks: Blocks that block tables may name; one more is allocated, for padding.
+        max_loras: Adapter slots; 0 leaves LoRA out.
+        lora_rank: Largest rank of an adapter.
+        logits: Whether ``forward`` returns logits; else hidden states.
+        tensor_parallel: Ranks that the heads and the MLP are split over; 1 for one process.
+        dtype: Of weights and cache: float32, bfloat16 or float16.
+        seed: Of the random weights.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    vocab_size: PositiveInt = 512
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = Field(32, multiple_of=2)
+    intermediate_size: PositiveInt = 256
+    rope_theta: PositiveFloat = Field(10000.0, strict=False)  # YAML 1.1 reads 1e6 as text
+    rms_norm_eps: PositiveFloat = Field(1e-6, strict=False)
+    qk_norm: bool = True
+    tie_word_embeddings: bool = True
+    block_size: PositiveInt = 16
+    num_blocks: PositiveInt = 128
+    max_loras: NonNegativeInt = 0
+    lora_rank: PositiveInt = 8
+    logits: bool = True
+    tensor_parallel: PositiveInt = 1
+    dtype: str = "float32"
+    seed: NonNegativeInt = 0
+
+    @classmethod
+    def parse(cls, kwargs: Mapping[str, Any]) -> DecoderConfig:
+        """Config from plain values. Raises ModelError on an unknown name, a wrong type or an impossible shape."""
+        try:
+            config = cls(**kwargs)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            if first["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(name, cls.model_fields, n=1)
+                hint = f"Did you mean `{near[0]}`? " if near else ""
+                known = ", ".join(cls.model_fields)
+                raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {known}.") from None
+            raise ModelError(f"the decoder's {name} is {first['input']!r}", remedy=f"{first['msg']}.") from None
+        splits = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+        for divisor, names in {"num_kv_heads": ("num_heads",), "tensor_parallel": splits}.items():
+            for name in names:
+                if (value := getattr(config, name)) % (by := getattr(config, divisor)):
+                    raise ModelError(
+                        f"{divisor} {by} does not divide {name} {value}",
+                        remedy=f"Choose {name} as a multiple of {divisor}.",
+                    )
+        if config.tensor_parallel > 1 and config.max_loras:
+            raise ModelError(
+                f"tensor_parallel is {config.tensor_parallel} and max_loras {config.max_loras}: adapters are not split "
+                "over ranks",
+                remedy="Leave LoRA out, or run the model in one process.",
+            )
+        return config
 
 
 class RMSNorm(nn.Module):
@@ -47,7 +127,7 @@ def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     """Add each row's adapter to ``y``; the body of ``cgplan::add_lora``.
 
     A batch whose descriptor has no LoRA launches nothing. In any other, rows without an adapter are left as they are;
-    so are rows with a number that is no slot's, because only the device could see it.
+    so are rows whose number no slot has, because only the device could see it.
 
     Args:
         x: [num_tokens, in].
@@ -66,7 +146,7 @@ def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     others = context.derive(
         f"cgplan::add_lora {num_tokens} {slots}", x.device, lambda: _other_slots(context, num_tokens, slots)
     )
-    # All slots at once, and what belongs to other slots made exactly 0 in between. Gathering each row's matrices
+    # All slots at once; in between, products with other rows' slots become exactly 0. Gathering each row's matrices
     # (lora_a[ids]) would write and read num_tokens * rank * (in + out) elements; this reads slots * rank * (in + out),
     # for any number of rows. The products with other slots are arithmetic alone: a GPU does a hundred and more of those
     # in the time in which it moves one element, so with some tens of slots they cost less than that traffic.
@@ -87,13 +167,9 @@ def _other_slots(context: ForwardContext, num_tokens: int, slots: int) -> Tensor
     return (ids[:, None] != torch.arange(slots, device=ids.device)).unsqueeze(-1)
 
 
-def _fake_add_lora(*_: Tensor) -> None:
-    """Shape inference: nothing is returned, so there is nothing to infer."""
-
-
 _LIBRARY.impl("add_lora", add_lora, "CPU")
 _LIBRARY.impl("add_lora", add_lora, "CUDA")
-torch.library.register_fake("cgplan::add_lora", _fake_add_lora, lib=_LIBRARY)
+torch.library.register_fake("cgplan::add_lora", lambda *_: None, lib=_LIBRARY)
 
 
 def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -167,9 +243,6 @@ class Split(NamedTuple):
         return full.chunk(self.parts, dim)[self.rank]
 
 
-UNSPLIT = Split()
-
-
 class ColumnParallel(Projection):
     """This rank's rows of a projection's weight: it takes the whole input, and gives its part of the output."""
 
@@ -223,30 +296,20 @@ class SelfAttention(nn.Module):
     key_cache: Tensor
     value_cache: Tensor
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        norm_eps: float | None,
-        cache_shape: tuple[int, int],
-        dtype: torch.dtype,
-        lora: tuple[int, int],
-        split: Split = UNSPLIT,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
         super().__init__()
-        self.head_dim, self.scale = head_dim, head_dim**-0.5
-        self.q_proj = ColumnParallel(hidden_size, num_heads * head_dim, dtype, lora, split)
-        self.k_proj = ColumnParallel(hidden_size, num_kv_heads * head_dim, dtype, lora, split)
-        self.v_proj = ColumnParallel(hidden_size, num_kv_heads * head_dim, dtype, lora, split)
-        self.o_proj = RowParallel(num_heads * head_dim, hidden_size, dtype, lora, split)
-        self.q_norm = RMSNorm(head_dim, norm_eps, dtype) if norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, norm_eps, dtype) if norm_eps is not None else None
-        shape = (*cache_shape, num_kv_heads // split.parts, head_dim)
-        self.register_buffer("key_cache", _zeros(*shape, dtype=dtype), persistent=False)
-        self.register_buffer("value_cache", _zeros(*shape, dtype=dtype), persistent=False)
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        lora, kv_size = (config.max_loras, config.lora_rank), config.num_kv_heads * config.head_dim
+        self.q_proj = ColumnParallel(config.hidden_size, config.num_heads * config.head_dim, dtype, lora, split)
+        self.k_proj = ColumnParallel(config.hidden_size, kv_size, dtype, lora, split)
+        self.v_proj = ColumnParallel(config.hidden_size, kv_size, dtype, lora, split)
+        self.o_proj = RowParallel(config.num_heads * config.head_dim, config.hidden_size, dtype, lora, split)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        heads = config.num_kv_heads // split.parts
+        for name in ("key_cache", "value_cache"):
+            cache = _zeros(config.num_blocks + 1, config.block_size, heads, config.head_dim, dtype=dtype)
+            self.register_buffer(name, cache, persistent=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Write the cache and attend; x and the result are [num_tokens, hidden_size]."""
@@ -265,18 +328,12 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        dtype: torch.dtype,
-        lora: tuple[int, int],
-        split: Split = UNSPLIT,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
         super().__init__()
-        self.gate_proj = ColumnParallel(hidden_size, intermediate_size, dtype, lora, split)
-        self.up_proj = ColumnParallel(hidden_size, intermediate_size, dtype, lora, split)
-        self.down_proj = RowParallel(intermediate_size, hidden_size, dtype, lora, split)
+        lora = (config.max_loras, config.lora_rank)
+        self.gate_proj = ColumnParallel(config.hidden_size, config.intermediate_size, dtype, lora, split)
+        self.up_proj = ColumnParallel(config.hidden_size, config.intermediate_size, dtype, lora, split)
+        self.down_proj = RowParallel(config.intermediate_size, config.hidden_size, dtype, lora, split)
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result are [num_tokens, hidden_size]."""
@@ -287,12 +344,12 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then the gated MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, attention: SelfAttention, mlp: GatedMLP, hidden_size: int, eps: float, dtype: torch.dtype):
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, eps, dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype)
-        self.mlp = mlp
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = SelfAttention(config, dtype, split)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = GatedMLP(config, dtype, split)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x and the result are [num_tokens, hidden_size]."""
@@ -301,17 +358,14 @@ class DecoderLayer(nn.Module):
 
 
 __all__ = [
-    "UNSPLIT",
     "ColumnParallel",
+    "DecoderConfig",
     "DecoderLayer",
-    "GatedMLP",
     "Projection",
     "RMSNorm",
     "RowParallel",
-    "SelfAttention",
     "Split",
     "Table",
-    "add_lora",
     "rotary_angles",
     "rotate",
 ]

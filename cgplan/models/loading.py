@@ -1,4 +1,4 @@
-"""From ``model.target`` to a model: import it, call it on the device, and say clearly what went wrong."""
+"""From ``model.target`` to a model: import it, call it on the device, and name the user's line if that fails."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from cgplan.errors import CgplanError, ModelError
 
-_T = TypeVar("_T")
 _load_numbers = itertools.count()
 _SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
 
@@ -69,24 +68,25 @@ def load_model(
         The model; the caller owns it.
 
     Raises:
-        ModelError: The target is malformed, is not there, does not import, is not callable, raised, or
-            returned something that is not callable. Errors of the model's own code are the cause.
+        ModelError: The target is malformed, does not exist, fails, or returns something that cannot be called. An error
+            of the model's own code is the cause.
     """
     kwargs = dict(kwargs)
     if target == "transformers":
         target, config_file = "cgplan.models.hf:build", kwargs.get("config_file")
         if config_file is not None:
             kwargs["config_file"] = str(find_file(str(config_file), base_dir))
-    source, separator, attribute = target.rpartition(":")
-    if not separator or not source or not attribute:
+    source, _, attribute = target.rpartition(":")
+    if not source or not attribute:
         raise ModelError(f"model target {target!r} is malformed", remedy=_SHAPE_OF_TARGET)
     path = find_file(source, base_dir) if source.endswith(".py") else None
     with _importable(Path.cwd() if path is None else path.parent):
-        module = _run(f"importing {source}", lambda: _import(source, path))
+        with _blaming(f"importing {source}"):
+            module = _import_module(source) if path is None else _import_file(path)
         builder = _attribute(module, attribute, source)
         _check_arguments(builder, kwargs, target)
-        with torch.device(device):
-            model = _run(f"calling {target}", lambda: builder(**kwargs))
+        with _blaming(f"calling {target}"), torch.device(device):
+            model = builder(**kwargs)
     if not callable(model):
         raise ModelError(
             f"{target} returned {type(model).__name__}, which is not callable",
@@ -94,12 +94,13 @@ def load_model(
         )
     if not isinstance(model, nn.Module):
         return LoadedModel(model, None, target)
-    placed = _run(f"moving the model of {target} to {device}", lambda: model.to(device).eval())
+    with _blaming(f"moving the model of {target} to {device}"):
+        placed = model.to(device).eval()
     return LoadedModel(placed, placed, target)
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Arguments of a model's forward (of the call, where it is no ``nn.Module``), less ``*args`` and ``**kwargs``."""
+    """Arguments of a model's forward (of the call, for a function), less ``*args`` and ``**kwargs``."""
     function = model.forward if isinstance(model, nn.Module) else model
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     empty = inspect.Parameter.empty
@@ -161,23 +162,24 @@ def _importable(folder: Path) -> Iterator[None]:
                 _neighbours[name] = folder
 
 
-def _import(source: str, path: Path | None) -> ModuleType:
-    if path is None:
-        try:
-            return importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-                raise  # the module is there; something that it imports is not
-            raise ModelError(
-                f"no module named {error.name!r} (model target {source})",
-                remedy="Install it, run from the folder that holds it, or name the file: path/to/file.py:callable.",
-            ) from error
+def _import_module(source: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ModelError(
+            f"no module named {error.name!r} (model target {source})",
+            remedy="Install it, run from the folder that holds it, or name the file: path/to/file.py:callable.",
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
     name = f"cgplan_target_{next(_load_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{path} cannot be imported", remedy=_SHAPE_OF_TARGET)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -188,17 +190,14 @@ def _import(source: str, path: Path | None) -> ModuleType:
 
 def _attribute(module: ModuleType, dotted: str, source: str) -> Callable[..., Any]:
     value: Any = module
+    remedy = "Name a function or class that builds the model."
     for name in dotted.split("."):
         if not hasattr(value, name):
             near = difflib.get_close_matches(name, [n for n in dir(value) if not n.startswith("_")], n=1)
-            remedy = f"Did you mean `{near[0]}`?" if near else "Name a function or class that builds the model."
-            raise ModelError(f"{source} has no `{name}`", remedy=remedy)
+            raise ModelError(f"{source} has no `{name}`", remedy=f"Did you mean `{near[0]}`?" if near else remedy)
         value = getattr(value, name)
     if not callable(value):
-        raise ModelError(
-            f"{source}:{dotted} is {type(value).__name__}, which is not callable",
-            remedy="Name a function or class that builds the model.",
-        )
+        raise ModelError(f"{source}:{dotted} is {type(value).__name__}, which is not callable", remedy=remedy)
     return value  # type: ignore[no-any-return]
 
 
@@ -210,15 +209,15 @@ def _check_arguments(builder: Callable[..., Any], kwargs: Mapping[str, Any], tar
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        raise ModelError(
-            f"model.kwargs do not fit {target}: {error}", remedy=f"It takes {signature}. Change model.kwargs."
-        ) from error
+        message = f"model.kwargs do not fit {target}: {error}"
+        raise ModelError(message, remedy=f"It takes {signature}. Change model.kwargs.") from error
 
 
-def _run(doing: str, action: Callable[[], _T]) -> _T:
-    """``action()``; what the user's code raises becomes a ModelError that names the line."""
+@contextmanager
+def _blaming(doing: str) -> Iterator[None]:
+    """A block of the user's code: its errors become ModelErrors that name the line."""
     try:
-        return action()
+        yield
     except CgplanError:
         raise
     except (Exception, SystemExit) as error:
@@ -230,15 +229,14 @@ def _run(doing: str, action: Callable[[], _T]) -> _T:
 
 
 def _user_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame outside installed packages; of the innermost of all, if there is none."""
+    """``file:line`` of the innermost frame outside of installed packages, else of the innermost frame."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
-    for frame in reversed(own or frames):
-        return f"{frame.filename}:{frame.lineno}"
-    return "an unknown line"
+    innermost = (own or frames)[-1]
+    return f"{innermost.filename}:{innermost.lineno}"
 
 
 __all__ = ["ForwardArgument", "LoadedModel", "find_file", "forward_signature", "load_model", "parse_dtype"]

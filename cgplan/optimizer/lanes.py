@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
 
@@ -27,7 +27,7 @@ def lanes_of(mode: CUDAGraphMode, lora_cases: Sequence[int]) -> tuple[Lane, ...]
     )
 
 
-def may_serve(lane: Lane, batch: Batch) -> bool:
+def may_serve(lane: Lane, batch: StepShape) -> bool:
     """Whether the lane's graphs can run such a batch at all, if one is large enough."""
     return (batch.uniform or not lane.uniform) and lane.num_active_loras >= batch.num_active_loras
 
@@ -71,7 +71,7 @@ class Routes:
         )
         self.sizes = {lane: sorted(sizes[lane]) for lane in order}
 
-    def of(self, batch: Batch) -> tuple[Lane, int] | None:
+    def of(self, batch: StepShape) -> tuple[Lane, int] | None:
         """The lane and the capture size that run a batch, None if no graph does."""
         for lane, sizes in self.sizes.items():
             if may_serve(lane, batch) and batch.num_tokens <= sizes[-1]:
@@ -152,7 +152,7 @@ class _Clock:
         self._times, self._limit = times, limit
         self._curves: dict[tuple[CUDAGraphMode, int], list[float]] = {}
 
-    def of(self, batch: Batch, route: tuple[Lane, int] | None) -> float:
+    def of(self, batch: StepShape, route: tuple[Lane, int] | None) -> float:
         lane, size = route or (None, batch.num_tokens)
         key = (CUDAGraphMode.NONE, batch.num_active_loras) if lane is None else (lane.mode, lane.num_active_loras)
         curve = self._curves.get(key)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Routes, Served, lanes_of, largest_of, serve, stride_of
 from cgplan.planning.plan import Lane, Plan
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
@@ -104,9 +104,9 @@ def scheduler_cliffs(plan: Plan, traffic: Traffic, times: StepTimes) -> Iterator
     """The largest batch that the scheduler makes, if traffic stays below it and a graph would be faster."""
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     reqs = min(seqs, tokens // plan.query_len)
-    extremes = [(Batch(tokens, min(seqs, tokens)), "max_num_batched_tokens")]
+    extremes = [(StepShape(tokens, min(seqs, tokens)), "max_num_batched_tokens")]
     if reqs:
-        extremes.insert(0, (Batch(reqs * plan.query_len, reqs, True), "max_num_seqs"))
+        extremes.insert(0, (StepShape(reqs * plan.query_len, reqs, True), "max_num_seqs"))
     for batch, limit in extremes:
         seen = any(b.uniform is batch.uniform and b.num_tokens >= batch.num_tokens for b, _ in traffic.histogram)
         options = _graph(plan, batch, times)
@@ -228,7 +228,7 @@ def unused_modes(plan: Plan, traffic: Traffic, served: Sequence[Served]) -> Iter
                 yield f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode {plan.mode} are for those"
 
 
-def _graph(plan: Plan, batch: Batch, times: StepTimes) -> tuple[CUDAGraphMode, float, float] | None:
+def _graph(plan: Plan, batch: StepShape, times: StepTimes) -> tuple[CUDAGraphMode, float, float] | None:
     """The mode whose graph could run a batch, its microseconds, and those of an eager step; None if none could."""
     case = min((case for case in plan.lora_cases if case >= batch.num_active_loras), default=None)
     if case is None or batch.num_tokens > plan.max_num_batched_tokens:

@@ -21,7 +21,7 @@ from cgplan.optimizer.problem import problem_of
 from cgplan.optimizer.search import Best, Limits, best_plan
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import PLANNED_FOR, Plan, Predicted, capture_config, config_hash
+from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -80,7 +80,7 @@ def propose(
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
             "sizes_source": f"{PLANNED_FOR} {traffic.source}",
             "keys": keys,
-            "predicted": costs and Predicted.by(costs, keys),
+            "predicted": costs and costs.of(keys),
         }
     )
     sizes, ladders = config.compilation.cudagraph_capture_sizes, dict(_ladders(config))

@@ -1,9 +1,9 @@
-"""PIECEWISE by splitting the traced forward: the torch.compile backend."""
+"""The torch.compile backend: it splits the forward that Dynamo traced, and its eager pieces break open captures."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Literal
 
@@ -11,38 +11,46 @@ import torch
 from torch import fx
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.config import CompilationConfig, Dim, validate_config
-from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError
+from cgplan.config import CompilationConfig, validate_config
+from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.wrapper import CUDAGraphOptions
-from cgplan.piecewise.fresh import fresh_arguments, written_arguments
+from cgplan.modes import BatchDescriptor
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+from cgplan.piecewise.breaks import broken_out
 from cgplan.piecewise.partition import PartitionedForward, compile_for_all_sizes, structure_of
-from cgplan.piecewise.row_conditions import refuse_branches_on_size
-from cgplan.piecewise.segments import SegmentWrapper, SplitForward
 from cgplan.piecewise.split import Piece, split_graph
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 
 Compiler = Literal["eager", "inductor"]
 
 
-class PiecewiseBackend:
-    """A torch.compile backend: splits what Dynamo traced and wraps each segment in a CUDAGraphWrapper(PIECEWISE).
+RETRACED = (
+    "Capture the model itself, without torch.compile: a runner finds the trace of each size when it captures. Else see "
+    "to it that one trace serves all sizes: torch._dynamo.maybe_mark_dynamic(x, 0) on each input ahead of the compiled "
+    "call, or dynamic=True where no size equals another dimension."
+)
 
-    Outside of a forward context the segments run as they are, so the compiled model is then just the model.
+
+class PiecewiseBackend:
+    """A torch.compile backend that splits what Dynamo traced; eager pieces break the breakable capture that is open.
+
+    Outside of a capture the pieces run one after the other, so the compiled model is then just the model.
 
     Args:
         splitting_ops: See ``compilation.splitting_ops``.
         compiler: ``eager`` runs a segment's operators as they were traced; ``inductor`` compiles each distinct segment
-            once, for all sizes.
+            of a trace once.
         backend: Device of the graphs; chosen as for ``auto`` if absent.
-        address_check: See ``compilation.address_check``.
+        address_check: See ``compilation.address_check``; only for ``partition``.
         partition: See ``compilation.use_inductor_graph_partition``.
-        max_rows: For a trace whose guards are not kept: the largest number of rows that it will be run with.
 
     Attributes:
-        is_bounded: Whether the trace is known to hold up to ``max_rows`` only.
-        dims: What the sizes at the trace stand for, where the inputs declare it.
-        pieces: Of each graph that was traced, in order.
-        compilations: How many distinct segments inductor compiled.
-        last: The forward that was split last, as long as Dynamo holds it.
+        traces: The traced forwards, split, in the order in which Dynamo traced them. Their constants are memory that
+            graphs read, so they live as long as the graphs.
+        pieces: The pieces of each.
+        compiled: Segments that inductor compiled, by structure.
+        capture: The capture that the next forward is recorded into; the forward takes it.
+        missed: The last guard that did not hold, so that Dynamo traced the model again.
     """
 
     def __init__(
@@ -52,79 +60,68 @@ class PiecewiseBackend:
         backend: GraphBackend | None = None,
         address_check: Literal["off", "first", "always"] = "first",
         partition: bool = False,
-        max_rows: int | None = None,
     ) -> None:
         self.splitting_ops = splitting_ops
         self.compiler = compiler
         self.partition = partition
-        self.max_rows = max_rows
-        self.is_bounded = False
-        self.dims: dict[int, Dim] = {}
-        self.address_check = address_check
         self.backend = backend or select_backend()
+        self.options = CUDAGraphOptions(address_check=address_check)
+        self.traces: list[Callable[..., Any]] = []
         self.pieces: list[tuple[Piece, ...]] = []
         self.compiled: dict[Any, Callable[..., Any]] = {}
-        self.last: Callable[[], SplitForward | None] = lambda: None
+        self.capture: BreakableCUDAGraphCapture | None = None
+        self.missed = ""
         if compiler == "inductor" and self.backend.device.type == "cpu":
             raise BackendError(
                 "compiler: inductor on the tape: its kernels do not pass PyTorch's dispatcher and cannot be recorded",
                 remedy="Set compilation.compiler: eager where there is no GPU.",
             )
 
-    @property
-    def compilations(self) -> int:
-        """Distinct segments that inductor compiled."""
-        return len(self.compiled)
-
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002
-        """Split and wrap; Dynamo calls this once for each graph. PiecewiseModel says what ``max_rows`` changes."""
-        if self.max_rows is not None:
-            if self.pieces:
-                raise CaptureError(
-                    "the model is traced a second time: torch._dynamo.reset() dropped the trace that was captured",
-                    remedy="Capture again after torch._dynamo.reset().",
-                )
-            refuse_branches_on_size(self.max_rows, self.dims)
-        forward = self._partitioned(gm) if self.partition else self._split(gm)
-        if self.max_rows is not None:  # inductor may have added conditions
-            self.is_bounded |= refuse_branches_on_size(self.max_rows, self.dims)
-        return forward
-
-    def _split(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """Split one traced graph; Dynamo calls the result with the graph's inputs."""
+        if self.backend.is_capturing():
+            raise CaptureError(
+                f"Dynamo traces the model again inside a capture: {self.missed or 'no trace fits'}",
+                remedy="Leave the model's Python attributes and torch's modes as they are in the warm-ups.",
+            )
+        if self.partition:
+            forward = PartitionedForward(self.backend, self.options)
+            forward.compile(gm, self.splitting_ops)
+            self.compiled[gm] = forward
+            self.traces.append(forward)
+            self.pieces.append(forward.pieces(gm, self.splitting_ops))
+            return forward
         split, pieces = split_graph(gm, self.splitting_ops)
-        self.pieces.append(pieces)
-        fresh = fresh_arguments(split, pieces)
-        runnables: dict[str, Callable[..., Any]] = {}
         for piece in pieces:
             module = getattr(split, piece.name)
             _ = module.code  # generates it: until then `forward` is a stub that does so on each call
-            runnables[piece.name] = module.forward
-            if not piece.eager:
-                compiled = self._compile(module) if self.compiler == "inductor" else module.forward
-                options = CUDAGraphOptions(copied_arguments=fresh[piece.name], address_check=self.address_check)
-                runnables[piece.name] = SegmentWrapper(
-                    compiled,
-                    guarded=self.max_rows is None,
-                    written=written_arguments(module),
-                    backend=self.backend,
-                    options=options,
-                )
-        forward = SplitForward(split, runnables, pieces)
-        self.last = weakref.ref(forward)
-        return forward
+            if piece.eager:
+                module.forward = broken_out(module.forward, piece.title)
+            elif self.compiler == "inductor":
+                key = structure_of(module)
+                if key not in self.compiled:
+                    self.compiled[key] = compile_for_all_sizes(module)
+                module.forward = self.compiled[key]
+        _ = split.code
+        self.traces.append(split)
+        self.pieces.append(pieces)
 
-    def _partitioned(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        forward = PartitionedForward(self.backend, CUDAGraphOptions(address_check=self.address_check))
-        forward.compile(gm, self.splitting_ops)
-        self.compiled[gm] = forward
-        self.pieces.append(forward.pieces(gm, self.splitting_ops))
-        return forward
+        def forward_of_pieces(*args: Any) -> Any:
+            capture, self.capture = self.capture, None
+            with capture or nullcontext():
+                return split(*args)
 
-    def _compile(self, module: fx.GraphModule) -> Callable[..., Any]:
-        key = structure_of(module)
-        if key not in self.compiled:
-            self.compiled[key] = compile_for_all_sizes(module)
-        return self.compiled[key]
+        return forward_of_pieces
+
+
+class _TraceWrapper(BreakableCUDAGraphWrapper):
+    """One trace of a model under torch.compile, which may choose another trace later."""
+
+    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
+        return SealedError(
+            f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph for it",
+            remedy=RETRACED,
+        )
 
 
 _OPTIONS = {
@@ -134,7 +131,6 @@ _OPTIONS = {
     "debug": "address_policy",
     "use_inductor_graph_partition": "use_inductor_graph_partition",
 }
-
 
 _BROKEN_GRAPH = (
     "Those are the operators of one graph: where Dynamo breaks the model's graph it hands over several, and each has "
@@ -146,14 +142,19 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
     ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug (which is address_check:
-    always here) and use_inductor_graph_partition. The others say which graphs a session captures.
+    always here) and use_inductor_graph_partition. The others say which graphs a session captures. Each graph that
+    Dynamo traces is one BreakableCUDAGraphWrapper in mode PIECEWISE.
 
     Raises:
         ConfigError: an option that does not exist, has a wrong value, or means nothing here; a ``mode`` of torch's.
         Others as PiecewiseBackend. They pass torch.compile as they are.
     """
     try:
-        return PiecewiseBackend(**_checked(given))(gm, example_inputs)
+        splitter = PiecewiseBackend(**_checked(given))
+        forward = splitter(gm, example_inputs)
+        if splitter.partition:
+            return forward
+        return _TraceWrapper(forward, backend=splitter.backend, options=splitter.options)
     except CgplanError as error:
         if isinstance(error, ConfigError) and "does not occur" in error.message:
             error = ConfigError(error.message, remedy=f"{error.remedy} {_BROKEN_GRAPH}")

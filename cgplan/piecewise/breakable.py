@@ -9,28 +9,33 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from cgplan.backends import GraphBackend
-from cgplan.backends.blame import current_line
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
-from cgplan.piecewise.eager_piece import EagerPiece, TorchState
+from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.pools import GraphPool
+from cgplan.piecewise.eager_piece import EagerPiece
+
+PATIENCE = 60.0  # seconds that a capture waits for one in another thread
+_turn = threading.Lock()  # of the capture that is open in this process
+_living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
 
 
-class _ActiveCapture(threading.local):
+class _Active(threading.local):
     capture: BreakableCUDAGraphCapture | None = None
 
 
-_active = _ActiveCapture()
-_living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
+_active = _Active()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What was captured between two breaks: one graph of the backend."""
+    """The operators between two breaks: one graph of the backend."""
 
     graph: Any = field(repr=False)
 
@@ -40,37 +45,40 @@ class BreakableCUDAGraphCapture:
 
     ::
 
-        with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, pool) as capture:
+        with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(pool=pool) as capture:
             h = stem(x)
             h = capture.add_eager(attention, h)
             y = head(h)
         capture.replay()                     # y holds the result for what is in x now
 
     The block behaves as a real forward, once: each segment is replayed as soon as it is captured, so that the next
-    eager piece and the block's results are computed from real values. What the block returns lies in the pool, and
-    each replay overwrites it. Eager pieces run on the same stream, in the forward context of the replaying call. A
-    piece may write into the memory of its arguments; what else it leaves behind must be written in place, too.
+    eager piece and the block's results are computed from real values. The block's results lie in the pool, and each
+    replay overwrites them. Eager pieces run on the same stream, in the forward context of the replaying call. A piece
+    may write into the memory of its arguments.
 
-    The capture owns its graphs, not the pool. One at a time in each thread.
+    The capture owns its graphs, not the pool. One is open at a time: another thread's capture waits for its end.
 
     Args:
-        backend: The device; the block is entered inside its ``session``.
-        pool: Graph pool that the segments and the output slots of eager pieces share.
+        backend: The device, inside whose ``session`` the block is entered; that of the pool if absent.
+        pool: Graph pool that the segments and the output slots of eager pieces share; a new one if absent.
 
     Raises:
-        CgplanError: ``backend`` is no backend.
-        CaptureError: on entering inside another capture, or on leaving if a segment is not valid. After any error the
-            segments are freed, and a new capture may begin.
+        CgplanError: ``backend`` is not a backend, or the pool's backend is not known.
+        CaptureError: on entering inside another capture, or while one of another thread is open for too long; on
+            leaving if a segment is not valid. After any error the segments are freed, and a new capture may begin.
     """
 
-    def __init__(self, backend: GraphBackend, pool: Any) -> None:
-        if not isinstance(backend, GraphBackend):
+    def __init__(self, backend: GraphBackend | None = None, pool: Any = None) -> None:
+        found = backend if backend is not None else select_backend() if pool is None else getattr(pool, "backend", None)
+        if not isinstance(found, GraphBackend):
             raise CgplanError(
-                f"a breakable capture on {backend!r:.100}, which is no backend",
-                remedy='Make one with cgplan.backends.select_backend("auto").',
+                f"a breakable capture needs a backend, found {backend!r:.100}"
+                if backend is not None
+                else f"the backend of the pool {pool!r:.100} is not known",
+                remedy='Make one with cgplan.backends.select_backend("auto"), and pools with its new_pool().',
             )
-        self._backend = backend
-        self._pool = pool
+        self._backend: GraphBackend = found
+        self._pool = found.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Segment | EagerPiece] = []
         # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
         # would release library workspaces that the others use.
@@ -80,10 +88,8 @@ class BreakableCUDAGraphCapture:
         self._derived: dict[str, Any] = {}
         self._broken_in: str | None = None
         self._is_ready = False
-        self._launches: list[Callable[[], None] | EagerPiece] = []
-        # The same flat, for a thread in the one state that all pieces were captured in; None: there is no piece.
-        self._steps: list[Callable[[], object]] = []
-        self._state: TorchState | Literal["several"] | None = None
+        self._steps: list[tuple[Callable[[], object], AmbientState | None]] = []
+        self._states: set[AmbientState] = set()
         self._others: list[BreakableCUDAGraphCapture] = []
         _living.add(self)
 
@@ -115,17 +121,22 @@ class BreakableCUDAGraphCapture:
     def __enter__(self) -> BreakableCUDAGraphCapture:
         if _active.capture is not None:
             raise CaptureError(
-                f"a breakable capture inside another one, at {current_line()}",
+                f"a breakable capture inside another one, at {blamed_line()}",
                 remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
             )
         if self._is_ready or self._items:
             raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
-        self._backend.supports("borrow")  # probed now: inside a capture the probe could not wait for the device
-        # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is destroyed
-        # while another one is captured makes that capture invalid.
-        self._others = list(_living)
+        if not _turn.acquire(timeout=PATIENCE):
+            raise CaptureError(
+                f"a breakable capture of another thread is still open after {PATIENCE:.0f} s, at {blamed_line()}",
+                remedy="Capture in one thread at a time; an eager piece must not wait for a thread that captures.",
+            )
         _active.capture = self
         try:
+            self._backend.supports("borrow")  # probed now: inside a capture the probe could not wait for the device
+            # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
+            # destroyed while another one is captured makes that capture invalid.
+            self._others = list(_living)
             self._begin_segment()
         except BaseException:
             self._discard()
@@ -152,7 +163,13 @@ class BreakableCUDAGraphCapture:
                     remedy="Let the error pass, or catch it inside the eager piece.",
                 )
             self._end_segment(self._open, "the end")
-            self._finish()
+            self._steps = [
+                (item.run, item.state) if isinstance(item, EagerPiece) else (self._backend.launcher(item.graph), None)
+                for item in self._items
+            ]
+            self._states = {state for _, state in self._steps if state is not None}
+            self._is_ready = True
+            self._close()
         except BaseException:
             self._discard()
             raise
@@ -162,7 +179,7 @@ class BreakableCUDAGraphCapture:
 
         Returns:
             What the function returned, with tensors replaced by their slots in the graph pool; None, and tensors that
-            are memory of an argument, as they are. Results that are no tensors must be the same on each replay.
+            are memory of an argument, as they are. Results that are not tensors must be the same on each replay.
 
         Raises:
             CaptureError: outside of the block or inside another eager piece; if the segment is not valid; if a result
@@ -177,8 +194,6 @@ class BreakableCUDAGraphCapture:
         """
         if not self.is_recording:
             raise CaptureError("a slot outside of a segment", remedy="Ask for it inside the capture's block.")
-        if not isinstance(value, torch.Tensor):
-            raise CaptureError(f"a slot for {value!r:.100}, which is no tensor", remedy="Pass a tensor.")
         with torch.inference_mode(False):  # else it could be written to only there
             slot = self._backend.slot(value)
             self._copies.append((self._backend.borrow(slot), value.detach()))
@@ -194,41 +209,36 @@ class BreakableCUDAGraphCapture:
         """
         if not self._is_ready:
             raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
-        context, now = current_forward_context(), TorchState.now(self._backend.device.type)
+        context, now = current_forward_context(), AmbientState.now(self._backend.device.type)
         before = {} if context is None else context.derived
         try:
             if context is not None:
                 context.derived = {}
-            if self._state is None or now == self._state:
-                for step in self._steps:
+            if self._states <= {now}:
+                for step, _ in self._steps:
                     step()
-            else:
-                for item in self._launches:
-                    if isinstance(item, EagerPiece):
-                        item.replay(now)
-                    else:
-                        item()
+                return
+            for step, state in self._steps:
+                if state is None or state == now:
+                    step()
+                else:
+                    with _in_state(state, self._backend.device.type):
+                        step()
         finally:
             if context is not None:
                 context.derived = before
 
     def reset(self) -> None:
-        """Free the graphs. What the block returned is no longer valid."""
+        """Free the graphs. The block's results are no longer valid."""
         self._is_ready = False
-        self._launches, self._steps = [], []
         graphs = [*self.graphs, *self._empty]
-        self._items, self._empty, self._copies = [], [], []
+        self._steps, self._items, self._empty, self._copies = [], [], [], []
         for graph in graphs:
             self._backend.reset(graph)
 
     def add_named(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As ``add_eager``, under a name for messages."""
-        line = current_line()
-        if not callable(function):
-            raise CaptureError(
-                f"an eager piece has to be a function, found {function!r:.100}, at {line}",
-                remedy="Pass the function and its arguments apart: add_eager(function, x).",
-            )
+        line = blamed_line()
         if self._open is None or self._broken_in is not None:
             raise CaptureError(
                 f"eager piece {name} outside of a segment, at {line}",
@@ -237,6 +247,7 @@ class BreakableCUDAGraphCapture:
         self._broken_in, opened = name, self._open
         self._end_segment(opened, f"eager piece {name}, at {line}")
         piece = EagerPiece(name, line, function, self._backend, self._pool)
+        self._items.append(piece)
         context = current_forward_context()
         if context is None:
             piece.first_run(args, kwargs)
@@ -246,7 +257,6 @@ class BreakableCUDAGraphCapture:
                 piece.first_run(args, kwargs)
             finally:
                 context.derived = before
-        self._items.append(piece)
         self._begin_segment()
         handed, self._copies = piece.hand_out()
         self._broken_in = None
@@ -259,7 +269,7 @@ class BreakableCUDAGraphCapture:
         self._open = (graph, capturing)
 
     def _end_segment(self, opened: tuple[Any, AbstractContextManager[None]], before: str) -> None:
-        """Make a segment of what was captured, fill the slots that it reads, and run it."""
+        """Make a segment of the operators so far, fill the slots that it reads, and run it."""
         self._open, (graph, capturing) = None, opened
         try:
             with _quiet_about_empty_graphs():
@@ -280,17 +290,18 @@ class BreakableCUDAGraphCapture:
         if not is_empty:
             self._backend.replay(graph)
 
-    def _finish(self) -> None:
-        _active.capture, self._derived, self._others, self._is_ready = None, {}, [], True
-        self._launches = [
-            item if isinstance(item, EagerPiece) else self._backend.launcher(item.graph) for item in self._items
-        ]
-        self._steps = [item.quick() if isinstance(item, EagerPiece) else item for item in self._launches]
-        states = {item.state for item in self._items if isinstance(item, EagerPiece)}
-        self._state = next(iter(states), None) if len(states) < 2 else "several"
+    def _close(self) -> None:
+        """End the turn of this capture, and give attributes of modules back what eager pieces bound them to."""
+        for item in self._items:
+            if isinstance(item, EagerPiece):
+                item.end_capture()
+        if _active.capture is self:
+            _active.capture = None
+            _turn.release()
+        self._open, self._derived, self._others = None, {}, []
 
     def _discard(self) -> None:
-        _active.capture, self._open, self._derived, self._others = None, None, {}, []
+        self._close()
         self.reset()
 
 
@@ -298,6 +309,28 @@ def recording_capture() -> BreakableCUDAGraphCapture | None:
     """The capture that a segment of is being recorded in this thread."""
     capture = _active.capture
     return capture if capture is not None and capture.is_recording else None
+
+
+def in_breakable_capture() -> bool:
+    """Whether a breakable capture is open in this thread: in its segments and in its eager pieces, not on replay."""
+    return _active.capture is not None
+
+
+@contextmanager
+def standing_in(capture: Any) -> Iterator[None]:
+    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a breakable capture."""
+    before, _active.capture = _active.capture, capture
+    try:
+        yield
+    finally:
+        _active.capture = before
+
+
+@contextmanager
+def _in_state(state: AmbientState, device: str) -> Iterator[None]:
+    autocast = torch.autocast(device, dtype=state.autocast, enabled=state.autocast is not None)
+    with torch.inference_mode(state.inference), torch.set_grad_enabled(state.grad), autocast:
+        yield
 
 
 @contextmanager
@@ -309,7 +342,7 @@ def _quiet_about_empty_graphs() -> Iterator[None]:
 
 
 def _explain(error: CaptureError, before: str) -> CaptureError:
-    """The error of a segment that could not be ended, with where it was to end."""
+    """The error of a segment that could not be ended, with the place where it was to end."""
     unjoined = "unjoined" in error.message
     return CaptureError(
         f"the segment before {before} {'has a side stream that was not joined' if unjoined else 'is not valid'}: "
@@ -322,5 +355,5 @@ def _explain(error: CaptureError, before: str) -> CaptureError:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What messages call a function."""
+    """The name of a function in messages."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,29 +1,21 @@
-"""Functions that break a capture: ``eager_break_during_capture``, and whether a model calls any."""
+"""Functions that break a capture: ``eager_break_during_capture``."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from cgplan.backends.host_sync import current_onlooker, looking_alone
 from cgplan.errors import CgplanError
+from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Watch(threading.local):
-    """Whether a decorated function has been called; None while nobody wants to know."""
-
-    seen: bool | None = None
-
-
-_watch = _Watch()
 _decorated = False  # whether there is any
 
 
@@ -49,45 +41,31 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():  # whatever follows could not be traced
             return function(*args, **kwargs)
-        if _watch.seen is not None:
-            _watch.seen = True
+        if (look := current_look()) is not None:
+            look.found.breaks = True
         return broken(*args, **kwargs)
 
     return call
 
 
 def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """The same as ``eager_break_during_capture``, under a name for messages, and unnoticed by ``calls_breaks``."""
+    """The same as ``eager_break_during_capture``, under a name for messages, and unnoticed by a look."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         capture = recording_capture()
         if capture is None:
-            if (onlooker := current_onlooker()) is not None:  # it looks at segments; here the host may be needed
-                return onlooker.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
+            if (look := current_look()) is not None:  # it looks at segments; here the host may be needed
+                return look.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
             return function(*args, **kwargs)
         return capture.add_named(name, function, args, kwargs)  # type: ignore[no-any-return]
 
     return call
 
 
-def calls_breaks(forward: Callable[[], object]) -> bool:
-    """Whether a forward calls functions under ``eager_break_during_capture``: it is run to see, if there are any.
-
-    A forward that fails is taken to call none: its caller will meet the failure again.
-    """
-    if not _decorated:
-        return False
-    _watch.seen = False
-    try:
-        with looking_alone():  # other ranks may have no such function, and do not run their forward then
-            forward()
-    except Exception:
-        return False
-    else:
-        return _watch.seen
-    finally:
-        _watch.seen = None
+def any_breaks() -> bool:
+    """Whether there is any function under ``eager_break_during_capture``."""
+    return _decorated
 
 
-__all__ = ["broken_out", "calls_breaks", "eager_break_during_capture"]
+__all__ = ["any_breaks", "broken_out", "eager_break_during_capture"]

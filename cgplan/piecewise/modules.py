@@ -1,4 +1,4 @@
-"""Models that break: the wrapper that dispatches to breakable captures, and breaks at modules by name."""
+"""Breaks at modules by name: each module that matches is an eager piece until the breaks are removed."""
 
 from __future__ import annotations
 
@@ -8,93 +8,16 @@ import fnmatch
 import functools
 import re
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import nn
 
-from cgplan.backends import GraphBackend
-from cgplan.backends.host_sync import tensors_in
-from cgplan.errors import CgplanError, ConfigError
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, recording_capture
+from cgplan.errors import ConfigError
 from cgplan.piecewise.breaks import broken_out
 
-_DEFAULTS = CUDAGraphOptions()
 _NO_FORWARD = nn.Module.forward  # a ModuleList has this one, say
-
-
-class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
-    """CUDAGraphWrapper whose graphs break at eager pieces: see there for when it captures and when it replays.
-
-    Entries hold a BreakableCUDAGraphCapture each. A call that captures also computes its result.
-
-    Args:
-        runnable: What is captured; its eager pieces are functions under ``eager_break_during_capture``, or modules
-            that ``break_at_modules`` named.
-        runtime_mode: PIECEWISE or FULL.
-        backend, pool, options: As for CUDAGraphWrapper.
-        key_fn: Called with the arguments on every call; its hashable result is part of the key, beside the descriptor.
-            It holds no tensor: that would be another key on each call.
-    """
-
-    _computes_while_capturing: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        runnable: Callable[..., Any],
-        runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE,
-        *,
-        backend: GraphBackend | None = None,
-        pool: Any = None,
-        options: CUDAGraphOptions = _DEFAULTS,
-        key_fn: Callable[..., Hashable] | None = None,
-    ) -> None:
-        super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
-        if key_fn is not None and not callable(key_fn):
-            raise CgplanError(
-                f"key_fn is {key_fn!r:.100}", remedy="Pass a function of the arguments that returns a hashable value."
-            )
-        self._key_fn = key_fn
-
-    def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        if self._key_fn is None:
-            return descriptor
-        key = (descriptor, self._key_fn(*args, **kwargs))
-        try:
-            is_known = key in self.entries
-        except TypeError as error:
-            raise CgplanError(f"key_fn returned {key[1]!r:.200}: {error}", remedy="Return a hashable value.") from None
-        if not is_known and tensors_in(key[1]):  # they are hashed by identity
-            raise CgplanError(
-                f"key_fn returned a tensor: {key[1]!r:.200}",
-                remedy="Return what tells batches apart on the host: a shape, a dtype, a Python number.",
-            )
-        return key
-
-    def _record(
-        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
-        copied = self._copied_arguments(args, pool)
-        with BreakableCUDAGraphCapture(self.backend, pool) as capture:
-            slots = {i: capture.new_slot(args[i]) for i in copied}
-            output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-        return capture, output, slots
-
-    def _is_reading(self) -> bool:
-        return recording_capture() is not None
-
-    def _replay(self, entry: CUDAGraphEntry) -> None:
-        entry.graph.replay()
-
-    def _free(self, entry: CUDAGraphEntry) -> None:
-        entry.graph.reset()
-
-    def _parts(self, graph: BreakableCUDAGraphCapture) -> tuple[tuple[Any, ...], int]:
-        return graph.graphs, graph.num_eager_breaks
 
 
 class _BrokenForward:
@@ -202,17 +125,13 @@ def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in named):
             raise ConfigError(f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named)))
-    found = {id(module): name for name, module in reversed(named.items()) if _matches_any(name, patterns)}
+    found = {id(module): name for name, module in reversed(named.items()) if _matches(name, *patterns)}
     return ModuleBreaks({name: named[name] for name in reversed(found.values())})
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
+def _matches(name: str, *patterns: str) -> bool:
+    parts, split = name.split("."), [pattern.split(".") for pattern in patterns]
+    return any(len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)) for wanted in split)
 
 
 def _near(pattern: str, names: list[str]) -> str:

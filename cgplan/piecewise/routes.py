@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +12,16 @@ import torch
 from cgplan.backends import GraphBackend
 from cgplan.config import Config
 from cgplan.errors import ConfigError
-from cgplan.graphs.operator_log import OperatorCounts, noted_operators
+from cgplan.graphs.footprint import Part, no_operators
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper, ModuleBreaks, break_at_modules
+from cgplan.piecewise.modules import ModuleBreaks, break_at_modules
 from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
+from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 
@@ -32,44 +32,44 @@ class SplitRoute:
 
     Attributes:
         name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
-        forward: What is called: the model, or what stands for it.
-        splitter: The torch.compile backend that splits it, where it is traced.
+        forward: What PIECEWISE keys run: the model, or a wrapper around it.
+        whole: What FULL keys capture, and warm up with.
+        warm: What PIECEWISE keys warm up with.
+        splitter: The torch.compile backend that splits the model, where it is traced.
         breaks: The modules that it breaks at, where it is not.
-        operators: What a capture of a model that is not traced has called.
+        operators: What a look at a model that is not traced saw, by part.
     """
 
     name: str
     forward: Callable[..., Any]
+    whole: Callable[..., Any]
+    warm: Callable[..., Any]
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
-    operators: OperatorCounts | None = None
+    operators: Mapping[Part, Counter[str]] | None = None
 
     @property
     def pieces(self) -> Sequence[Piece]:
         """The parts of a traced model, once it is traced; empty otherwise."""
         return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
 
-    @contextmanager
-    def noting_operators(self) -> Iterator[None]:
-        """A block that captures a PIECEWISE key: where nothing is traced, the first one tells the operators."""
-        if self.name not in ("modules", "wrappers") or self.operators is not None:
-            yield
-            return
-        with noted_operators(outside="eager piece" if self.name == "wrappers" else "around graphs") as counts:
-            yield
-        if counts.captured:
-            self.operators = counts
+    @property
+    def chain(self) -> BreakableCUDAGraphWrapper | None:
+        """The wrapper whose captures are whole forwards; None where the model's own code runs between graphs."""
+        is_partitioned = self.splitter is not None and self.splitter.partition
+        is_chain = isinstance(self.forward, BreakableCUDAGraphWrapper) and self.name in ("ops", "modules")
+        return self.forward if is_chain and not is_partitioned else None  # type: ignore[return-value]
 
     def describe(self) -> SplitRecord | None:
         """What ends up where, as far as that is known by now; None where nothing is split."""
         if self.name == "full":
             return None
-        seen = self.operators or OperatorCounts()
+        seen = self.operators or no_operators()
         by_name = self.name == "modules"  # then modules and functions are what is eager, and hold operators
-        sides = {False: Counter(seen.captured), True: Counter() if by_name else Counter(seen.eager)}
+        sides = {False: Counter(seen["segment"]), True: Counter() if by_name else Counter(seen["eager piece"])}
         for piece in self.pieces:
             sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
-        if capture := next(iter(self._captures), None):
+        if by_name and (capture := next(iter(self._captures), None)):
             sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
         elif self.breaks:
             sides[True].update(self.breaks.outer)
@@ -80,20 +80,19 @@ class SplitRoute:
             eager_pieces=kinds.count(True) if kinds else None,
             captured=dict(sides[False].most_common()),
             eager=dict(sides[True].most_common()),
-            eager_operators=dict(seen.eager.most_common()) if by_name else {},
+            eager_operators=dict(seen["eager piece"].most_common()) if by_name else {},
         )
 
     @property
     def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
         """What was captured by breaks."""
-        wrapper = self.forward
-        return [e.graph for e in wrapper.entries.values()] if isinstance(wrapper, BreakableCUDAGraphWrapper) else []
+        return [e.graph for e in self.chain.entries.values()] if self.chain else []
 
     def warnings(self) -> list[str]:
         """What the user should know about the split, once keys are captured."""
         if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
             return ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
-        if not self._captures:
+        if self.name != "modules" or not self._captures:
             return []
         run = {p.name for capture in self._captures for p in capture.segments if isinstance(p, EagerPiece)}
         if not run:
@@ -140,10 +139,11 @@ def choose_route(
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
         if piecewise and compilation.capture_policy == "lazy":  # the trace, which looks closer, is made on demand
             refuse_unknown_ops(compilation.splitting_ops)
-        compiled = PiecewiseModel(model, config, backend, plan.max_capture_size)
-        return SplitRoute("ops" if piecewise else "full", compiled, splitter=compiled.backend)
+        split = PiecewiseModel(model, config, backend)
+        whole = split.traced if compilation.compiler == "inductor" else model
+        return SplitRoute("ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter)
     if not piecewise or name == "wrappers":
-        return SplitRoute("wrappers" if piecewise else "full", model)
+        return SplitRoute("wrappers" if piecewise else "full", model, model, model)
     breaks: ModuleBreaks | None = None
     if compilation.splitting_modules:
         if not isinstance(model, torch.nn.Module):
@@ -153,7 +153,8 @@ def choose_route(
             )
         breaks = break_at_modules(model, compilation.splitting_modules)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
-    route = SplitRoute("modules", BreakableCUDAGraphWrapper(model, backend=backend, options=options), breaks=breaks)
+    wrapper = BreakableCUDAGraphWrapper(model, backend=backend, options=options)
+    route = SplitRoute("modules", wrapper, model, model, breaks=breaks)
     if breaks is not None:
         breaks.remove_after(route)  # of a runner that nobody closed
     return route

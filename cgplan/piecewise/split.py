@@ -46,11 +46,13 @@ class Piece:
         name: Of the submodule that holds it.
         eager: Whether it runs between segments (it holds splitting operators) or is captured.
         operators: Names of its operators, in order.
+        title: For messages: its first splitting operator.
     """
 
     name: str
     eager: bool
     operators: tuple[str, ...]
+    title: str = ""
 
 
 @dataclass(slots=True)
@@ -102,11 +104,15 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
     runs = _merge_idle(_runs(gm.graph.nodes, lambda node: bool(_names(node) & wanted)))
     piece_of = {node: index for index, run in enumerate(runs) for node in run.nodes}
     split = split_module(gm, None, lambda node: piece_of[node], keep_original_order=True)  # type: ignore[arg-type]
-    calls = [node for node in split.graph.nodes if node.op == "call_module"]
-    eager = {f"submod_{index}": run.eager for index, run in enumerate(runs)}
-    return split, tuple(
-        Piece(str(call.target), eager[str(call.target)], _operators(getattr(split, str(call.target)))) for call in calls
-    )
+    pieces = []
+    for call in (node for node in split.graph.nodes if node.op == "call_module"):
+        run = runs[int(str(call.target).removeprefix("submod_"))]
+        first = next((node for node in run.nodes if _names(node) & wanted), run.nodes[0])
+        call.stack_trace = first.stack_trace  # messages name the user's line of a piece
+        operators = _operators(getattr(split, str(call.target)))
+        pieces.append(Piece(str(call.target), run.eager, operators, operator_name(first) or ""))
+    split.recompile()
+    return split, tuple(pieces)
 
 
 def _names(node: fx.Node) -> set[str]:
@@ -177,9 +183,7 @@ def _works(node: fx.Node) -> bool:
     """Whether a node launches something: not a view, a size or an allocation."""
     value, name = value_of(node), operator_name(node) or ""
     bare = name.partition("::")[2]
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        return True
-    if isinstance(node.target, torch._ops.OpOverloadPacket) and node.target.default._schema.is_mutable:
+    if any(overload._schema.is_mutable for overload in _overloads(node.target)):
         return True
     if bare.endswith("_") or bare in ("setitem", "copy_") or node.kwargs.get("out") is not None:
         return True
@@ -190,6 +194,16 @@ def _works(node: fx.Node) -> bool:
         return value is None and name.startswith("aten::")  # returns nothing, so it writes somewhere
     given = {storage for arg in node.all_input_nodes for storage in storages_of(arg)}
     return any(storage not in given for storage in storages_of(node))
+
+
+def _overloads(target: Any) -> list[torch._ops.OpOverload]:
+    """The overloads that a target may call, but for those that write to results they are given."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if not isinstance(target, torch._ops.OpOverloadPacket):
+        return []
+    found = [getattr(target, name) for name in target.overloads()]
+    return [o for o in found if not any(argument.is_out for argument in o._schema.arguments)]
 
 
 def storages_of(node: fx.Node) -> list[int]:
@@ -208,49 +222,37 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx.Node]) -> None:
-    """Refuse names of operators that do not exist or do not occur."""
+    """Raise ConfigError for names of operators that do not exist or do not occur."""
     if splitting_ops is None:
         return
     occurring = {name for node in nodes for name in _names(node)}
     listed = sorted({name for name in occurring if not name.endswith(".default") and not name.startswith("python::")})
-    for wanted in splitting_ops:
-        if wanted in occurring:
-            continue
-        hint = _near(wanted, listed)
-        if "::" not in wanted:
-            hint = f"Operators are named namespace::name, as in aten::softmax. {hint}"
+    for wanted in (name for name in splitting_ops if name not in occurring):
         what = "does not occur in the model" if _exists(wanted) else "does not exist"
-        raise ConfigError(
-            f"compilation.splitting_ops: the operator {wanted!r} {what}",
-            remedy=f"{hint}The model's operators are {', '.join(listed)}.",
-        )
+        raise _refused(wanted, what, listed, f"The model's operators are {', '.join(listed)}.")
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
     """Refuse names that no operator has, ahead of any trace. Whether the others occur, the trace says.
 
-    Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is what
-    ``F.softsign`` is called in a trace. An operator of a library has to be registered by now.
+    Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is the
+    name of ``F.softsign`` in a trace. An operator of a library has to be registered by now.
 
     Raises:
         ConfigError: there is no such operator.
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
-        if _exists(wanted) or any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
-            continue
-        hint = _near(wanted, {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()})
-        raise ConfigError(
-            f"compilation.splitting_ops: the operator {wanted!r} does not exist",
-            remedy=f"{hint}Operators are named namespace::name, as in aten::softmax; import what registers one of a "
-            "library before the capture.",
-        )
+        if not _exists(wanted) and not any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
+            known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+            raise _refused(wanted, "does not exist", known, "Import the library that registers it before the capture.")
 
 
-def _near(wanted: str, names: Collection[str]) -> str:
-    """A question after the names that are nearest, to stand ahead of other words; empty if none is near."""
-    near = difflib.get_close_matches(wanted, names, n=2)
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+def _refused(wanted: str, what: str, known: Collection[str], then: str) -> ConfigError:
+    near = difflib.get_close_matches(wanted, known, n=2)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    form = "" if _exists(wanted) else "Operators are named namespace::name, as in aten::softmax. "
+    return ConfigError(f"compilation.splitting_ops: the operator {wanted!r} {what}", remedy=f"{form}{hint}{then}")
 
 
 def _exists(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What will be captured: sizes, modes, keys, the plan and its dispatcher. No torch here."""
+"""From a configuration to a plan: modes, capture sizes, keys, dispatch, costs, other engines. No torch here."""
 
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.dispatcher import CudagraphDispatcher, MissReason

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cgplan.config import Config
@@ -23,15 +23,7 @@ DEFAULT_SPLITTING_OPS = (
     "torch_attn::_varlen_attn",
     "cgplan::attention",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ModeChange:
-    """One step of mode resolution, kept so that nothing is downgraded in silence."""
-
-    requested: CUDAGraphMode
-    resolved: CUDAGraphMode
-    reason: str
+LARGEST_DEFAULT_SIZE = 512
 
 
 def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
@@ -40,20 +32,21 @@ def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
     return any("attention" in op or "attn" in op for op in ops)
 
 
-def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[ModeChange, ...]]:
-    """The mode that can be captured, and the changes that led there, in order.
+def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]:
+    """The mode that can be captured, and the changes that led there, in order: nothing is downgraded in silence.
 
-    Raises ModeError where mixed batches are to run as FULL graphs and the attention supports none.
+    Raises:
+        ModeError: mixed batches are to run as FULL graphs, and the attention supports none.
     """
     compilation = config.compilation
     mode: CUDAGraphMode = compilation.cudagraph_mode
     support: AttentionSupport = compilation.attention_support
     split = attention_is_split(compilation.splitting_ops)
     piecewise_or_none = CUDAGraphMode.PIECEWISE if split else CUDAGraphMode.NONE
-    changes: list[ModeChange] = []
+    changes: list[PlanChange] = []
 
     def change(to: CUDAGraphMode, reason: str) -> CUDAGraphMode:
-        changes.append(ModeChange(mode, to, reason))
+        changes.append(PlanChange(requested=mode, resolved=to, reason=reason))
         return to
 
     if compilation.splitting_ops == () and mode.has_mode(CUDAGraphMode.PIECEWISE):
@@ -89,7 +82,7 @@ def sglang(maximum: int) -> tuple[int, ...]:
 
 
 def trtllm(maximum: int) -> tuple[int, ...]:
-    """TensorRT-LLM's: 1, 2, 4, 8..128 by 8, then by 64, and the maximum."""
+    """TensorRT-LLM's ladder: 1, 2, 4, 8..128 by 8, then by 64, and the maximum."""
     return _up_to(maximum, (1, 2, 4, *range(8, 129, 8), *range(192, maximum + 1, 64)))
 
 
@@ -99,15 +92,12 @@ def powers_of_two(maximum: int) -> tuple[int, ...]:
 
 
 def _up_to(maximum: int, steps: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({s for s in steps if s < maximum} | {maximum}))
+    return (*(s for s in steps if s < maximum), maximum)
 
 
 LADDERS: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyType(
     {"vllm": vllm, "sglang": sglang, "trtllm": trtllm, "powers_of_two": powers_of_two}
 )
-
-
-LARGEST_DEFAULT_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +106,29 @@ class CaptureSizes:
 
     Attributes:
         sizes: In tokens, ascending; empty where nothing is captured.
-        source: Where they came from, in words.
-        warnings: What was dropped or changed on the way, and why.
+        source: Where they come from, in words.
+        warnings: Sizes that were dropped or changed on the way, and why.
     """
 
     sizes: tuple[int, ...]
     source: str
     warnings: tuple[str, ...] = ()
 
-    @property
-    def maximum(self) -> int:
-        """Largest size in tokens, 0 if there is none."""
-        return self.sizes[-1] if self.sizes else 0
-
 
 def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     """Capture sizes for a configuration in the resolved mode. Raises PlanError where none is left."""
     if mode is CUDAGraphMode.NONE:
         return CaptureSizes((), "cudagraph_mode is NONE")
-    given = config.compilation.cudagraph_capture_sizes
+    given, q = config.compilation.cudagraph_capture_sizes, config.query_len
     found = _given(config, given) if isinstance(given, tuple) else _from_ladder(config, given or "vllm")
-    if mode.decode_mode() is CUDAGraphMode.FULL and config.query_len > 1:
-        found = _rounded(found, config.query_len)
+    if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
+        # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
+        maximum = max(found.sizes, default=0)
+        rounded = {size for s in found.sizes if (size := -(-s // q) * q) <= maximum}
+        if not rounded and q <= maximum:
+            rounded = {q}
+        source = f"{found.source}, rounded up to multiples of {q}"
+        found = replace(found, sizes=tuple(sorted(rounded)), source=source)
     if not found.sizes:
         raise PlanError(
             f"no capture size is left: {'; '.join(found.warnings) or found.source}",
@@ -148,12 +139,12 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
 
 
 def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
-    limit = config.scheduler.max_num_batched_tokens
-    sizes = tuple(sorted(set(given)))
-    kept = tuple(s for s in sizes if s <= limit)
+    limit, sizes = config.scheduler.max_num_batched_tokens, sorted(set(given))
     dropped = [str(s) for s in sizes if s > limit]
     warning = f"capture sizes {', '.join(dropped)} above scheduler.max_num_batched_tokens = {limit} were dropped"
-    return CaptureSizes(kept, "compilation.cudagraph_capture_sizes", (warning,) if dropped else ())
+    return CaptureSizes(
+        tuple(s for s in sizes if s <= limit), "compilation.cudagraph_capture_sizes", (warning,) if dropped else ()
+    )
 
 
 def _from_ladder(config: Config, name: str) -> CaptureSizes:
@@ -163,24 +154,25 @@ def _from_ladder(config: Config, name: str) -> CaptureSizes:
     source = f"ladder {name} up to {maximum}"
     if name != "vllm":  # their sizes are request counts
         return CaptureSizes(tuple(q * s for s in LADDERS[name](maximum // q)) if maximum >= q else (), source)
-    sizes = set(vllm(maximum))
-    if q == 1:
-        sizes.add(seqs)
-    elif asked is None:
-        sizes.update(q * requests for requests in (*vllm(seqs), seqs))
-    sizes.add(tokens)
+    sizes = {*vllm(maximum), tokens}
+    if asked is None:  # decode batches of all requests
+        sizes |= {q * requests for requests in (*(vllm(seqs) if q > 1 else ()), seqs)}
     kept = tuple(sorted(s for s in sizes if s <= maximum))
-    warnings: tuple[str, ...] = ()
-    if asked is not None and kept[-1] != asked:
-        why = f"scheduler.max_num_batched_tokens is {tokens}" if tokens < asked else "it is off the ladder's stride"
-        warnings = (f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}",)
-    return CaptureSizes(kept, source, warnings)
+    if asked is None or kept[-1] == asked:
+        return CaptureSizes(kept, source)
+    why = f"scheduler.max_num_batched_tokens is {tokens}" if tokens < asked else "it is off the ladder's stride"
+    return CaptureSizes(kept, source, (f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}",))
 
 
-def _rounded(found: CaptureSizes, q: int) -> CaptureSizes:
-    """Sizes rounded up to multiples of the query length, within the maximum: padded batches have whole requests."""
-    rounded = tuple(sorted({size for s in found.sizes if (size := -(-s // q) * q) <= found.maximum}))
-    return CaptureSizes(rounded, f"{found.source}, rounded up to multiples of {q}", found.warnings)
+def lora_cases(config: Config) -> tuple[int, ...]:
+    """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
+    if config.lora is None:
+        return (0,)
+    most = config.lora.max_loras
+    if not config.compilation.cudagraph_specialize_lora:
+        return (most + 1,)
+    powers = [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
+    return (0, *powers, most + 1)
 
 
 def build_plan(config: Config) -> Plan:
@@ -197,7 +189,7 @@ def build_plan(config: Config) -> Plan:
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
         mode=mode,
-        changes=tuple(PlanChange(requested=c.requested, resolved=c.resolved, reason=c.reason) for c in changes),
+        changes=changes,
         capture_sizes=sizes.sizes,
         sizes_source=sizes.source,
         keys=keys,
@@ -206,67 +198,41 @@ def build_plan(config: Config) -> Plan:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
-        warnings=(*sizes.warnings, *_unused_sizes(config, sizes.sizes, keys), *_unused_splits(config, mode)),
+        warnings=(*sizes.warnings, *_unused(config, mode, sizes.sizes, keys)),
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
     )
 
 
-def _unused_sizes(config: Config, sizes: Sequence[int], keys: Sequence[Key]) -> tuple[str, ...]:
-    """A warning about sizes that the user listed and no graph is captured for."""
-    unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
-    if not unused or not isinstance(config.compilation.cudagraph_capture_sizes, tuple):
-        return ()
-    return (
-        f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
-        f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens",
-    )
-
-
-def _unused_splits(config: Config, mode: CUDAGraphMode) -> tuple[str, ...]:
-    """Warnings about splits that the user named and the way to PIECEWISE segments does not look at."""
-    compilation = config.compilation
-    if not mode.has_mode(CUDAGraphMode.PIECEWISE):
-        return ()
-    way = compilation.piecewise
-    if way == "auto":
-        way = "modules" if compilation.splitting_modules else "ops"
-    given = {"ops": compilation.splitting_ops, "modules": compilation.splitting_modules}
-    return tuple(
-        f"compilation.splitting_{kind} are not looked at: segments come from {way} (compilation.piecewise)"
-        for kind, names in given.items()
-        if names and kind != way
-    )
-
-
-def lora_cases(config: Config) -> tuple[int, ...]:
-    """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
-    if config.lora is None:
-        return (0,)
-    most = config.lora.max_loras
-    if not config.compilation.cudagraph_specialize_lora:
-        return (most + 1,)
-    powers = [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
-    return (0, *powers, most + 1)
-
-
 def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]) -> tuple[Key, ...]:
     seqs, q = config.scheduler.max_num_seqs, config.query_len
     keys: list[Key] = []
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
-    if mixed is not CUDAGraphMode.NONE:
-        full = mixed is CUDAGraphMode.FULL
-        keys += [
-            (mixed, BatchDescriptor(s, min(s, seqs) if full else None, False, case > 0, case))
-            for s in sizes
-            for case in cases
-        ]
-    if mode.separate_routine() and decode is CUDAGraphMode.FULL:
-        keys += [
-            (decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case))
-            for s in sizes
-            if q <= s <= q * seqs
-            for case in cases
-        ]
+    for case in cases:
+        if mixed is not CUDAGraphMode.NONE:
+            full = mixed is CUDAGraphMode.FULL
+            keys += [(mixed, BatchDescriptor(s, min(s, seqs) if full else None, False, case > 0, case)) for s in sizes]
+        if mode.separate_routine() and decode is CUDAGraphMode.FULL:
+            served = [s for s in sizes if q <= s <= q * seqs]
+            keys += [(decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case)) for s in served]
     return capture_order(keys)
+
+
+def _unused(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]) -> Iterator[str]:
+    """Warnings about listed sizes that no graph is captured for, and about splits that the route does not look at."""
+    compilation = config.compilation
+    unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
+    if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
+        yield (
+            f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
+            f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens"
+        )
+    if not mode.has_mode(CUDAGraphMode.PIECEWISE):
+        return
+    route = compilation.piecewise
+    if route == "auto":
+        route = "modules" if compilation.splitting_modules else "ops"
+    for kind, names in (("ops", compilation.splitting_ops), ("modules", compilation.splitting_modules)):
+        if names and kind != route:
+            yield f"compilation.splitting_{kind} are not looked at: segments come from {route} (compilation.piecewise)"

@@ -1,4 +1,4 @@
-"""How two plans differ, and how a saved plan differs from what it is to be captured for."""
+"""Differences of two plans, and of a saved plan and the configuration that it is to be captured with."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from cgplan.config import Config
 from cgplan.config.schema import BudgetConfig
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.plan import Lane, LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
+from cgplan.planning.plan import LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
 
-# The plan decides these itself; whatever the configuration says now, the plan's keys are captured.
+# Settings that a plan decides itself: its keys are captured whatever the configuration says of them now.
 DECIDED_BY_THE_PLAN = (
     "compilation.cudagraph_mode",
     "compilation.cudagraph_capture_sizes",
     "compilation.max_cudagraph_capture_size",
 )
-# Where a plan is captured does not change it; what its figures were measured on is compared by Machine.
-_ELSEWHERE = ("device",)
 MOST_NAMED = 4  # settings in a sentence
 _NO_LIMIT: Mapping[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
 
@@ -59,7 +57,7 @@ class Figure(_Record):
 
 
 class PlanDifference(_Record):
-    """What changes from one plan to another.
+    """The changes from one plan to another.
 
     Attributes:
         lanes: Sizes by lane, of every lane that either plan has.
@@ -67,8 +65,8 @@ class PlanDifference(_Record):
         memory: Predicted device memory of all graphs and their buffers, in bytes.
         seconds: Predicted start-up time.
         expected_us: Expected time of a step over the traffic, in microseconds.
-        failed: What could not be captured, so that the new plan does without it, with the error.
-        settings: What else differs: the resolved mode, the configurations, the budgets, the machines.
+        failed: Keys that could not be captured and that the new plan leaves out, with their errors.
+        settings: Other differences: the resolved mode, the configurations, the budgets, the machines.
         notes: Why figures may not be comparable.
     """
 
@@ -89,14 +87,24 @@ class PlanDifference(_Record):
 
 
 def compare(old: Plan, new: Plan) -> PlanDifference:
-    """What changes if ``new`` is captured instead of ``old``."""
+    """The changes that capturing ``new`` instead of ``old`` brings."""
     before, after = old.lanes(), new.lanes()
-    lanes = sorted({*before, *after}, key=lambda lane: (lane.mode.name, lane.uniform, lane.num_active_loras))
-    costs = [None if plan.predicted is None else plan.predicted.cost for plan in (old, new)]
-    memory = [None if cost is None else cost.total_bytes for cost in costs]
-    seconds = [None if cost is None else cost.seconds for cost in costs]
+    changes = []
+    for lane in sorted({*before, *after}, key=lambda lane: (lane.mode.name, lane.uniform, lane.num_active_loras)):
+        had, has = before.get(lane, ()), after.get(lane, ())
+        changes.append(
+            LaneChange(
+                **lane._asdict(),
+                added=tuple(size for size in has if size not in had),
+                removed=tuple(size for size in had if size not in has),
+                kept=tuple(size for size in has if size in had),
+            )
+        )
+    predicted = (old.predicted, new.predicted)
+    memory = [None if costs is None else costs.total_bytes for costs in predicted]
+    seconds = [None if costs is None else costs.seconds for costs in predicted]
     return PlanDifference(
-        lanes=tuple(_lane_change(lane, before.get(lane, ()), after.get(lane, ())) for lane in lanes),
+        lanes=tuple(changes),
         graphs=Figure(old=len(old.keys), new=len(new.keys)),
         memory=Figure(old=memory[0], new=memory[1]),
         seconds=Figure(old=seconds[0], new=seconds[1]),
@@ -108,7 +116,9 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
 
 
 def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tuple[FieldChange, ...]:
-    """What a plan was made for (old) and what is there now (new), where the two differ.
+    """Settings of a saved plan (old) and of the present configuration (new) that differ.
+
+    Settings that the plan decides itself do not count, nor does the device, which does not change a plan.
 
     Args:
         plan: A saved plan.
@@ -117,8 +127,8 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
     """
     found: list[FieldChange] = []
     if plan.config is not None:
-        ignored = (*DECIDED_BY_THE_PLAN, *_ELSEWHERE)
-        found += [c for c in _changes(plan.config, capture_config(config)) if not _under(c.name, ignored)]
+        ignored = (*DECIDED_BY_THE_PLAN, "device")
+        found += [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
     elif plan.config_hash != config_hash(config):
         found.append(FieldChange(name="config_hash", old=plan.config_hash, new=config_hash(config)))
     if plan.machine is not None and machine is not None:
@@ -128,26 +138,28 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
 
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
     """Settings of the configuration (new) that the plan decides otherwise than the one it was made from (old)."""
-    changes = _changes(plan.config or {}, capture_config(config)) if plan.config else ()
-    return tuple(change for change in changes if _under(change.name, DECIDED_BY_THE_PLAN))
+    changes = _changes(plan.config, capture_config(config)) if plan.config else ()
+    return tuple(change for change in changes if change.name in DECIDED_BY_THE_PLAN)
 
 
 def fitted(
     plan: Plan, config: Config, machine: Machine | None = None, *, force: bool = False, file: str | None = None
 ) -> Plan:
-    """The plan, made ready to be captured with a configuration; its keys stay as they are.
+    """The plan with its keys as they are, ready to be captured with a configuration.
 
     Args:
         plan: A saved plan.
         config: The configuration that it is to be captured with.
         machine: The present machine, see ``mismatches``.
-        force: Take it also where it does not match, with a warning that says so.
-        file: Where it was read from; messages name it.
+        force: Take a plan that does not match, too, with a warning.
+        file: The file it was read from; messages name it.
 
     Raises:
         PlanMismatchError: the plan was made for something else; the message names each field.
     """
-    wrong = (*mismatches(plan, config, machine), *_no_graphs_wanted(plan, config))
+    wrong = mismatches(plan, config, machine)
+    if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:  # the plan decides which graphs, not if
+        wrong += (FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new=str(CUDAGraphMode.NONE)),)
     described = [f"{c.name}: {_text(c.old)} in the plan, {_text(c.new)} now" for c in wrong]
     if wrong and not force:
         raise PlanMismatchError(
@@ -155,23 +167,19 @@ def fitted(
             remedy="Make the plan again for what is there now, or capture it as it is with --force.",
         )
     warning = (f"the plan was made for something else and was forced: {'; '.join(described)}",) if wrong else ()
-    present = {
-        "config": capture_config(config),
-        "config_hash": config_hash(config),
-        "budget": budget_of(config),
-        "file": file,
-    }
-    return plan.model_copy(update={**present, "warnings": (*plan.warnings, *warning)})
-
-
-def _no_graphs_wanted(plan: Plan, config: Config) -> Iterator[FieldChange]:
-    """The plan decides which mode its graphs have, not whether there are any: NONE asks for none."""
-    if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:
-        yield FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new=str(CUDAGraphMode.NONE))
+    return plan.model_copy(
+        update={
+            "config": capture_config(config),
+            "config_hash": config_hash(config),
+            "budget": budget_of(config),
+            "file": file,
+            "warnings": (*plan.warnings, *warning),
+        }
+    )
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
-    """What of two machines differs: the GPU, its driver, torch."""
+    """Differences of two machines: the GPU, its driver, torch."""
     return _changes(old.model_dump(), new.model_dump())
 
 
@@ -181,22 +189,11 @@ def named(changes: Sequence[FieldChange]) -> str:
     return "; ".join([*listed, *([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])])
 
 
-def _lane_change(lane: Lane, before: tuple[int, ...], after: tuple[int, ...]) -> LaneChange:
-    return LaneChange(
-        mode=lane.mode,
-        uniform=lane.uniform,
-        num_active_loras=lane.num_active_loras,
-        added=tuple(size for size in after if size not in before),
-        removed=tuple(size for size in before if size not in after),
-        kept=tuple(size for size in after if size in before),
-    )
-
-
 def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
     if old.mode is not new.mode:
         yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
     if old.config is not None and new.config is not None:
-        yield from (c for c in _changes(old.config, new.config) if not _under(c.name, DECIDED_BY_THE_PLAN))
+        yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
     else:
         bounds = ("query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras")
         yield from _changes(*({name: getattr(plan, name) for name in bounds} for plan in (old, new)))
@@ -209,16 +206,18 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
     if old.predicted is not None and new.predicted is not None and old.predicted.source != new.predicted.source:
         yield f"memory and start-up have other sources: {old.predicted.source} before, {new.predicted.source} after"
-    traffic = [(plan.evidence or {}).get("traffic_source") for plan in (old, new)]
-    if None not in traffic and traffic[0] != traffic[1]:
-        yield f"the expected steps are of different traffic: {traffic[0]} before, {traffic[1]} after"
+    evidence = [plan.evidence or {} for plan in (old, new)]
+    for name, words in (
+        ("traffic_source", "the expected steps are of different traffic: {} before, {} after"),
+        ("times_source", "step times are from {} before, from {} after"),
+        ("rule", "the number of graphs follows from {} before, from {} after"),
+    ):
+        given = [of_plan.get(name) for of_plan in evidence]
+        if None not in given and given[0] != given[1]:
+            yield words.format(*given)
     for plan, other, which in ((old, new, "first"), (new, old, "second")):
         if plan.expected_us is None and other.expected_us is not None:
             yield f"the {which} plan was not made for traffic, so that it expects no step time"
-    for name, words in (("times_source", "step times are from"), ("rule", "the number of graphs follows from")):
-        given = [(plan.evidence or {}).get(name) for plan in (old, new)]
-        if None not in given and given[0] != given[1]:
-            yield f"{words} {given[0]} before, from {given[1]} after"
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
@@ -240,24 +239,6 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", inner
 
 
-def _under(name: str, keys: tuple[str, ...]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
-
-
 def _text(value: Any) -> str:
     """A value as JSON writes it; text without quotes."""
     return "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-__all__ = [
-    "FieldChange",
-    "Figure",
-    "LaneChange",
-    "PlanDifference",
-    "compare",
-    "fitted",
-    "machine_changes",
-    "mismatches",
-    "named",
-    "unused_settings",
-]

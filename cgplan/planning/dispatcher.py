@@ -25,8 +25,8 @@ class MissReason(StrEnum):
 
 
 class _Row(dict[int, Answer]):
-    """Answers by number of tokens. Those that no graph serves are (NONE, unpadded descriptor), made on the first
-    question and kept; as in vLLM, such a descriptor holds the number of tokens alone.
+    """Answers by number of tokens. An eager batch gets (NONE, unpadded descriptor), made on the first question and
+    kept; as in vLLM, such a descriptor holds the number of tokens alone.
     """
 
     def __missing__(self, num_tokens: int) -> Answer:
@@ -44,12 +44,24 @@ class CudagraphDispatcher:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._lanes = _lanes(plan)
+        # Keys by lane, lanes in the order in which they are asked. FULL graphs of a plan are either all of uniform
+        # decode or all of mixed batches.
+        self._lanes: dict[Lane, list[Answer]] = {}
+        for key in sorted(
+            plan.keys, key=lambda k: (k[0] is not CUDAGraphMode.FULL, k[1].num_active_loras, k[1].num_tokens)
+        ):
+            self._lanes.setdefault(Lane.of(*key), []).append(key)
         self._cases = range(max((*plan.lora_cases, 0)) + 1)
-        # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
-        self._rows = tuple(self._rows_by_adapters(uniform) for uniform in (False, True))
         self._restricted: dict[tuple[bool, int, bool, bool], _Row] = {}
         self._eager = _Row()
+        # rows[uniform][active adapters][num_tokens], for callers that exclude no mode; counts of adapters that go to
+        # the same LoRA case share a row
+        captured = sorted({lane.num_active_loras for lane in self._lanes})
+        case_of = [next((case for case in captured if case >= n), -1) for n in self._cases]
+        self._rows = tuple(
+            {n: rows.get(case, self._eager) for n, case in enumerate(case_of)}
+            for rows in ({case: self._row(uniform, case, True, True) for case in captured} for uniform in (False, True))
+        )
 
     def dispatch(
         self,
@@ -70,7 +82,7 @@ class CudagraphDispatcher:
 
         Returns:
             FULL with its key if there is one, else PIECEWISE with its key, else NONE with the unpadded
-            descriptor (``explain`` says why). The tuple is shared, not built anew.
+            descriptor (``explain`` says why). Equal questions get the same tuple.
         """
         if valid_modes is None and invalid_modes is None:
             try:
@@ -99,7 +111,7 @@ class CudagraphDispatcher:
         valid_modes: Collection[CUDAGraphMode] | None = None,
         invalid_modes: Collection[CUDAGraphMode] | None = None,
     ) -> MissReason | None:
-        """Why ``dispatch`` answers NONE to the same question; None if a graph serves the batch."""
+        """Why ``dispatch`` answers this question with NONE; None if a graph serves the batch."""
         asked = (num_tokens, uniform_decode, num_active_loras)
         if self.dispatch(*asked, valid_modes, invalid_modes)[0] is not CUDAGraphMode.NONE:
             return None
@@ -116,39 +128,14 @@ class CudagraphDispatcher:
             return MissReason.NO_GRAPH_FOR_MIXED
         return MissReason.TOO_LARGE if max(serving) >= num_active_loras else MissReason.NO_LORA_CASE
 
-    def _rows_by_adapters(self, uniform: bool) -> dict[int, _Row]:
-        """Counts of adapters that go to the same cases share a row."""
-        captured = sorted({lane.num_active_loras for lane in self._lanes})
-        by_case = {case: self._row(uniform, case, True, True) for case in captured}
-        nothing = _Row()
-        return {n: by_case.get(next((c for c in captured if c >= n), -1), nothing) for n in self._cases}
-
     def _row(self, uniform: bool, num_active_loras: int, full: bool, piecewise: bool) -> _Row:
-        """The first lane that holds a batch serves it, by its smallest size that does."""
-        row = _Row()
-        covered = 0  # a batch of so many tokens has its answer
+        """Answers of the first lane that holds a batch, by its smallest size that does."""
+        row, covered = _Row(), 0  # batches of up to ``covered`` tokens have their answer
         for lane, keys in self._lanes.items():
             allowed = full if lane.mode is CUDAGraphMode.FULL else piecewise
             if not allowed or (lane.uniform and not uniform) or lane.num_active_loras < num_active_loras:
                 continue
-            for size, answer in keys:
-                row.update(dict.fromkeys(range(covered + 1, size + 1), answer))
-                covered = max(covered, size)
+            for key in keys:
+                row.update(dict.fromkeys(range(covered + 1, key[1].num_tokens + 1), key))
+                covered = max(covered, key[1].num_tokens)
         return row
-
-
-def _lanes(plan: Plan) -> dict[Lane, list[tuple[int, Answer]]]:
-    """Keys with their sizes, ascending, by lane; the lanes in the order in which they are asked."""
-    lanes: dict[Lane, list[tuple[int, Answer]]] = {}
-    for key in sorted(plan.keys, key=_preference):
-        lanes.setdefault(Lane.of(*key), []).append((key[1].num_tokens, key))
-    return lanes
-
-
-def _preference(key: Answer) -> tuple[bool, int, int]:
-    """Within a plan, FULL graphs are either all of uniform decode or all of mixed batches."""
-    mode, descriptor = key
-    return mode is not CUDAGraphMode.FULL, descriptor.num_active_loras, descriptor.num_tokens
-
-
-__all__ = ["Answer", "CudagraphDispatcher", "MissReason"]

@@ -1,11 +1,11 @@
-"""A plan in the words of an inference engine: options and files that vLLM, SGLang and TensorRT-LLM read."""
+"""Plans as options and files of vLLM, SGLang and TensorRT-LLM; and vLLM's options as a configuration."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from cgplan.planning.build import build_plan
 from cgplan.planning.plan import Plan
 
 OPTION = "--vllm"
-# What vLLM takes where nothing is given and cgplan takes something else.
+# vLLM's defaults that differ from cgplan's.
 _DEFAULTS: Mapping[str, Any] = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "cudagraph_num_of_warmups": 1,
@@ -28,7 +28,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "cudagraph_specialize_lora": True,
 }
 _TAKEN_OVER = (*_DEFAULTS, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "splitting_ops")
-# Keys that change how kernels are compiled, or what encoders capture, but not which graphs the decoder has.
+# Keys that change the compilation of kernels or the captures of encoders, but not the decoder's graphs.
 _WITHOUT_EFFECT = frozenset(
     {
         "backend", "cache_dir", "compile_cache_save_format", "compile_mm_encoder", "compile_ranges_endpoints",
@@ -49,7 +49,7 @@ class VllmConfig:
 
     Attributes:
         loaded: The configuration, with the origin of each value: an option, or vLLM's default.
-        notes: What was left out, assumed or changed on the way.
+        notes: Options that were left out, assumed or changed.
     """
 
     loaded: LoadedConfig
@@ -57,7 +57,6 @@ class VllmConfig:
 
     @property
     def config(self) -> Config:
-        """The configuration."""
         return self.loaded.config
 
 
@@ -70,23 +69,22 @@ def read_vllm(
     max_loras: int | None = None,
     specialize_active_lora: bool = False,
 ) -> VllmConfig:
-    """What vLLM would capture for, from its own options.
+    """The configuration that captures for the same batches as vLLM with these options.
 
     Args:
         text: vLLM's ``--compilation-config``: a JSON object.
-        max_num_seqs, max_num_batched_tokens: As vLLM's options of these names. Absent: cgplan's defaults, with a
-            note; vLLM's own depend on the GPU.
+        max_num_seqs, max_num_batched_tokens: vLLM's options of these names. Absent: cgplan's defaults, with a note;
+            vLLM's own depend on the GPU.
         num_speculative_tokens: Of its ``--speculative-config``.
-        max_loras: As its option; None without ``--enable-lora``.
-        specialize_active_lora: As its option.
+        max_loras: Its option; None without ``--enable-lora``.
+        specialize_active_lora: Its option.
 
     Raises:
         ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that cannot be.
     """
-    given = _named_mode(_parse(text))
+    given = _parse(text)
     notes = [f"{name} does not change what is captured" for name in given if name in _WITHOUT_EFFECT]
-    mode, changed = _cudagraph_mode(given)
-    compilation = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None} | mode
+    compilation = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     data: dict[str, Any] = {
         "compilation": {**_DEFAULTS, **compilation},
@@ -95,24 +93,39 @@ def read_vllm(
     }
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
+    origins = {
+        f"compilation.{name}": OPTION if name in compilation else "vLLM's default" for name in data["compilation"]
+    }
+    for section in ("scheduler", "speculative", "lora"):
+        origins |= {f"{section}.{name}": f"--{name.replace('_', '-')}" for name in data.get(section, {})}
+    asked, level = str(data["compilation"]["cudagraph_mode"]), given.get("mode")
+    without_piecewise = _level(level) != _SPLIT_BY_COMPILATION and "PIECEWISE" in asked.upper()
+    if without_piecewise:
+        data["compilation"]["cudagraph_mode"] = "NONE"
+        origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         raise explain(error, data, OPTION, Config) from None
-    origins = _origins(data, compilation)
-    if mode:
-        origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {given['mode']}"
     notes += [
         f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was taken, vLLM's default "
         "depends on the GPU"
         for name, value in bounds.items()
         if value is None
     ]
-    assumed = "vLLM lowers the mode where its attention backend cannot be captured; here it is taken to be capturable"
-    return VllmConfig(LoadedConfig(config, origins, Path()), (*notes, *changed, assumed))
+    if without_piecewise:
+        notes.append(
+            f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode {_SPLIT_BY_COMPILATION} only, "
+            f"mode is {level}"
+        )
+    notes.append(
+        "vLLM lowers the mode where its attention backend cannot be captured; here it is taken to be capturable"
+    )
+    return VllmConfig(LoadedConfig(config, origins, Path()), tuple(notes))
 
 
 def _parse(text: str) -> dict[str, Any]:
+    """The keys of a compilation config, all of them vLLM's; cudagraph_mode by name."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -135,50 +148,28 @@ def _parse(text: str) -> dict[str, Any]:
                 f"{OPTION}: vLLM's compilation config has no key {name!r}{hint}",
                 remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
             )
+    number = given.get("cudagraph_mode")
+    if isinstance(number, int) and not isinstance(number, bool):  # vLLM takes the values of its runtime modes, too
+        names = {mode.value: mode.name for mode in RUNTIME_MODES}
+        if number not in names:
+            raise ConfigError(
+                f"{OPTION}: found cudagraph_mode {number}, vLLM's numbers are 0 to {max(names)}",
+                remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in names.items())}, or write the name "
+                "of another mode.",
+            )
+        given["cudagraph_mode"] = names[number]
     return given
 
 
-def _named_mode(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with cudagraph_mode by name: vLLM takes the values of its runtime modes, too."""
-    number = given.get("cudagraph_mode")
-    if not isinstance(number, int) or isinstance(number, bool):
-        return given
-    names = {mode.value: mode.name for mode in RUNTIME_MODES}
-    if number not in names:
-        raise ConfigError(
-            f"{OPTION}: found cudagraph_mode {number}, vLLM's numbers are 0 to {max(names)}",
-            remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in names.items())}, or write the name of "
-            "another mode.",
-        )
-    return {**given, "cudagraph_mode": names[number]}
-
-
-def _cudagraph_mode(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A mode that differs from the one given, where vLLM's compilation mode rules PIECEWISE graphs out."""
-    level = given.get("mode")
-    if level is None:
-        return {}, ()
-    number = _MODES.get(level.upper()) if isinstance(level, str) else level
+def _level(mode: Any) -> int:
+    """vLLM's compilation mode as its number; absent, it compiles and splits."""
+    number: Any = _MODES.get(mode.upper()) if isinstance(mode, str) else _SPLIT_BY_COMPILATION if mode is None else mode
     if isinstance(number, bool) or number not in _MODES.values():
         raise ConfigError(
-            f"{OPTION}: found mode {level!r}, vLLM's compilation mode is 0 to 3",
+            f"{OPTION}: found mode {mode!r}, vLLM's compilation mode is 0 to 3",
             remedy=f"Choose one of {', '.join(f'{n} ({name})' for name, n in _MODES.items())}, or leave it out.",
         )
-    asked = str(given.get("cudagraph_mode") or _DEFAULTS["cudagraph_mode"])
-    if number == _SPLIT_BY_COMPILATION or "PIECEWISE" not in asked.upper():
-        return {}, ()
-    return {"cudagraph_mode": "NONE"}, (
-        f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode {_SPLIT_BY_COMPILATION} only, "
-        f"mode is {level}",
-    )
-
-
-def _origins(data: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """Where each value came from, by dotted key."""
-    origins = {f"compilation.{name}": OPTION if name in given else "vLLM's default" for name in data["compilation"]}
-    for section in ("scheduler", "speculative", "lora"):
-        origins |= {f"{section}.{name}": f"--{name.replace('_', '-')}" for name in data.get(section, {})}
-    return origins
+    return int(number)
 
 
 Engine = Literal["vllm", "sglang", "trtllm", "json"]
@@ -186,11 +177,11 @@ Engine = Literal["vllm", "sglang", "trtllm", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What an engine is to be given.
+    """A plan as an engine takes it.
 
     Attributes:
         text: Options for a command line, or a file; without a newline at the end.
-        notes: Where the engine does something else than the plan says, and what it costs.
+        notes: Differences between the engine's graphs and the plan's, and their cost.
     """
 
     text: str
@@ -201,7 +192,7 @@ def emit(plan: Plan, engine: Engine) -> Emission:
     """A plan as an engine reads it.
 
     The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for all. Where the
-    plan's lanes differ, their union is emitted, and a note says what that costs.
+    plan's lanes differ, their union is emitted, and a note tells its cost.
 
     Args:
         plan: Any plan.
@@ -213,62 +204,52 @@ def emit(plan: Plan, engine: Engine) -> Emission:
 
 
 def _vllm(plan: Plan) -> Emission:
-    mode = _captured_mode(plan)
-    sizes, notes = _vllm_sizes(plan, mode)
-    most = plan.max_loras or 0
-    by_count = any(0 < case <= most for case in plan.lora_cases)
+    mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
+    sizes, notes = _unique(key.num_tokens for _, key in plan.keys), []
+    if q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
+        limit = plan.max_num_batched_tokens // q * q  # vLLM itself would drop sizes that round up past its maximum
+        rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
+        if rounded != sizes:
+            sizes = rounded
+            notes.append(f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does")
     config: dict[str, object] = {"cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:
         config |= {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
     if most and plan.lora_cases == (most + 1,):
         config["cudagraph_specialize_lora"] = False
-    text = json.dumps(config)
+    text, by_count = json.dumps(config), any(0 < case <= most for case in plan.lora_cases)
     read = read_vllm(
         text,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        num_speculative_tokens=plan.query_len - 1,
+        num_speculative_tokens=q - 1,
         max_loras=plan.max_loras,
         specialize_active_lora=by_count,
     )
-    captured = build_plan(read.config)
-    if set(captured.keys) != set(plan.keys):
+    captured = build_plan(read.config).keys
+    if set(captured) != set(plan.keys):
         notes.append(
             "vLLM has one list of sizes for all modes and LoRA cases: it captures "
-            f"{len(captured.keys)} keys, the plan has {len(plan.keys)}"
+            f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
     options = f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
     if most:
         options += f" --enable-lora --max-loras {most}" + (" --specialize-active-lora" if by_count else "")
-    if plan.query_len > 1:
-        options += f" and {plan.query_len - 1} speculative tokens"
+    if q > 1:
+        options += f" and {q - 1} speculative tokens"
     return Emission(f"--compilation-config {shlex.quote(text)}", (*notes, f"made for {options}"))
 
 
-def _vllm_sizes(plan: Plan, mode: CUDAGraphMode) -> tuple[list[int], list[str]]:
-    """The union of all lanes. vLLM itself would round sizes up to multiples of q and drop those past its maximum."""
-    sizes = _sizes(key.num_tokens for _, key in plan.keys)
-    q = plan.query_len
-    if q == 1 or mode.decode_mode() is not CUDAGraphMode.FULL:
-        return sizes, []
-    limit = plan.max_num_batched_tokens // q * q
-    rounded = _sizes(min(-(-size // q) * q, limit) for size in sizes if limit)
-    if rounded == sizes:
-        return sizes, []
-    return rounded, [f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does"]
-
-
 def _sglang(plan: Plan) -> Emission:
-    decode, prefill = _requests(plan), _sizes(k.num_tokens for mode, k in plan.keys if mode is CUDAGraphMode.PIECEWISE)
-    if decode:
-        options = [f"--cuda-graph-bs-decode {_listed(decode)} --cuda-graph-max-bs-decode {decode[-1]}"]
-    else:
-        options = ["--disable-decode-cuda-graph"]
-    if prefill:
-        options.append(f"--cuda-graph-bs-prefill {_listed(prefill)} --cuda-graph-max-bs-prefill {prefill[-1]}")
-    else:
-        options.append("--disable-prefill-cuda-graph")
-    notes = [*_unit_notes(plan), *_union_notes(plan, "SGLang", len(decode) + len(prefill))]
+    decode = _requests(plan)
+    prefill = _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE)
+    options = [
+        f"--cuda-graph-bs-{kind} {' '.join(map(str, sizes))} --cuda-graph-max-bs-{kind} {sizes[-1]}"
+        if sizes
+        else f"--disable-{kind}-cuda-graph"
+        for kind, sizes in (("decode", decode), ("prefill", prefill))
+    ]
+    notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if prefill:
         notes.append("prefill sizes are in tokens; --cuda-graph-backend-prefill chooses how SGLang captures them")
     if _captured_mode(plan) is CUDAGraphMode.FULL:
@@ -283,7 +264,7 @@ def _trtllm(plan: Plan) -> Emission:
     if not sizes:
         return Emission("cuda_graph_config: null")
     piecewise = sum(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
-    notes = [*_unit_notes(plan), *_union_notes(plan, "TensorRT-LLM", len(sizes))]
+    notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
     if piecewise:
         notes.append(
             f"the plan's {piecewise} PIECEWISE keys are left out: TensorRT-LLM captures such graphs by "
@@ -301,50 +282,43 @@ def _json(plan: Plan) -> Emission:
 
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
-    """The mode that has the plan's graphs and no others: a lane may have lost all of its sizes."""
-    kinds = {(mode, key.uniform) for mode, key in plan.keys}
-    modes = {mode for mode, _ in kinds}
-    if (CUDAGraphMode.FULL, False) in kinds:
+    """The mode with the plan's graphs and no others: a lane may have lost all of its sizes."""
+    full = {key.uniform for mode, key in plan.keys if mode is CUDAGraphMode.FULL}
+    piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    if False in full:
         return CUDAGraphMode.FULL
-    if modes == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}:
-        return CUDAGraphMode.FULL_AND_PIECEWISE
-    if modes:
-        return CUDAGraphMode.PIECEWISE if CUDAGraphMode.PIECEWISE in modes else CUDAGraphMode.FULL_DECODE_ONLY
-    return CUDAGraphMode.NONE
+    if full:
+        return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
+    return CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
 
 
 def _requests(plan: Plan) -> list[int]:
     """Sizes of decode batches in requests, by the graphs that serve them: the FULL ones, else the PIECEWISE ones."""
     full = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
     tokens = full or [key.num_tokens for _, key in plan.keys]
-    return _sizes(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
+    return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
 
 
-def _unit_notes(plan: Plan) -> list[str]:
+def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
+    """Notes on a list of ``graphs`` sizes, with decode sizes in requests, for all LoRA cases."""
     q, most = plan.query_len, plan.max_num_seqs
     notes = [f"decode sizes are in requests of {q} tokens, the plan's in tokens"] if q > 1 else []
-    beyond = sorted({k.num_tokens for m, k in plan.keys if m is CUDAGraphMode.FULL and k.num_tokens > q * most})
-    if beyond and (CUDAGraphMode.FULL, False) in {(mode, key.uniform) for mode, key in plan.keys}:
+    beyond = _unique(
+        key.num_tokens
+        for mode, key in plan.keys
+        if mode is CUDAGraphMode.FULL and not key.uniform and key.num_tokens > q * most
+    )
+    if beyond:
         notes.append(
-            f"{_listed(beyond)} tokens became {most} requests, as many as a decode batch has: in the plan those graphs "
-            "serve decode batches, too"
+            f"{' '.join(map(str, beyond))} tokens became {most} requests, as many as a decode batch has: in the plan "
+            "those graphs serve decode batches, too"
+        )
+    if len({key.num_active_loras for _, key in plan.keys}) > 1:
+        notes.append(
+            f"{engine} has no list of sizes by LoRA case: {graphs} sizes were emitted for {len(plan.keys)} keys"
         )
     return notes
 
 
-def _union_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
-    """What one list for all LoRA cases comes to."""
-    if len({key.num_active_loras for _, key in plan.keys}) < 2:
-        return []
-    return [f"{engine} has no list of sizes by LoRA case: {graphs} sizes were emitted for {len(plan.keys)} keys"]
-
-
-def _sizes(sizes: Iterable[int]) -> list[int]:
+def _unique(sizes: Iterable[int]) -> list[int]:
     return sorted(set(sizes))
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return " ".join(map(str, sizes))
-
-
-__all__ = ["Emission", "Engine", "VllmConfig", "emit", "read_vllm"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
@@ -13,11 +13,11 @@ from cgplan.config import Config
 from cgplan.config.values import mode_by_name
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning.costs import GraphCosts, KeyCost, PlanCost
+from cgplan.planning.costs import Predicted
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
-# What does not decide a capture: what is measured, and what is planned from.
+# Settings that do not decide a capture: of reports, of planning, of serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,
     "traffic": True,
@@ -33,7 +33,7 @@ Key = tuple[Mode, Descriptor]
 
 
 class PlanChange(BaseModel):
-    """A ModeChange in JSON."""
+    """One step of mode resolution: the mode before and after it, and why."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     requested: Mode
@@ -42,7 +42,7 @@ class PlanChange(BaseModel):
 
 
 class Lane(NamedTuple):
-    """Keys that differ in size alone, and serve the same batches."""
+    """The keys of one runtime mode, uniform or not, and one LoRA case; they differ in size alone."""
 
     mode: CUDAGraphMode
     uniform: bool
@@ -86,49 +86,6 @@ class LeftOut(LaneRecord):
     reason: str
 
 
-class Predicted(BaseModel):
-    """What capturing the keys is predicted to cost.
-
-    Attributes:
-        keys: Of each key, in the plan's order.
-        static_bytes, workspace_bytes: Once for all keys, see PlanCost.
-        source: Where the figures come from, in words.
-        estimated: Whether nothing of it was measured on the device.
-        notes: Why the figures may not be those of this configuration.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    keys: tuple[KeyCost, ...]
-    static_bytes: int
-    workspace_bytes: int
-    source: str
-    estimated: bool
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, cost: PlanCost, *, source: str, estimated: bool, notes: Sequence[str] = ()) -> Predicted:
-        """The same figures in a form that a plan holds."""
-        return cls(
-            keys=cost.keys,
-            static_bytes=cost.static_bytes,
-            workspace_bytes=cost.workspace_bytes,
-            source=source,
-            estimated=estimated,
-            notes=tuple(notes),
-        )
-
-    @classmethod
-    def by(cls, costs: GraphCosts, keys: Sequence[Key]) -> Predicted:
-        """What capturing these keys, in this order, costs according to ``costs``."""
-        return cls.of(costs.of(keys), source=costs.source, estimated=costs.estimated, notes=costs.notes)
-
-    @property
-    def cost(self) -> PlanCost:
-        """The figures, with their sums: ``cost.total_bytes``, ``cost.seconds``."""
-        return PlanCost(self.keys, self.static_bytes, self.workspace_bytes)
-
-
 class Machine(BaseModel):
     """The machine that a plan's figures were measured on: name of the GPU, versions of its driver and of torch."""
 
@@ -140,7 +97,7 @@ class Machine(BaseModel):
 
 
 class Plan(BaseModel):
-    """What will be captured, in order.
+    """The graphs to capture, in order.
 
     Attributes:
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
@@ -152,17 +109,16 @@ class Plan(BaseModel):
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
         max_num_seqs, max_num_batched_tokens, max_loras: Bounds of a batch (max_loras None: no LoRA).
-        warnings: What was dropped or changed on the way.
+        warnings: Settings that were dropped or changed.
         config_hash: Digest of the configuration that the plan was made from.
-        config: That configuration in JSON, without what does not decide a capture, so that a refusal can say what
-            differs.
-        predicted: What capturing the keys is predicted to cost, where that is known.
-        machine: Where the figures were measured, if they were.
-        evidence: Why these keys, in the words of the planner that chose them; absent where a list or ladder did.
-        budget: The budget of that configuration in JSON, the limits that are set; None in plans that do not say.
-        notes, lint: Of a plan that was not made for traffic: what was not planned, and what to beware of. The evidence
-            of other plans says that. Once it is captured: how its budget differs from the one that bounds the capture.
-        file: The file that the plan was read from, to be captured in place of what the configuration says.
+        config: The settings of that configuration that decide a capture, in JSON, so that a mismatch can be named.
+        predicted: The cost of capturing the keys, where it is known.
+        machine: The machine that the figures were measured on, if they were.
+        evidence: Why the planner chose these keys; absent where a list or ladder did.
+        budget: The limits that this configuration sets, in JSON; None in plans without that entry.
+        notes, lint: Notes and warnings of a plan that was not made for traffic; the evidence of other plans has them.
+            Once it is captured: how its budget differs from the one that bounds the capture.
+        file: The file that a saved plan was read from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -223,7 +179,7 @@ class Plan(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Plan from its JSON form (``model_dump_json``). Raises ReportError for another schema or no plan."""
+        """Plan from its JSON form (``model_dump_json``). Raises ReportError for another schema or another document."""
         try:
             data = json.loads(text)
             version = data.get("schema_version") if isinstance(data, dict) else None
@@ -233,7 +189,7 @@ class Plan(BaseModel):
                     remedy="Make the plan again with this version of cgplan.",
                 )
             return cls.model_validate(data)
-        except (ValueError, RecursionError) as error:  # what pydantic and json raise
+        except (ValueError, RecursionError) as error:
             raise ReportError(f"not a plan: {error}", remedy="Give a file that cgplan saved.") from None
 
 
@@ -243,22 +199,22 @@ def budget_of(config: Config) -> dict[str, Any]:
 
 
 def capture_config(config: Config) -> dict[str, Any]:
-    """The JSON of what decides a capture, without what says what is measured, or what is planned from."""
+    """The settings that decide a capture, in JSON."""
     return config.model_dump(mode="json", exclude=_NOT_CAPTURED)
 
 
 def config_hash(config: Config) -> str:
-    """Digest of what decides a capture: the first 12 hexadecimal digits of the SHA-256 of the sorted JSON.
+    """Digest of ``capture_config``: the first 12 hexadecimal digits of the SHA-256 of its sorted JSON.
 
-    Sections such as `report` are left out, so that a bench and a capture of the same graphs have the same digest.
+    A bench and a capture of the same graphs have the same digest, whatever their `report` sections say.
     """
     text = json.dumps(capture_config(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
-    """Keys as they are best captured: PIECEWISE before FULL, largest first, so that later graphs fit into the pool
-    memory that the first one reserved.
+    """Keys in capture order: PIECEWISE before FULL, largest first, so that later graphs fit into the pool memory that
+    the first one reserved.
     """
     return tuple(
         sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].num_tokens, -key[1].num_active_loras))
@@ -266,7 +222,7 @@ def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
 
 
 def _problems(plan: Plan) -> Iterable[str]:
-    """What is wrong with a plan that someone has written by hand: the dispatcher and the buffers rely on it."""
+    """Contradictions in a plan, whose file may have been edited; the dispatcher and the buffers rely on its keys."""
     sizes = set(plan.capture_sizes)
     if sorted(sizes) != list(plan.capture_sizes):
         yield "capture_sizes are not ascending"

@@ -1,7 +1,7 @@
-"""What a run measured: records, how they are saved and reloaded, and how they are shown."""
+"""Records of what runs measured: saved, reloaded and shown as tables."""
 
-from typing import TYPE_CHECKING, Any
-
+from cgplan.reports import bench_tables, capture_tables, plan_tables  # each registers its renderers
+from cgplan.reports.layout import render, render_text
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
@@ -9,12 +9,10 @@ from cgplan.reports.records import (
     Environment,
     GraphRecord,
     Report,
+    StateRecord,
     Timing,
     load_report,
 )
-
-if TYPE_CHECKING:
-    from cgplan.reports.capture_tables import render, render_text
 
 __all__ = [
     "BenchRecord",
@@ -23,16 +21,12 @@ __all__ = [
     "Environment",
     "GraphRecord",
     "Report",
+    "StateRecord",
     "Timing",
+    "bench_tables",
+    "capture_tables",
     "load_report",
+    "plan_tables",
     "render",
     "render_text",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("render", "render_text"):
-        raise AttributeError(f"module 'cgplan.reports' has no attribute {name!r}")
-    from cgplan.reports import capture_tables
-
-    return getattr(capture_tables, name)

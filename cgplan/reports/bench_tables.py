@@ -1,23 +1,98 @@
-"""How cgplan beside its peers is shown."""
+"""A bench report as tables: latency by size, and cgplan beside its baselines."""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from cgplan.reports.layout import describe_sizes, facts, filled
-from cgplan.reports.records import OURS, PeerRecord, PeersRecord, Timing, WayRecord
+from cgplan.reports.capture_tables import environment_rows, rank_table
+from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, stacked, titled
+from cgplan.reports.plan_tables import mode_rows, model_rows
+from cgplan.reports.records import OURS, BenchReport, Environment, PeerRecord, PeersRecord
 from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
 
-def peers_tables(peers: PeersRecord, backend: str) -> RenderableType:
-    """Two tables: what each way needs to be ready, and times by size with their ratios to cgplan's.
+@render.register
+def _bench(report: BenchReport) -> RenderableType:
+    capture, environment = report.capture, report.environment
+    cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
+    rows = [
+        *environment_rows(environment),
+        *model_rows(capture.plan),
+        *mode_rows(capture.plan),
+        ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
+        ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
+    ]
+    adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
+    if adapters:
+        rows.append(("LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"))
+    if report.repeats < 100:
+        rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
+    if environment.is_tape:
+        backend = environment.backend
+        rows.append(("note", f"all figures come from {backend}, the CPU stand-in; a GPU's speed-up is another matter"))
+    elif slower := ", ".join(str(r.num_tokens) for r in report.records if r.is_slower):
+        words = f"graphs take the device longer than the model's own code at {slower} tokens: other"
+        rows.append(("note", f"{words} kernels may be in them than run eagerly, see docs/troubleshooting.md"))
+    head = facts("Bench", [*rows, *(("warning", text) for text in capture.warnings)])
+    if not report.records:
+        return stacked(head, Text("No size was measured: nothing is captured and report.sizes is absent."))
+    return stacked(
+        head,
+        rank_table(capture.ranks) if capture.ranks else None,
+        _latencies(report),
+        _queued(report),
+        *(() if report.peers is None else _against_baselines(report.peers, environment)),
+    )
 
-    Args:
-        peers: What was measured.
-        backend: Where, by its name.
-    """
-    lost = "device memory" if backend == "cuda" else f"memory of pools on {backend}"
+
+def _short(microseconds: float) -> str:
+    """Without a blank before the unit: eleven columns have to fit into a terminal of 80."""
+    return format_microseconds(microseconds).replace(" ", "")
+
+
+def _latencies(report: BenchReport) -> RenderableType:
+    return Grid(
+        report.records,
+        Column("tokens", "num_tokens"),
+        Column("runs as", lambda r: f"{r.mode} {r.descriptor.num_tokens}" if r.graph else "eager", left=True),
+        Column("padded\nrows", "padded_rows"),
+        Column("eager\nmedian", "eager.median", _short),
+        Column("eager\np99", "eager.p99", _short),
+        Column("graph\nmedian", "graph.median", _short),
+        Column("graph\np99", "graph.p99", _short),
+        Column("replay\nmedian", "replay.median", _short),
+        Column("speed-\nup", "speedup", format_ratio),
+        Column("host\neager", "eager_host.median", _short),
+        Column("host\ngraph", "graph_host.median", _short),
+        gap=1,
+    )
+
+
+def _queued(report: BenchReport) -> RenderableType | None:
+    """Calls that follow one another; on the tape no call ever waits for another one."""
+    rows = [] if report.environment.is_tape else [r for r in report.records if r.graph_queued]
+    if not rows:
+        return None
+    table = Grid(
+        rows,
+        Column("tokens", "num_tokens"),
+        Column("graph median", "graph_queued.median", _short),
+        Column("graph p99", "graph_queued.p99", _short),
+        Column("replay median", "replay_queued.median", _short),
+        Column("replay p99", "replay_queued.p99", _short),
+        Column(
+            "graph / replay",
+            lambda r: r.graph_queued and r.replay_queued and r.graph_queued.median / r.replay_queued.median,
+            format_ratio,
+        ),
+    )
+    return titled("Calls that follow one another without waiting, time of each", table)
+
+
+def _against_baselines(peers: PeersRecord, environment: Environment) -> list[RenderableType]:
+    """Time and memory until each way is ready, and times by size with their ratios to cgplan's."""
+    lost = f"memory of pools on {environment.backend}" if environment.is_tape else "device memory"
     own = "failed" if peers.capture_seconds is None else f"{format_seconds(peers.capture_seconds)}, {peers.keys} keys"
     head = facts(
         "Against peers",
@@ -32,52 +107,40 @@ def peers_tables(peers: PeersRecord, backend: str) -> RenderableType:
              "seed"),
         ],
     )  # fmt: skip
-    parts: list[RenderableType] = [head, Text(), filled([_way_row(way) for way in peers.ways], left=("way", "note"))]
-    if peers.records:
-        parts += [Text(), filled([_row(peers, record) for record in peers.records], left=("way",), gap=1)]
-    if reasons := _not_comparable(peers):
-        parts += [Text(), facts("Not comparable", reasons)]
-    return Group(*parts)
+    ready = Grid(
+        peers.ways,
+        Column("way", "name", left=True),
+        Column("ready in", "ready_seconds", format_seconds),
+        Column("memory", "memory_bytes", format_bytes),
+        Column("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or "", left=True),
+    )
 
+    def ratio(record: PeerRecord, name: str) -> float | None:
+        ours = peers.of(OURS, record.num_tokens)
+        return None if ours is None else getattr(record, name).median / getattr(ours, name).median
 
-def _not_comparable(peers: PeersRecord) -> list[tuple[str, str]]:
-    """Ways whose results could not be compared, sizes with the same reason together."""
+    times = Grid(
+        peers.records,
+        Column("way", "name", left=True),
+        Column("tokens", "num_tokens"),
+        Column("device", "device.median", _short),
+        Column("device\nx", lambda r: ratio(r, "device"), format_ratio),
+        Column("latency", "latency.median", _short),
+        Column("latency\nx", lambda r: ratio(r, "latency"), format_ratio),
+        Column("host", "host.median", _short),
+        Column("host\nx", lambda r: ratio(r, "host"), format_ratio),
+        Column("first\ncall", lambda r: _short(r.first_call_seconds * 1e6)),
+        Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
+        gap=1,
+    )
     sizes: dict[tuple[str, str], list[int]] = {}
     for record in peers.records:
         if record.not_comparable is not None:
             sizes.setdefault((record.name, record.not_comparable), []).append(record.num_tokens)
-    return [(f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()]
-
-
-def _way_row(way: WayRecord) -> dict[str, object]:
-    note = f"failed: {way.failure}" if way.failure is not None else way.note
-    return {
-        "way": way.name,
-        "ready in": format_seconds(way.ready_seconds),
-        "memory": format_bytes(way.memory_bytes),
-        "note": note or "",
-    }
-
-
-def _row(peers: PeersRecord, record: PeerRecord) -> dict[str, object]:
-    ours = peers.of(OURS, record.num_tokens)
-    return {
-        "way": record.name,
-        "tokens": record.num_tokens,
-        "device": _short(record.device),
-        "device\nx": _over(record.device, ours.device if ours else None),
-        "latency": _short(record.latency),
-        "latency\nx": _over(record.latency, ours.latency if ours else None),
-        "host": _short(record.host),
-        "host\nx": _over(record.host, ours.host if ours else None),
-        "first\ncall": format_seconds(record.first_call_seconds).replace(" ", ""),
-        "diff": "n/a" if record.deviation is None else f"{record.deviation:.2g}",
-    }
-
-
-def _short(timing: Timing) -> str:
-    return format_microseconds(timing.median).replace(" ", "")
-
-
-def _over(timing: Timing, ours: Timing | None) -> str:
-    return format_ratio(None if ours is None else timing.median / ours.median)
+    reasons = [(f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()]
+    return [
+        head,
+        ready,
+        *([times] if peers.records else []),
+        *([facts("Not comparable", reasons)] if reasons else []),
+    ]

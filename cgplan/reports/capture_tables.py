@@ -1,155 +1,195 @@
-"""Reports and plans as tables: for a terminal, and as plain text of a given width."""
+"""A capture report as tables: its graphs, predicted against measured, budgets, ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.reports.bench_tables import peers_tables
-from cgplan.reports.cost_tables import budget_rows, prediction_table
-from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
-from cgplan.reports.plan_tables import mode_rows, model_rows, render_plan, sizes_row
+from cgplan.planning.plan import Key, Lane
+from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
+from cgplan.reports.plan_tables import mode_rows, model_rows, sizes_row
 from cgplan.reports.records import (
-    BenchRecord,
-    BenchReport,
+    BudgetRecord,
     CaptureReport,
     Environment,
     GraphRecord,
-    Report,
+    RankRecord,
     SplitRecord,
-    Timing,
-    rank_table,
+    StateRecord,
+    StopRecord,
 )
-from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
+from cgplan.units import format_bytes, format_seconds
 
-TAPE = "cpu (tape)"
-
-
-def render(report: Report) -> RenderableType:
-    """A report or plan for a rich console."""
-    if isinstance(report, CaptureReport):
-        return _capture(report)
-    if isinstance(report, BenchReport):
-        return _bench(report)
-    return render_plan(report)
+MOST_STOPS = 3
 
 
-def render_text(report: Report, width: int = TEXT_WIDTH) -> str:
-    """A report or plan as plain text, without colour codes and without a newline at the end.
+@render.register
+def _capture(report: CaptureReport) -> RenderableType:
+    rows = [*environment_rows(report.environment), *model_rows(report.plan), *mode_rows(report.plan)]
+    rows += [sizes_row(report.plan), *([("checked", report.looked_at)] if report.looked_at else []), *_policy(report)]
+    if report.environment.is_tape:
+        backend = report.environment.backend
+        rows.append(("note", f"bytes and times are those of {backend}, the CPU stand-in, and say little about a GPU"))
+    rows += [("note", text) for text in report.plan.notes]
+    head = facts("Capture", [*rows, *(("warning", text) for text in report.warnings)])
+    if not report.records:
+        return stacked(head, facts("Graphs: none", _totals(report)))
+    return stacked(
+        head,
+        _graphs(report.records, report.environment),
+        None if report.split is None else facts("Split", [*_split_rows(report.split), *_segment_rows(report)]),
+        _state(report.state),
+        *_prediction(report),
+        rank_table(report.ranks) if report.ranks else None,
+        facts("Totals", _totals(report)),
+    )
 
-    Args:
-        report: What is shown.
-        width: Columns; longer notes are wrapped there.
-    """
-    return plain_text(render(report), width)
 
-
-def _environment(environment: Environment) -> list[tuple[str, str]]:
+def environment_rows(environment: Environment) -> list[tuple[str, str]]:
     cuda = [f"CUDA {environment.cuda}"] if environment.cuda else []
     driver = [f"driver {environment.driver}"] if environment.driver else []
-    torch = [f"torch {environment.torch}", *cuda, *driver]
+    versions = [f"cgplan {environment.cgplan}", f"torch {environment.torch}", *cuda, *driver]
     return [
         ("device", f"{environment.device}, {environment.machine}"),
         ("backend", environment.backend),
-        ("versions", ", ".join([f"cgplan {environment.cgplan}", *torch, f"Python {environment.python}"])),
+        ("versions", ", ".join([*versions, f"Python {environment.python}"])),
         ("made", f"{environment.date}, config {environment.config_hash}"),
     ]
 
 
-def _warnings(texts: Iterable[str]) -> list[tuple[str, str]]:
-    return [("warning", text) for text in texts]
-
-
-def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*_environment(report.environment), *model_rows(report.plan), *mode_rows(report.plan)]
-    rows += [sizes_row(report.plan), *_demand_rows(report)]
-    if report.environment.backend == TAPE:
-        rows.append(("note", f"bytes and times are those of {TAPE}, the CPU stand-in, and say little about a GPU"))
-    rows += [("note", text) for text in report.plan.notes]
-    head = facts("Capture", [*rows, *_warnings(report.warnings)])
-    if not report.records:
-        return Group(head, Text(), facts("Graphs: none", _totals(report)))
-    parts: list[RenderableType] = [head, Text(), _graphs(report.records, report.environment), Text()]
-    if report.split is not None:
-        parts += [facts("Split", [*split_rows(report.split), *_segment_rows(report)]), Text()]
-    if (predicted := prediction_table(report)) is not None:
-        parts += [predicted, Text()]
-    if report.ranks:
-        parts += [rank_table(report.ranks), Text()]
-    return Group(*parts, facts("Totals", _totals(report)))
-
-
-def _demand_rows(report: CaptureReport) -> list[tuple[str, str]]:
+def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
     """When keys are captured and where, if not all at once into one pool; and those that failed since."""
-    rows = []
     if report.capture_policy == "lazy":
         waiting = f"{report.waiting} {'is' if report.waiting == 1 else 'are'} waiting"
-        rows.append(("captures", f"lazy: when a batch first asks for a key; {waiting}"))
+        yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
     elif report.capture_policy == "adaptive":
-        rows.append(("captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"))
+        yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
     if report.pool != "shared":
-        rows.append(("pools", f"one for each {report.pool.removeprefix('per_')}"))
+        yield "pools", f"one for each {report.pool.removeprefix('per_')}"
     if report.generation > 1:
-        rows.append(("generation", f"{report.generation}: pools began anew so often"))
-    return rows + [("failed", f"{key.mode} {key.descriptor}: {key.text}") for key in report.failed]
+        yield "generation", f"the pools were made {report.generation} times"
+    yield from (("failed", f"{key.mode} {key.descriptor}: {key.text}") for key in report.failed)
 
 
-def split_rows(split: SplitRecord) -> list[tuple[str, str]]:
-    """Which operators are captured and which run eagerly."""
-
-    def listed(counts: dict[str, int]) -> str:
-        return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items()) or "-"
-
-    rows = [("by", {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers"))]
-    if split.segments is not None:
-        rows += [("pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces")]
-    if split.captured:
-        rows += [("captured", listed(split.captured))]
-    if split.eager:
-        rows += [("eager", listed(split.eager))]
-    return [*rows, ("eager calls", listed(split.eager_operators))] if split.eager_operators else rows
-
-
-def _segment_rows(report: CaptureReport) -> list[tuple[str, str]]:
-    """How many nodes each segment of the largest PIECEWISE key has, equal neighbours as one."""
-    pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
-    if not pieces:
-        return []
-    runs = [(nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes)]
-    listed = ", ".join(f"{nodes} x{count}" if count > 1 else str(nodes) for nodes, count in runs)
-    kind = "operators" if report.environment.backend == TAPE else "nodes"
-    return [(f"{kind} each", f"{listed} (num_tokens {pieces[0].descriptor.num_tokens})")]
-
-
-def _graphs(records: Sequence[GraphRecord], environment: Environment) -> Table:
+def _graphs(records: Sequence[GraphRecord], environment: Environment) -> RenderableType:
     """One row a key. Columns that would be the same in every row, or dashes, are left out."""
-    nodes = "operators" if environment.backend == TAPE else "nodes"
-    shown = {
-        "LoRA": any(r.descriptor.has_lora for r in records),
-        "graphs": any(r.graphs > 1 for r in records),
-        "driver": any(r.driver_bytes is not None for r in records),
-    }
-    rows = [
-        {
-            "mode": f"{r.mode} uniform" if r.descriptor.uniform else str(r.mode),
-            "num_tokens": r.descriptor.num_tokens,
-            "num_reqs": r.descriptor.num_reqs,
-            "LoRA": r.descriptor.num_active_loras,
-            "graphs": r.graphs,
-            nodes: r.nodes,
-            "pool growth": format_bytes(r.pool_growth),
-            "driver": format_bytes(r.driver_bytes),
-            "warm-up": format_seconds(r.warmup_seconds),
-            "capture": format_seconds(r.capture_seconds),
-        }
-        for r in records
+    lora = any(r.descriptor.has_lora for r in records)
+    several = any(r.graphs > 1 for r in records)
+    driver = any(r.driver_bytes is not None for r in records)
+    return Grid(
+        records,
+        Column("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode, left=True),
+        Column("num_tokens", "descriptor.num_tokens"),
+        Column("num_reqs", "descriptor.num_reqs"),
+        Column("LoRA", "descriptor.num_active_loras") if lora else None,
+        Column("graphs", "graphs") if several else None,
+        Column("operators" if environment.is_tape else "nodes", "nodes"),
+        Column("pool growth", "pool_growth", format_bytes),
+        Column("driver", "driver_bytes", format_bytes) if driver else None,
+        Column("warm-up", "warmup_seconds", format_seconds),
+        Column("capture", "capture_seconds", format_seconds),
+    )
+
+
+@render.register
+def _split(split: SplitRecord) -> RenderableType:
+    return facts("Split", _split_rows(split))
+
+
+def _split_rows(split: SplitRecord) -> Iterator[tuple[str, str]]:
+    def listed(counts: dict[str, int]) -> str:
+        return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items())
+
+    yield "by", {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers")
+    if split.segments is not None:
+        yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
+    sides = {"captured": split.captured, "eager": split.eager, "eager calls": split.eager_operators}
+    yield from ((name, listed(counts)) for name, counts in sides.items() if counts)
+
+
+def _segment_rows(report: CaptureReport) -> Iterator[tuple[str, str]]:
+    """Nodes of each segment of the largest PIECEWISE key, equal neighbours as one."""
+    pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
+    if pieces:
+        runs = [(nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes)]
+        listed = ", ".join(f"{nodes} x{count}" if count > 1 else str(nodes) for nodes, count in runs)
+        kind = "operators" if report.environment.is_tape else "nodes"
+        yield f"{kind} each", f"{listed} (num_tokens {pieces[0].descriptor.num_tokens})"
+
+
+def _state(state: Sequence[StateRecord]) -> RenderableType | None:
+    """State that the capture left otherwise than it found it; the other places are counted. None if there is none."""
+    left = [place for place in state if not place.is_put_back]
+    if not left:
+        return None
+    words = {"new": "new: stays", "not kept": "written, not put back"}
+    table = Grid(
+        left,
+        Column("state", "path", left=True),
+        Column("size", "nbytes", format_bytes),
+        Column("after the capture", lambda place: words[place.kept], left=True),
+    )
+    rest = [place.nbytes for place in state if place.is_put_back]
+    put_back = f"put back besides: {len(rest)} place{'s' * (len(rest) > 1)}, {format_bytes(sum(rest))}"
+    return Group(table, *([sentences(put_back)] if rest else ()))
+
+
+def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
+    """Predicted against measured, key by key and in total; nothing where nothing was predicted."""
+    predicted = report.plan.predicted
+    if predicted is None:
+        return ()
+    has_driver = any(r.driver_bytes is not None for r in report.records)
+    table = Grid(
+        zip(report.records, predicted.keys, strict=True),
+        Column("key", lambda row: Lane.of(row[0].mode, row[0].descriptor), left=True),
+        Column("tokens", "0.descriptor.num_tokens"),
+        Column("pool\npredicted", "1.pool_bytes", format_bytes),
+        Column("measured", "0.pool_growth", format_bytes),
+        Column("driver\npredicted", "1.driver_bytes", format_bytes) if has_driver else None,
+        Column("measured", "0.driver_bytes", format_bytes) if has_driver else None,
+        Column("time\npredicted", "1.seconds", format_seconds),
+        Column("measured", lambda row: row[0].warmup_seconds + row[0].capture_seconds, format_seconds),
+    )
+    parts = [
+        ("static buffers", predicted.static_bytes, report.static_bytes),
+        ("pool", sum(k.pool_bytes for k in predicted.keys), report.pool_bytes),
     ]
-    return filled([{name: v for name, v in row.items() if shown.get(name, True)} for row in rows], left=("mode",))
+    if report.driver_bytes is not None:
+        parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
+        parts.append(("driver", sum(k.driver_bytes for k in predicted.keys), report.graph_driver_bytes))
+    parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
+    seconds = report.warmup_seconds + report.capture_seconds
+    totals = [
+        ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
+        *(("note", text) for text in (*predicted.notes, *_without_graph(report))),
+        *((name, _against(format_bytes(p), format_bytes(m), p, m)) for name, p, m in parts),
+        ("time", _against(format_seconds(predicted.seconds), format_seconds(seconds), predicted.seconds, seconds)),
+    ]
+    return titled("Predicted against measured", table), facts("Prediction", totals)
+
+
+def _without_graph(report: CaptureReport) -> Iterator[str]:
+    captured = {(r.mode, r.descriptor) for r in report.records}
+    why = {(key.mode, key.descriptor): "over the budget" if key.is_over_budget else "failed" for key in report.failed}
+    if report.budget is not None:
+        refused = (*report.budget.left_out, *report.budget.skipped)
+        why = {**dict.fromkeys(refused, "over the budget"), **why}
+    for reason in ("over the budget", "failed"):
+        keys = [key for key, said in why.items() if said == reason and key not in captured]
+        if keys:
+            yield f"{_counted(keys)} {reason}: not captured, and neither predicted nor measured here"
+    if report.waiting:
+        number = f"{report.waiting} key{'s' * (report.waiting > 1)}"
+        yield f"{number} waiting for a batch: neither predicted nor measured here"
+
+
+def _against(predicted: str, measured: str, value: float, truth: float) -> str:
+    error = f": {(value - truth) / truth:+.1%}" if truth else ""
+    return f"{predicted} predicted, {measured} measured{error}"
 
 
 def _totals(report: CaptureReport) -> list[tuple[str, str]]:
@@ -166,89 +206,92 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
         rows += budget_rows(report.budget)
     if report.free_before is not None or report.free_after is not None:
         rows.append(("free", f"{format_bytes(report.free_before)} before, {format_bytes(report.free_after)} after"))
-    parts_of_time = {
+    times = {
         "warm-up": report.warmup_seconds,
         "capture": report.capture_seconds,
         "inspection": report.inspection_seconds,
         "whole session": report.session_seconds,
     }
-    seconds = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts_of_time.items() if value)
-    return [*rows, ("time", seconds)]
+    return [*rows, ("time", ", ".join(f"{name} {format_seconds(value)}" for name, value in times.items() if value))]
 
 
-def _bench(report: BenchReport) -> RenderableType:
-    capture = report.capture
-    cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
-    rows = [
-        *_environment(report.environment),
-        *model_rows(capture.plan),
-        *mode_rows(capture.plan),
-        ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
-        ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
-    ]
-    adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
-    if adapters:
-        rows.append(("LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"))
-    if report.repeats < 100:
-        rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
-    if report.environment.backend == TAPE:
-        rows.append(("note", f"all figures come from {TAPE}, the CPU stand-in; a GPU's speed-up is another matter"))
-    elif slower := [r.num_tokens for r in report.records if r.is_slower]:
-        words = (
-            f"graphs take the device longer than the model's own code at {', '.join(map(str, slower))} tokens: other"
-        )
-        rows.append(("note", f"{words} kernels may be in them than run eagerly, see docs/troubleshooting.md"))
-    head = facts("Bench", [*rows, *_warnings(capture.warnings)])
-    if not report.records:
-        return Group(head, Text(), Text("No size was measured: nothing is captured and report.sizes is absent."))
-    ranks = (rank_table(capture.ranks), Text()) if capture.ranks else ()
-    parts: list[RenderableType] = [head, Text(), *ranks, *_latencies(report)]
-    if report.peers is not None:
-        parts += [Text(), peers_tables(report.peers, report.environment.backend)]
-    return Group(*parts)
+def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
+    """One row a rank, and one for all: sums of bytes and counts, the longest of the times."""
+    sums = ("rows", "buffers", "bases", "mapped_bytes", "pool_bytes", "total_bytes")
+    together = RankRecord.model_construct(
+        **{name: sum(getattr(record, name) for record in ranks) for name in sums},
+        **{name: max(getattr(r, name) for r in ranks) for name in ("registration_seconds", "session_seconds")},
+        rank="all",
+        all_reduce=", ".join(dict.fromkeys(record.all_reduce for record in ranks)),
+    )
+    return Grid(
+        [*ranks, together],
+        Column("rank", "rank", left=True),
+        Column("all-reduce", "all_reduce", left=True),
+        Column("rows", "rows"),
+        Column("buffers", "buffers"),
+        Column("bases", "bases"),
+        Column("mapped", "mapped_bytes", format_bytes),
+        Column("registration", "registration_seconds", format_seconds),
+        Column("pool", "pool_bytes", format_bytes),
+        Column("memory", "total_bytes", format_bytes),
+        Column("session", "session_seconds", format_seconds),
+    )
 
 
-def _latencies(report: BenchReport) -> list[RenderableType]:
-    latency = filled([_bench_row(r) for r in report.records], left=("runs as",), gap=1)
-    queued = [] if report.environment.backend == TAPE else [_queued_row(r) for r in report.records if r.graph_queued]
-    if not queued:  # on the tape no call ever waits for another one
-        return [latency]
-    title = Text("Calls that follow one another without waiting, time of each", style="bold")
-    return [latency, Text(), title, filled(queued, left=())]
+def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
+    """Limits and how much of them was used, and the keys that have no graph."""
+    limits = []
+    if budget.memory is not None:
+        freed = ": without a graph the static buffers are freed, too" if budget.stops and not budget.used_bytes else ""
+        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used{freed}")
+    if budget.capture_time is not None:
+        over = budget.used_seconds > budget.capture_time
+        passed = ", because the last capture took longer than was known before" if over else ""
+        used = f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)}"
+        limits.append(f"{used} used{passed}")
+    if budget.max_graphs is not None:
+        limits.append(f"at most {budget.max_graphs} graph{'s' * (budget.max_graphs != 1)}")
+    if budget.reserve is not None:
+        limits.append(f"{format_bytes(budget.reserve)} kept free")
+    rows = [("budget", "; ".join(limits))]
+    if budget.left_out:
+        rows.append(("left out", f"{_counted(budget.left_out)}: {_rule(budget)}"))
+    stops = _by_key(budget.stops)
+    for first, *others in stops[:MOST_STOPS]:
+        key = f"{Lane.of(first.mode, first.descriptor)}, {first.descriptor.num_tokens} tokens"
+        where = "" if first.rank is None else f" of rank {', '.join(str(stop.rank) for stop in (first, *others))}"
+        rows.append(("stopped by", f"{first.limit}{where} at {key}: {first.detail}"))
+    if len(stops) > MOST_STOPS:
+        rows.append(("", f"and at {len(stops) - MOST_STOPS} more keys"))
+    if budget.skipped:
+        rows.append(("not captured", f"{_counted(budget.skipped)}: padded to other sizes, or run eagerly"))
+    if budget.left_out or budget.skipped:
+        rows.append(("advice", "`cgplan plan` chooses the keys that gain most within the budget"))
+    return rows
 
 
-def _bench_row(record: BenchRecord) -> dict[str, object]:
-    return {
-        "tokens": record.num_tokens,
-        "runs as": "eager" if record.graph is None else f"{record.mode} {record.descriptor.num_tokens}",
-        "padded\nrows": record.padded_rows,
-        "eager\nmedian": _median(record.eager),
-        "eager\np99": _p99(record.eager),
-        "graph\nmedian": _median(record.graph),
-        "graph\np99": _p99(record.graph),
-        "replay\nmedian": _median(record.replay),
-        "speed-\nup": format_ratio(record.speedup),
-        "host\neager": _median(record.eager_host),
-        "host\ngraph": _median(record.graph_host),
-    }
+def _by_key(stops: Iterable[StopRecord]) -> list[list[StopRecord]]:
+    """Stops of several ranks by limit and key, each rank's first; those of one process one by one."""
+    found: dict[object, dict[int | None, StopRecord]] = {}
+    for index, stop in enumerate(stops):
+        key = index if stop.rank is None else (stop.limit, stop.mode, stop.descriptor)
+        found.setdefault(key, {}).setdefault(stop.rank, stop)
+    return [list(by_rank.values()) for by_rank in found.values()]
 
 
-def _queued_row(record: BenchRecord) -> dict[str, object]:
-    graph, replay = record.graph_queued, record.replay_queued
-    return {
-        "tokens": record.num_tokens,
-        "graph median": _median(graph),
-        "graph p99": _p99(graph),
-        "replay median": _median(replay),
-        "replay p99": _p99(replay),
-        "graph / replay": format_ratio(graph.median / replay.median if graph and replay else None),
-    }
+def _rule(budget: BudgetRecord) -> str:
+    if budget.max_graphs is None:
+        return "known before not to fit; the largest first"
+    if budget.memory is None and budget.capture_time is None and budget.reserve is None:
+        return "max_graphs keeps the keys that pad least"
+    return "known before not to fit; of those that fit, max_graphs keeps the keys that pad least"
 
 
-def _median(timing: Timing | None) -> str:
-    """Without a space before the unit: eleven columns have to fit into a terminal of 80."""
-    return format_microseconds(timing.median if timing else None).replace(" ", "")
-
-
-def _p99(timing: Timing | None) -> str:
-    return format_microseconds(timing.p99 if timing else None).replace(" ", "")
+def _counted(keys: Sequence[Key]) -> str:
+    """``9 keys (FULL uniform: 8 to 64 by 8; PIECEWISE: 64)``."""
+    lanes: dict[str, list[int]] = {}
+    for key in keys:
+        lanes.setdefault(str(Lane.of(*key)), []).append(key[1].num_tokens)
+    listed = "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
+    return f"{len(keys)} key{'s' * (len(keys) > 1)} ({listed})"

@@ -1,25 +1,38 @@
-"""How tables look: columns, labelled facts, plain text. In ASCII, so that they can be piped, logged and pasted."""
+"""How reports look: tables, labelled facts, plain text. In ASCII, so that they can be piped, logged and pasted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from io import StringIO
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+from operator import methodcaller
+from textwrap import wrap
+from typing import Any
 
-from rich.box import Box
-from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 TEXT_WIDTH = 100
-# One rule under the header, in ASCII: a table can be piped, logged and pasted anywhere.
-_RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+@singledispatch
+def render(report: Any) -> RenderableType:
+    """A report, plan or other record for a rich console; each kind is registered beside its tables."""
+    raise TypeError(f"{type(report).__name__} has no tables")
+
+
+def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
+    """A report, plan or other record as plain text of ``width`` columns, without a newline at the end."""
+    return plain_text(render(report), width)
 
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
-    """What rich would show on a terminal of ``width`` columns, as plain text."""
+    """A renderable as rich shows it on a terminal of ``width`` columns, in plain text."""
     file = StringIO()
     Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -41,21 +54,87 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def columns(*names: str, left: Sequence[str] = (), gap: int = 2) -> Table:
-    """An empty table with a ruled header. Columns hold numbers and stand right, except for those in ``left``.
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
 
-    Where the width is too small, the first column stays whole.
+    Attributes:
+        title: Its heading; may have several lines.
+        value: Dotted path of attributes and indices in a row, or a function of the row. None on the way is a dash.
+        format: Text of a value that is not None.
+        left: Text stands left and may go on in the next line; numbers stand right, in one line.
     """
-    table = Table(box=_RULED, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
-    for name in names:
-        justify: JustifyMethod = "left" if name in left else "right"
-        table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=name == names[0])
-    return table
+
+    title: str
+    value: str | Callable[[Any], Any]
+    format: Callable[[Any], str] = str
+    left: bool = False
+
+    def cell(self, row: Any) -> str:
+        value = row
+        for name in self.value.split(".") if isinstance(self.value, str) else ():
+            if value is not None:
+                value = value[int(name)] if name.isdigit() else getattr(value, name)
+        if callable(self.value):
+            value = self.value(row)
+        return "-" if value is None else self.format(value)
 
 
-def cells(*values: object) -> list[Text]:
-    """A row as plain texts, None as a dash. What users write, such as ``[num_tokens, 64]``, is no rich markup."""
-    return [Text("-" if value is None else str(value)) for value in values]
+class Grid:
+    """A table of rows under a ruled heading, fitted to the console: where the whole is too wide, headings and then
+    texts go on in further lines, and words stay whole.
+
+    Args:
+        rows: The columns take their values from them.
+        columns: From left to right; None is left out.
+        gap: Blanks between columns.
+    """
+
+    def __init__(self, rows: Iterable[Any], *columns: Column | None, gap: int = 2) -> None:
+        self._columns = [column for column in columns if column is not None]
+        self._rows = [[column.cell(row) for column in self._columns] for row in rows]
+        self._gap = gap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        titles, widths, gap = self._fitted(options.max_width)
+        height = max(len(title) for title in titles)
+        heads = [[""] * (height - len(title)) + title for title in titles]
+        yield from (self._line(cells, widths, gap, "bold") for cells in zip(*heads, strict=True))
+        yield Text("-" * (sum(widths) + gap * (len(widths) - 1)))
+        for row in self._rows:
+            wrapped = [
+                wrap(cell, width, break_on_hyphens=False, break_long_words=False)
+                for cell, width in zip(row, widths, strict=True)
+            ]
+            yield from (self._line(cells, widths, gap) for cells in zip_longest(*wrapped, fillvalue=""))
+
+    def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
+        """Lines of each heading, widths of the columns, and the gap between them."""
+        whole = [column.title.split("\n") for column in self._columns]
+        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+        cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
+        words = [[word for cell in column for word in cell.split()] for column in cells]
+        none: list[list[str]] = [[] for _ in cells]  # a word that is longer than its column then runs over
+        loose = [(whole, cells), (broken, cells), (whole, words), (broken, words)]
+        tight = [(broken, cells, 1), (broken, words, 1), (broken, none, 1)]
+        for titles, kept, gap in [*((titles, kept, self._gap) for titles, kept in loose), *tight]:
+            least, widths = [], []
+            for i, (column, title) in enumerate(zip(self._columns, titles, strict=True)):
+                pieces = kept[i] if column.left and i else cells[i]  # the first column and numbers stay whole
+                least.append(max([1, *map(len, title), *map(len, pieces)]))
+                widths.append(max([1, *map(len, title), *map(len, cells[i])]))
+            for level in range(most, 0, -1):  # the widest columns give way
+                fitted = [max(floor, min(width, level)) for floor, width in zip(least, widths, strict=True)]
+                if sum(fitted) + gap * (len(fitted) - 1) <= most:
+                    return titles, fitted, gap
+        return titles, least, gap
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int], gap: int, style: str = "") -> Text:
+        placed = (
+            cell.ljust(width) if column.left else cell.rjust(width)
+            for column, cell, width in zip(self._columns, cells, widths, strict=True)
+        )
+        return Text((" " * gap).join(placed), style=style)
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
@@ -69,6 +148,16 @@ def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
     return Group(Text(title, style="bold"), grid)
 
 
+def titled(title: str, *parts: RenderableType) -> RenderableType:
+    return Group(Text(title, style="bold"), *parts)
+
+
+def stacked(*parts: RenderableType | None) -> RenderableType:
+    """Parts below each other with an empty line between them; None is left out."""
+    shown = [part for part in parts if part is not None]
+    return Group(*[line for part in shown for line in (part, Text())][:-1])
+
+
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
@@ -80,13 +169,11 @@ class Drawing:
 
 
 def sentences(*lines: str) -> RenderableType:
-    """Remarks under a table, each on lines of its own."""
+    """Remarks under a table, each on new lines."""
     return Group(*(Padding(Text(line), (0, 0, 0, 2)) for line in lines))
 
 
-def filled(rows: Sequence[dict[str, object]], left: Sequence[str], gap: int = 2) -> Table:
-    """A table of rows by column name; the first row has all columns."""
-    table = columns(*rows[0], left=left, gap=gap)
-    for row in rows:
-        table.add_row(*cells(*(row.get(name) for name in rows[0])))
-    return table
+def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str], gap: int = 2) -> RenderableType:
+    """A table of rows by column name; the first row has all columns, and those in ``left`` hold text."""
+    columns = (Column(name, methodcaller("get", name), left=name in left) for name in rows[0])
+    return Grid(rows, *columns, gap=gap)

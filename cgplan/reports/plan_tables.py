@@ -1,39 +1,68 @@
-"""Plans, and the difference of two, as tables."""
+"""Plans as tables: keys, costs, padding, the evidence for them, and the difference of two plans."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer.evidence import Evidence, LadderPoint
 from cgplan.planning import Plan
+from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
-from cgplan.reports.layout import describe_sizes, facts, filled
+from cgplan.reports.layout import (
+    Column,
+    Drawing,
+    Grid,
+    describe_sizes,
+    facts,
+    filled,
+    render,
+    sentences,
+    stacked,
+    titled,
+)
+from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, padding_text, pareto_text
+from cgplan.reports.records import ReplanReport, Way
 from cgplan.units import format_bytes, format_microseconds, format_seconds
 
 if TYPE_CHECKING:
-    from cgplan.planning.difference import FieldChange, Figure, PlanDifference
+    from cgplan.planning.costs import KeyCost
+    from cgplan.pricing.measured import CaseCost
 
 MOST_PADDING_ROWS = 12
+MOST_POINTS = 12
+_LADDER_WORDS = (
+    "padding: share of all tokens that run, eager steps included; unused: graphs that run no batch",
+    "equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer",
+    "gain: how much shorter the plan's step is; no gain: the ladder is within 1% of the bound, a graph for every size",
+)
+_LEFT_OUT_WORDS = "each added to the plan by itself; no gain: steps get less than 0.01% shorter, or longer"
+_WAYS: dict[Way, str] = {
+    "proposed": "proposed only: nothing was captured",
+    "exchanged": "exchanged inside the pools that were there",
+    "new generation": "all captured again: the new graphs need a larger or a much smaller pool",
+    "new buffers": "all captured again, into new static buffers, too: the largest size grew",
+}
 
 
-def render_plan(plan: Plan) -> RenderableType:
-    """A plan: what will be captured, what it is predicted to cost, and what batches are padded to."""
+@render.register
+def _plan(plan: Plan) -> RenderableType:
     by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
     rows = [
         *model_rows(plan),
         *mode_rows(plan),
         sizes_row(plan),
         ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
-        ("batches", _ways(plan)),
+        ("batches", _served_by(plan)),
         ("bounds", f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens {plan.max_num_batched_tokens}"),
     ]
     if plan.query_len > 1:
@@ -42,26 +71,8 @@ def render_plan(plan: Plan) -> RenderableType:
         cases = ", ".join(map(str, plan.lora_cases))
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
     said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
-    head = facts("Plan", [*rows, *predicted_rows(plan), ("config", plan.config_hash), *said])
-    parts = [head]
-    if plan.keys:
-        parts.append(_padding_of_all(plan) if _has_one_list(plan) else _padding_by_lane(plan))
-    if (why := _why(plan)) is not None:
-        parts.append(why)
-    return Group(*[part for found in parts for part in (found, Text())][:-1])
-
-
-def _why(plan: Plan) -> RenderableType | None:
-    """Why the plan is as it is; None where it does not say, or not in the words of this version."""
-    if plan.evidence is None:
-        return None
-    from cgplan.optimizer.evidence import Evidence  # only here, so that a plan without evidence is shown at once
-    from cgplan.reports.evidence_tables import render_evidence
-
-    try:
-        return render_evidence(Evidence.model_validate(plan.evidence))
-    except ValidationError:
-        return None
+    head = facts("Plan", [*rows, *_predicted_rows(plan), ("config", plan.config_hash), *said])
+    return stacked(head, _padding(plan) if plan.keys else None, *_why(plan))
 
 
 def model_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -72,7 +83,7 @@ def model_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def mode_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The mode, or each step from what was asked for to it."""
+    """The mode, or each step from the requested one to it."""
     changes = [("mode", f"{change.requested} -> {change.resolved}: {change.reason}") for change in plan.changes]
     return changes or [("mode", str(plan.mode))]
 
@@ -88,56 +99,18 @@ def sizes_row(plan: Plan) -> tuple[str, str]:
     return "sizes", f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), {source}{some}"
 
 
-def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
-    """What changes from one plan to another; ``old`` and ``new`` name them."""
-    settings = [(change.name, _both(change)) for change in difference.settings] or [("settings", "the same")]
-    failed = [("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}") for part in difference.failed]
-    notes = [("note", text) for text in difference.notes]
-    parts: list[RenderableType] = [facts(f"{old} -> {new}", [*settings, *failed, *notes]), Text()]
-    lanes: list[dict[str, object]] = [
-        {
-            "lane": lane.lane,
-            "added": describe_sizes(lane.added) if lane.added else None,
-            "removed": describe_sizes(lane.removed) if lane.removed else None,
-            "kept": len(lane.kept),
-        }
-        for lane in difference.changed_lanes
-    ]
-    parts += [filled(lanes, left=("lane", "added", "removed")) if lanes else Text("No graph is added or removed.")]
-    figures: list[dict[str, object]] = [
-        _figure("graphs", difference.graphs, lambda value: f"{value:.0f}"),
-        _figure("memory", difference.memory, lambda value: format_bytes(int(value))),
-        _figure("start-up", difference.seconds, format_seconds),
-        _figure("expected step", difference.expected_us, format_microseconds),
-    ]
-    return Group(*parts, Text(), filled(figures, left=("",)))
+def _served_by(plan: Plan) -> str:
+    """The modes that run batches: graphs for mixed batches serve uniform decode where it has none."""
+    lanes = plan.lanes()
+    mixed = next((str(lane.mode) for lane in lanes if not lane.uniform), "eager")
+    decode = next((str(lane.mode) for lane in lanes if lane.uniform), mixed)
+    return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
 
 
-def _both(change: FieldChange) -> str:
-    """``256 -> 64``, values as JSON has them; limits with their units."""
-    formats = {"budget.capture_time": format_seconds, "budget.memory": format_bytes, "budget.reserve": format_bytes}
-    text = formats.get(change.name, json.dumps)
-    old, new = ("absent" if value is None else text(value) for value in (change.old, change.new))
-    return f"{old} -> {new}"
-
-
-def _figure(name: str, figure: Figure, text: Callable[[float], str]) -> dict[str, object]:
-    change = figure.change
-    share = f"{change / figure.old:+.1%}" if change is not None and figure.old else None
-    return {
-        "": name,
-        "old": None if figure.old is None else text(figure.old),
-        "new": None if figure.new is None else text(figure.new),
-        "change": None if change is None else f"{'+' if change > 0 else '-' if change < 0 else ''}{text(abs(change))}",
-        "share": share,
-    }
-
-
-def predicted_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What the keys are predicted to cost, and where that comes from."""
+def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.predicted is None:
         return []
-    cost = plan.predicted.cost
+    cost = plan.predicted
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
         "static buffers": cost.static_bytes,
@@ -157,12 +130,45 @@ def predicted_rows(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, *(("note", text) for text in plan.predicted.notes)]
 
 
-def _ways(plan: Plan) -> str:
-    """What runs batches up to the largest size: graphs for mixed batches serve uniform decode where it has none."""
-    lanes = plan.lanes()
-    mixed = next((str(lane.mode) for lane in lanes if not lane.uniform), "eager")
-    decode = next((str(lane.mode) for lane in lanes if lane.uniform), mixed)
-    return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
+def lane_table(plan: Plan) -> RenderableType:
+    """Predicted cost of the keys of each lane; for a plan with a prediction."""
+    costs: dict[Lane, list[KeyCost]] = {}
+    for key, cost in zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True):
+        costs.setdefault(Lane.of(*key), []).append(cost)
+    sizes = plan.lanes()
+    table = Grid(
+        costs.items(),
+        Column("lane", "0", left=True),
+        Column("graphs", lambda row: len(row[1])),
+        Column("sizes", lambda row: sizes[row[0]], describe_sizes, left=True),
+        Column("pool", lambda row: sum(cost.pool_bytes for cost in row[1]), format_bytes),
+        Column("driver", lambda row: sum(cost.driver_bytes for cost in row[1]), format_bytes),
+        Column("start-up", lambda row: sum(cost.seconds for cost in row[1]), format_seconds),
+    )
+    words = "in capture order; pool: growth beyond the pool that the graphs above have filled"
+    return titled("Cost of each lane", table, sentences(words))
+
+
+def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
+    """Graphs and cost that each LoRA case adds to a plan."""
+    table = Grid(
+        cases,
+        Column(
+            "active adapters",
+            lambda case: case.num_active_loras if case.num_active_loras <= max_loras else "any number",
+            left=True,
+        ),
+        Column("graphs", "graphs"),
+        Column("memory", "bytes", format_bytes),
+        Column("start-up", "seconds", format_seconds),
+    )
+    words = "  what the plan would save without that case alone; cases share the pool"
+    if any(case.bytes is None for case in cases):
+        words = "  memory and start-up are not known: give --costs FILE, --costs estimate or --costs measure"
+    return titled("What each LoRA case adds", table, Text(words))
+
+
+# --- padding --------------------------------------------------------------------------------------------------
 
 
 def _captured(plan: Plan) -> list[int]:
@@ -171,61 +177,257 @@ def _captured(plan: Plan) -> list[int]:
 
 
 def _has_one_list(plan: Plan) -> bool:
-    """Whether every lane has all sizes up to its largest: then what a batch is padded to does not depend on it."""
+    """Whether every lane has all sizes up to its largest, so that one table tells the padding of all lanes."""
     captured = _captured(plan)
     return all(list(sizes) == [s for s in captured if s <= sizes[-1]] for sizes in plan.lanes().values())
 
 
-def _padding(captured: Sequence[int], beyond: str) -> Table:
-    """What batches are padded to; ``beyond`` says what serves those above the largest size."""
-    rows = _padding_rows(captured)
-    rows.append({"batch of (tokens)": f"above {captured[-1]}", "is padded to": beyond})
-    return filled(rows, left=("batch of (tokens)", "is padded to"))
-
-
-def _padding_of_all(plan: Plan) -> RenderableType:
-    """The same for all lanes together, under their names."""
-    ends = {str(Lane(lane.mode, lane.uniform, 0)): sizes[-1] for lane, sizes in plan.lanes().items()}
-    captured = _captured(plan)
-    names = [name if end == captured[-1] else f"{name} up to {end}" for name, end in ends.items()]
-    cases = sorted({lane.num_active_loras for lane in plan.lanes()})
-    title = "; ".join(filter(None, (" and ".join(names), _adapters(plan, cases))))
-    return Group(Text(title, style="bold"), _padding(captured, "no graph"))
-
-
-def _adapters(plan: Plan, cases: Sequence[int]) -> str:
-    return "" if plan.max_loras is None else f"{', '.join(map(str, sorted(cases)))} active adapters"
-
-
-def _padding_by_lane(plan: Plan) -> RenderableType:
-    """The same for each lane; lanes that differ in the LoRA case alone share theirs."""
+def _padding(plan: Plan) -> RenderableType:
+    """One table where all lanes have one list; else one a lane, but lanes that differ in the LoRA case share theirs."""
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for lane, sizes in plan.lanes().items():
         alike.setdefault((str(Lane(lane.mode, lane.uniform, 0)), sizes), []).append(lane.num_active_loras)
-    parts: list[RenderableType] = []
-    for (name, sizes), cases in alike.items():
-        lanes = ", ".join(filter(None, (name, _adapters(plan, cases))))
-        title = f"{lanes}: {len(sizes)} ({describe_sizes(sizes)})"
-        parts += [Text(title, style="bold"), _padding(sizes, "another lane, or no graph"), Text()]
-    return Group(*parts[:-1])
+
+    def adapters(cases: Iterable[int]) -> str:
+        return "" if plan.max_loras is None else f"{', '.join(map(str, sorted(set(cases))))} active adapters"
+
+    if _has_one_list(plan):
+        captured = _captured(plan)
+        names = [name if s[-1] == captured[-1] else f"{name} up to {s[-1]}" for name, s in alike]
+        cases = adapters(case for found in alike.values() for case in found)
+        title = "; ".join(filter(None, (" and ".join(dict.fromkeys(names)), cases)))
+        return titled(title, _padding_table(captured, "no graph"))
+    return stacked(
+        *(
+            titled(
+                f"{', '.join(filter(None, (name, adapters(cases))))}: {len(sizes)} ({describe_sizes(sizes)})",
+                _padding_table(sizes, "another lane, or no graph"),
+            )
+            for (name, sizes), cases in alike.items()
+        )
+    )
 
 
-def _padding_rows(captured: Sequence[int]) -> list[dict[str, object]]:
+def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
+    return Grid(
+        [*_padding_rows(captured), (f"above {captured[-1]}", beyond, None)],
+        Column("batch of (tokens)", "0", left=True),
+        Column("is padded to", "1", left=True),
+        Column("padding rows at most", "2"),
+    )
+
+
+def _padding_rows(captured: Sequence[int]) -> Iterator[tuple[str, str, int]]:
     """Sizes of equal distance that follow each other share a row."""
     pairs = tuple(pairwise((0, *captured)))
-    groups = _neighbours(pairs, lambda below, size: size - below)
+    groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
     if len(groups) > MOST_PADDING_ROWS:  # an irregular ladder: sizes between two powers of two in one row
-        groups = _neighbours(pairs, lambda _, size: size.bit_length())
-    rows: list[dict[str, object]] = []
+        groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1].bit_length())]
     for group in groups:
         first, sizes = group[0][0] + 1, [size for _, size in group]
         most = max(size - below for below, size in group) - 1
         span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
         to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
-        rows.append({"batch of (tokens)": span, "is padded to": to, "padding rows at most": most})
-    return rows
+        yield span, to, most
 
 
-def _neighbours(pairs: Iterable[tuple[int, int]], alike: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
-    """(size below, size) pairs, those that follow each other and are alike together."""
-    return [list(group) for _, group in groupby(pairs, lambda pair: alike(*pair))]
+# --- why these graphs -----------------------------------------------------------------------------------------
+
+
+def _why(plan: Plan) -> tuple[RenderableType, ...]:
+    """Why the plan is as it is; empty where it does not say, or not in the words of this version."""
+    try:
+        return () if plan.evidence is None else (render(Evidence.model_validate(plan.evidence)),)
+    except ValidationError:
+        return ()
+
+
+@render.register
+def _evidence(evidence: Evidence) -> RenderableType:
+    lane, why = Column("lane", "lane", left=True), Column("why", "reason", left=True)
+    sizes = Column("sizes", "sizes", describe_sizes, left=True)
+    spans = Column("sizes", lambda part: f"{part.first} to {part.last}", left=True)
+    lanes = Grid(evidence.lanes, lane, Column("graphs", lambda part: len(part.sizes)), sizes)
+    parts = [
+        facts("Why these graphs", _evidence_rows(evidence)),
+        lanes if evidence.lanes else Text("No graph: every batch runs eagerly."),
+    ]
+    if evidence.pareto:
+        curve = Drawing(partial(pareto_text, pareto_plot(evidence)))
+        parts += [titled("Graphs against expected step time", curve), _curve(evidence)]
+    if evidence.ladders:
+        parts.append(titled("Ladders on the same traffic", _ladders(evidence), sentences(*_LADDER_WORDS)))
+    if evidence.failed:
+        rows = [(f"{part.lane} {describe_sizes(part.sizes)}", part.reason) for part in evidence.failed]
+        parts.append(facts("Could not be captured, so the plan does without", rows))
+    if evidence.left_out:
+        title = "Left out, of the sizes that the configuration has without traffic"
+        parts.append(titled(title, Grid(evidence.left_out, lane, sizes, why), sentences(_LEFT_OUT_WORDS)))
+    if evidence.uses:
+        title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
+        parts.append(titled(title, Drawing(partial(padding_text, padding_plot(evidence)))))
+    if evidence.not_worth:
+        parts.append(titled("Sizes not worth a graph", Grid(evidence.not_worth, lane, spans, why)))
+    return stacked(*parts)
+
+
+def pareto_plot(evidence: Evidence) -> ParetoPlot:
+    points = [Point("this plan", evidence.graphs, evidence.expected_us.plan)]
+    points += [Point(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
+    return ParetoPlot([p.graphs for p in evidence.pareto], [p.expected_us for p in evidence.pareto], points)
+
+
+def padding_plot(evidence: Evidence) -> PaddingPlot:
+    """One bar for each graph, and one for the eager steps."""
+    return PaddingPlot(
+        [
+            "eager" if u.size is None else f"{Lane(u.mode, u.uniform, u.num_active_loras)}: {u.size}"
+            for u in evidence.uses
+        ],
+        [use.padding for use in evidence.uses],
+        [use.share for use in evidence.uses],
+    )
+
+
+def _evidence_rows(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    expected, gap = evidence.expected_us, f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else ""
+    yield "verdict", evidence.verdict
+    yield from (("warning", text) for text in evidence.warnings)
+    yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
+    yield "step times", evidence.times_source
+    estimated = " (an estimate)" if evidence.costs_estimated else ""
+    yield "costs", "not known: give --costs" if evidence.costs_source is None else evidence.costs_source + estimated
+    yield "rule", evidence.rule
+    cost = [] if evidence.bytes is None else [format_bytes(evidence.bytes)]
+    cost += [] if evidence.seconds is None else [f"start-up {format_seconds(evidence.seconds)}"]
+    yield "graphs", ", ".join([str(evidence.graphs), *cost])
+    bounds = f"eager {format_microseconds(expected.eager)}, with a graph for every size"
+    yield "step", f"{format_microseconds(expected.plan)} expected; {bounds} {format_microseconds(expected.bound)}"
+    best = "proven: no plan within the limits is better, by these times and costs"
+    proof = best if evidence.exact else f"lower bound reported{gap}"
+    yield "proof", f"{proof}; lower bound {format_microseconds(evidence.lower_bound_us)}"
+    binding = ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"
+    unknown = " and ".join(f"budget.{limit}" for limit in evidence.unbounded)
+    yield "binding", f"{binding}; {unknown} not looked at, for want of --costs" if unknown else binding
+    if (worth := evidence.next_graph) is not None:
+        brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
+        yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
+    notes = (
+        *evidence.traffic_notes,
+        *evidence.times_notes,
+        *evidence.notes,
+    )  # others stand with the prediction
+    yield from (("note", text) for text in notes)
+
+
+def _curve(evidence: Evidence) -> RenderableType:
+    """The curve at powers of two, at the plan and at its end."""
+    ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
+    shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:MOST_POINTS]
+    return Grid(
+        shown,
+        Column("graphs", "graphs"),
+        Column("expected step", "expected_us", format_microseconds),
+        Column("memory", "bytes", format_bytes),
+        Column("start-up", "seconds", format_seconds),
+    )
+
+
+def _ladders(evidence: Evidence) -> RenderableType:
+    expected = evidence.expected_us.plan
+    plan = LadderPoint.model_construct(
+        **{name: getattr(evidence, name) for name in ("graphs", "bytes", "seconds", "padding")},
+        name="this plan",
+        expected_us=expected,
+        unused=0,
+        equal=None,
+        alike=None,
+        no_gain=False,
+    )
+
+    def gain(ladder: LadderPoint) -> str | None:
+        shorter = "no gain" if ladder.no_gain else f"{1 - expected / ladder.expected_us:+.1%}"
+        return None if ladder is plan else shorter
+
+    return Grid(
+        [plan, *evidence.ladders],
+        Column("ladder", "name", left=True),
+        Column("graphs", "graphs"),
+        Column("expected step", "expected_us", format_microseconds),
+        Column("memory", "bytes", format_bytes),
+        Column("start-up", "seconds", format_seconds),
+        Column("padding", "padding", "{:.1%}".format),
+        Column("unused", "unused"),
+        Column("equal", "equal.graphs"),
+        Column("within 0.1%", "alike.graphs"),
+        Column("gain", gain, left=True),
+    )
+
+
+# --- differences ----------------------------------------------------------------------------------------------
+
+
+def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
+    """Changes from one plan to another; ``old`` and ``new`` name them."""
+    settings = [(change.name, _both(change)) for change in difference.settings] or [("settings", "the same")]
+    failed = [("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}") for part in difference.failed]
+    notes = [("note", text) for text in difference.notes]
+    lanes = Grid(
+        difference.changed_lanes,
+        Column("lane", "lane", left=True),
+        Column("added", lambda part: part.added or None, describe_sizes, left=True),
+        Column("removed", lambda part: part.removed or None, describe_sizes, left=True),
+        Column("kept", lambda part: len(part.kept)),
+    )
+    return stacked(
+        facts(f"{old} -> {new}", [*settings, *failed, *notes]),
+        lanes if difference.changed_lanes else Text("No graph is added or removed."),
+        _figures(difference),
+    )
+
+
+def _both(change: FieldChange) -> str:
+    """``256 -> 64``, values as JSON has them; limits with their units."""
+    formats = {"budget.capture_time": format_seconds, "budget.memory": format_bytes, "budget.reserve": format_bytes}
+    text = formats.get(change.name, json.dumps)
+    old, new = ("absent" if value is None else text(value) for value in (change.old, change.new))
+    return f"{old} -> {new}"
+
+
+def _figures(difference: PlanDifference) -> RenderableType:
+    figures: list[tuple[str, Figure, Callable[[float], str]]] = [
+        ("graphs", difference.graphs, "{:.0f}".format),
+        ("memory", difference.memory, lambda value: format_bytes(int(value))),
+        ("start-up", difference.seconds, format_seconds),
+        ("expected step", difference.expected_us, format_microseconds),
+    ]
+    rows: list[dict[str, object]] = []
+    for name, figure, text in figures:
+        change = figure.change
+        sign = "+" if change and change > 0 else "-" if change else ""
+        rows.append(
+            {
+                "": name,
+                "old": None if figure.old is None else text(figure.old),
+                "new": None if figure.new is None else text(figure.new),
+                "change": None if change is None else sign + text(abs(change)),
+                "share": f"{change / figure.old:+.1%}" if change is not None and figure.old else None,
+            }
+        )
+    return filled(rows, left=("",))
+
+
+@render.register
+def _replan(report: ReplanReport) -> RenderableType:
+    has_new = report.captured or report.recaptured or report.way in ("proposed", "exchanged")
+    rows = [("graphs", _WAYS[report.way] if has_new else "all given up with their pools, and none captured")]
+    if report.way != "proposed":
+        again = f", {report.recaptured} captured again" if report.recaptured else ""
+        rows.append(("keys", f"{len(report.captured)} captured, {len(report.evicted)} evicted{again}"))
+    told = {(part.lane, size) for part in report.difference.failed for size in part.sizes}
+    for key in report.failed:
+        if (Lane.of(key.mode, key.descriptor), key.descriptor.num_tokens) not in told:
+            rows.append(("failed", f"{key.mode} {key.descriptor}: {key.text}"))
+    before, after = map(format_bytes, report.pool_bytes)
+    rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(report.seconds))]
+    return stacked(render_difference(report.difference, "captured", "wanted"), facts("Replan", rows))

@@ -1,13 +1,10 @@
-"""Pictures: the Pareto curve and the padding of each size, as plain text in a report and as SVG or PNG.
-
-They take plain numbers, so that whoever has them can draw them.
-"""
+"""Pictures: the Pareto curve and the padding of each size, as plain text in a report and as SVG or PNG."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -42,7 +39,7 @@ class ParetoPlot:
 
     Attributes:
         graphs, microseconds: The curve: the best expected step with so many graphs; of equal length, at least one.
-        points: What stands beside it: ladders, and the plan that was chosen.
+        points: Ladders beside it, and the plan that was chosen.
     """
 
     graphs: Sequence[int]
@@ -57,7 +54,7 @@ class PaddingPlot:
     Attributes:
         names: Of each bar, a capture size say.
         padding: Share of the rows that are padding, from 0 to 1, of the batches that run at that size.
-        share: Share of all steps that run at it, from 0 to 1; empty where no traffic says.
+        share: Share of all steps that run at it, from 0 to 1; empty without traffic.
     """
 
     names: Sequence[str]
@@ -72,26 +69,26 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     place share a letter, and the legend says with which other one.
     """
     points = list(plot.points)[: len(LEGEND_MARKS)]
-    every_x = [*plot.graphs, *(p.graphs for p in points)]
+    every_x = sorted({*plot.graphs, *(p.graphs for p in points)})
     every_y = [*plot.microseconds, *(p.microseconds for p in points)]
     columns = width - _MARGIN - 2
     low, high = min(every_y), max(every_y)
 
-    def column(graphs: float) -> int:
-        most = math.log1p(max(every_x)) - math.log1p(min(every_x))
-        return 0 if most == 0 else round((math.log1p(graphs) - math.log1p(min(every_x))) / most * (columns - 1))
-
-    def row(value: float) -> int:
-        return 0 if high == low else round((high - value) / (high - low) * (TEXT_ROWS - 1))
+    def place(graphs: float, microseconds: float) -> tuple[int, int]:
+        most = math.log1p(every_x[-1]) - math.log1p(every_x[0])
+        along = (math.log1p(graphs) - math.log1p(every_x[0])) / most if most else 0
+        below = (high - microseconds) / (high - low) if high > low else 0
+        return round(below * (TEXT_ROWS - 1)), round(along * (columns - 1))
 
     grid = [[" "] * columns for _ in range(TEXT_ROWS)]
     for x, y in zip(plot.graphs, plot.microseconds, strict=True):
-        grid[row(y)][column(x)] = "*"
+        row, column = place(x, y)
+        grid[row][column] = "*"
     marks: dict[tuple[int, int], str] = {}
     first: dict[str, str] = {}
     legend = [("*", "the best with so many graphs, expected step time")]
     for point in points:
-        at = row(point.microseconds), column(point.graphs)
+        at = place(point.graphs, point.microseconds)
         mark = grid[at[0]][at[1]] = marks.setdefault(at, LEGEND_MARKS[len(marks)])
         graphs = "1 graph" if point.graphs == 1 else f"{point.graphs} graphs"
         shared = f" (the same place as {first[mark]})" if mark in first else ""
@@ -100,28 +97,34 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     labels = {0: format_microseconds(high), TEXT_ROWS - 1: format_microseconds(low)}
     lines = [f"{labels.get(i, ''):>{_MARGIN}} |{''.join(cells)}".rstrip() for i, cells in enumerate(grid)]
     lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
-    lines.append(f"{'':>{_MARGIN + 2}}{_ticks(sorted({*every_x}), column, columns)}")
+    lines.append(f"{'':>{_MARGIN + 2}}{_ticks([(x, place(x, high)[1]) for x in every_x], columns)}")
     lines.append(f"{'':>{_MARGIN + 2}}{'graphs'.center(columns)}".rstrip())
     wrapped = (wrap(text, width, initial_indent=f"  {mark}  ", subsequent_indent=" " * 5) for mark, text in legend)
     return "\n".join([*lines, *(line for part in wrapped for line in part)])
 
 
-def padding_text(plot: PaddingPlot, width: int = 80) -> str:
-    """One bar a size, beside its share of padding and as long as that.
+def _ticks(values: Sequence[tuple[int, int]], columns: int) -> str:
+    """Numbers of graphs at their columns, as many as fit without touching; the last one stands always."""
+    line, last = "", str(values[-1][0])
+    for value, column in values:
+        start = min(column, columns - len(str(value)))
+        is_last = value == values[-1][0]
+        if (not line or start > len(line)) and (is_last or start + len(str(value)) < columns - len(last)):
+            line = line.ljust(start) + str(value)
+    return line
 
-    Where there are too many bars, those with the largest shares of steps.
-    """
-    shown = _most_used(plot)
-    name_width = max(len("size"), *(len(plot.names[i]) for i in shown))
-    numbers = 18 if plot.share else 9
-    bar = max(width - name_width - numbers - 3, 10)
-    lines = [
-        f"{'size':>{name_width}}  {'steps':>7}{'padding':>9}" if plot.share else f"{'size':>{name_width}}  padding"
-    ]
+
+def padding_text(plot: PaddingPlot, width: int = 80) -> str:
+    """One bar a size, as long as its share of padding; of too many bars those with the largest shares of steps."""
+    weight = plot.share or plot.padding
+    shown = sorted(sorted(range(len(plot.names)), key=lambda i: -weight[i])[:MOST_BARS])
+    names = max(len("size"), *(len(plot.names[i]) for i in shown))
+    bar = max(width - names - (18 if plot.share else 9) - 3, 10)
+    lines = [f"{'size':>{names}}  {'steps':>7}{'padding':>9}" if plot.share else f"{'size':>{names}}  padding"]
     for i in shown:
         share = f"{plot.share[i]:>7.1%}  " if plot.share else ""
         drawn = "#" * round(plot.padding[i] * bar)
-        lines.append(f"{plot.names[i]:>{name_width}}  {share}{plot.padding[i]:>7.1%}  {drawn}")
+        lines.append(f"{plot.names[i]:>{names}}  {share}{plot.padding[i]:>7.1%}  {drawn}")
     if len(shown) < len(plot.names):
         rest = len(plot.names) - len(shown)
         lines.append(f"and {rest} more, {'with fewer steps' if plot.share else 'with less padding'}")
@@ -129,7 +132,7 @@ def padding_text(plot: PaddingPlot, width: int = 80) -> str:
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise OutputPathError if ``path`` cannot be a picture: its suffix is none, or matplotlib is not installed."""
+    """Raise OutputPathError if ``path`` does not end as a picture does, or matplotlib is not installed."""
     if path.suffix.lower() not in SUFFIXES:
         raise OutputPathError(
             f"cannot draw {path}: a picture ends in {' or '.join(SUFFIXES)}",
@@ -174,8 +177,7 @@ def _draw_pareto(axes: Axes, plot: ParetoPlot) -> None:
     axes.set_xscale("symlog", linthresh=10)
     ticks = [n for n in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(plot.graphs)]
     axes.set_xticks(ticks, [str(n) for n in ticks])
-    axes.set_xlabel("graphs")
-    axes.set_ylabel("expected step time (us)")
+    axes.set(xlabel="graphs", ylabel="expected step time (us)")
     axes.grid(alpha=0.3)
     axes.legend()
 
@@ -187,30 +189,6 @@ def _draw_padding(axes: Axes, plot: PaddingPlot) -> None:
         axes.plot(at, [100 * value for value in plot.share], "k.", label="steps at this size, of all")
     every = max(1, len(plot.names) // 16)
     axes.set_xticks(list(at)[::every], list(plot.names)[::every], rotation=45, ha="right")
-    axes.set_xlabel("capture size (tokens)")
-    axes.set_ylabel("%")
+    axes.set(xlabel="capture size (tokens)", ylabel="%")
     axes.grid(axis="y", alpha=0.3)
     axes.legend()
-
-
-def _ticks(values: Sequence[int], column: Callable[[float], int], columns: int) -> str:
-    """Numbers of graphs under the axis, as many as fit without touching."""
-    line = [" "] * columns
-    free_from = 0
-    last = str(values[-1])
-    for value in [*values[:-1], values[-1]]:
-        text = str(value)
-        start = min(column(value), columns - len(text))
-        room = columns - len(last) - 1
-        if start < free_from or (value != values[-1] and start + len(text) > room):
-            continue
-        line[start : start + len(text)] = text
-        free_from = start + len(text) + 1
-    return "".join(line).rstrip()
-
-
-def _most_used(plot: PaddingPlot) -> list[int]:
-    """Indices of the bars that are shown, in their order."""
-    weight = plot.share or plot.padding
-    ranked = sorted(range(len(plot.names)), key=lambda i: -weight[i])[:MOST_BARS]
-    return sorted(ranked)

@@ -1,81 +1,24 @@
-"""What a run measured, as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
+"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cgplan.config import load
-from cgplan.config.values import mode_by_name
+from cgplan.config.load import read_text
 from cgplan.errors import BudgetError, ConfigError, ReportError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import Key
 from cgplan.planning import Plan
 from cgplan.planning.difference import PlanDifference
-from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Key, Lane, Machine
-from cgplan.reports.layout import TEXT_WIDTH, facts, filled, plain_text
-from cgplan.reports.plan_tables import render_difference
-from cgplan.units import format_bytes, format_seconds
+from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Descriptor, Machine, Mode
+from cgplan.reports.layout import render_text
 
-
-class RankRecord(BaseModel):
-    """One rank of a capture.
-
-    Attributes:
-        rank, host, device: Which, and where: the GPU by its unique number, or ``cpu``.
-        all_reduce: Who sums over the ranks: ``custom``, ``nccl`` (gloo on the CPU) or ``symm_mem``.
-        rows: Rows of the pointer table: captured all-reduces that read their peers' graph buffers.
-        buffers: Distinct graph buffers that were registered.
-        bases: Allocations that they lie in; one handle was handed out for each.
-        mapped_bytes: Bytes of peers' allocations that were mapped into this process for them.
-        registration_seconds: From the end of the last capture until replays were allowed.
-        pool_bytes, static_bytes, total_bytes: As in CaptureReport.
-        session_seconds: The whole session.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rank: int
-    host: str
-    device: str
-    all_reduce: str
-    rows: int = 0
-    buffers: int = 0
-    bases: int = 0
-    mapped_bytes: int = 0
-    registration_seconds: float = 0.0
-    pool_bytes: int
-    static_bytes: int
-    total_bytes: int
-    session_seconds: float
-
-
-def rank_table(ranks: Sequence[RankRecord]) -> Table:
-    """One row a rank, and one for all: sums of bytes and counts, the longest of the times."""
-    rows = [_row(str(record.rank), [record]) for record in ranks]
-    return filled([*rows, _row("all", ranks)], left=("rank", "all-reduce"))
-
-
-def _row(name: str, records: Sequence[RankRecord]) -> dict[str, object]:
-    return {
-        "rank": name,
-        "all-reduce": ", ".join(dict.fromkeys(r.all_reduce for r in records)),
-        "rows": sum(r.rows for r in records),
-        "buffers": sum(r.buffers for r in records),
-        "bases": sum(r.bases for r in records),
-        "mapped": format_bytes(sum(r.mapped_bytes for r in records)),
-        "registration": format_seconds(max(r.registration_seconds for r in records)),
-        "pool": format_bytes(sum(r.pool_bytes for r in records)),
-        "memory": format_bytes(sum(r.total_bytes for r in records)),
-        "session": format_seconds(max(r.session_seconds for r in records)),
-    }
+REPORT_SCHEMA_VERSION = 1
 
 
 class Record(BaseModel):
@@ -84,118 +27,22 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Timing(Record):
-    """Microseconds over repeated calls."""
+class ShownRecord(Record):
+    """A record with tables: ``print`` shows them as plain text."""
 
-    median: float
-    p99: float
-
-
-OURS = "cgplan"
-PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
+    def __str__(self) -> str:
+        return render_text(self)
 
 
-class WayRecord(Record):
-    """What it takes to have one way of running ready, for all sizes that were measured.
-
-    Attributes:
-        name: ``cgplan``, or a peer.
-        ready_seconds: From nothing (but kernels and libraries that the process has loaded) to the end of the last
-            size's first call: warm-ups, compilation and capture included. None if it failed.
-        memory_bytes: Device memory that was gone then, beyond what it had been before; on the tape, what the pools
-            had reserved. Nothing else was ready at that time. None if it failed.
-        failure: Why there are no figures; None where there are.
-        note: What one has to know to read them.
-    """
-
-    name: str
-    ready_seconds: float | None = None
-    memory_bytes: int | None = None
-    failure: str | None = None
-    note: str | None = None
-
-
-class PeerRecord(Record):
-    """One way of running a batch of one size.
-
-    Attributes:
-        name: The way.
-        num_tokens: The batch, unpadded; the same tensors for all ways.
-        device: Time of a call when calls follow one another without waiting: of the device alone, where it takes
-            longer than the host.
-        latency: From an idle device until it has finished the call.
-        host: Until the call returned, on an idle device.
-        first_call_seconds: The first call of this size: with compilation and recording, where they happen in it; what
-            was captured ahead is in the way's ``ready_seconds`` alone.
-        deviation: Largest absolute difference of a result from the model's own code, both from the same inputs, state
-            and seed, after all calls; None where they cannot be compared.
-        not_comparable: Why; None where they can.
-    """
-
-    name: str
-    num_tokens: int
-    device: Timing
-    latency: Timing
-    host: Timing
-    first_call_seconds: float
-    deviation: float | None
-    not_comparable: str | None = None
-
-
-class PeersRecord(Record):
-    """All ways, measured in one process on the same model and tensors.
-
-    Attributes:
-        seed: Of the random order.
-        rounds, repeats: In each round every way runs every size, in a new order; ``repeats`` calls in all.
-        capture_seconds: cgplan's own capture session, a part of its ``ready_seconds``; None if it failed.
-        keys: Graphs that cgplan captured in it; its peers made one for each size.
-        ways: One for each way, cgplan first.
-        records: By size, in the order of ``ways``.
-    """
-
-    seed: int
-    rounds: int
-    repeats: int
-    capture_seconds: float | None
-    keys: int
-    ways: tuple[WayRecord, ...]
-    records: tuple[PeerRecord, ...]
-
-    def of(self, name: str, num_tokens: int) -> PeerRecord | None:
-        """One row; None where that way failed."""
-        return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
-
-
-def check_peers(names: Iterable[str]) -> tuple[str, ...]:
-    """Peers by name, each once, in the order given. Raises ConfigError for a name that there is not."""
-    found = tuple(dict.fromkeys(name.strip() for name in names))
-    for name in found:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name.replace("_", "-"), PEERS, n=1) or difflib.get_close_matches(
-                name, PEERS, n=1
-            )
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"unknown peer {name!r} to bench against", remedy=f"{hint}Choose among {', '.join(PEERS)}."
-            )
-    return found
-
-
-REPORT_SCHEMA_VERSION = 1
-
-Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
-Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
+Keys = tuple[tuple[Mode, Descriptor], ...]
 
 
 class Environment(Record):
     """Where and when a report was made.
 
     Attributes:
-        backend: ``cuda`` or ``cpu (tape)``.
-        device: Name of the GPU or processor.
-        driver: GPU driver's version, None without a GPU.
-        cuda: CUDA version that torch was built for, None without.
+        backend, device: ``cuda`` or ``cpu (tape)``, and the name of the GPU or processor.
+        driver, cuda: Versions of the GPU driver, and of CUDA that torch was built for; None without.
         date: UTC, ISO 8601, to the second.
         config_hash: Digest of the configuration.
     """
@@ -216,6 +63,11 @@ class Environment(Record):
         """The part that a plan remembers of where its figures were measured."""
         return Machine(gpu=self.device, driver=self.driver, torch=self.torch)
 
+    @property
+    def is_tape(self) -> bool:
+        """Whether the figures are those of the CPU stand-in."""
+        return self.backend == "cpu (tape)"
+
 
 class GraphRecord(Record):
     """One captured key.
@@ -225,10 +77,10 @@ class GraphRecord(Record):
         graphs: Graphs that the key has (1 for FULL, the segments for PIECEWISE).
         nodes: Kernel nodes (tape: operators); None where they could not be counted.
         pool_growth: Bytes by which the graph pool grew.
-        driver_bytes: Device memory that the driver took for it: free memory lost beyond what torch reserved. The
-            driver takes memory in chunks, so a key may show 0 and the next one several. None without a driver.
-        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from begin to instantiated graph (to the last
-            one where there are eager pieces between them, which run too).
+        driver_bytes: Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a key
+            may show 0 and the next one several. None without a driver.
+        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from the first begin to the last instantiated
+            graph, eager pieces included.
         eager_pieces: Functions that run eagerly between the graphs of the key.
         segment_nodes: The nodes of each graph, in order; empty where they could not be counted.
     """
@@ -249,67 +101,44 @@ Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memor
 
 
 class StopRecord(Record):
-    """A key that the budget did not allow.
+    """A key that the budget did not allow, with the figures in words."""
 
-    Attributes:
-        limit: The limit that it would have passed, or did; ``device memory``: there was no more.
-        mode, descriptor: The key.
-        detail: The figures, in words.
-        rank: Whose budget it was, where several ranks capture together; None where there is one process.
-    """
-
-    limit: Limit
+    limit: Limit  # that the key would have passed, or did; "device memory": there was no more
     mode: Mode
     descriptor: Descriptor
     detail: str
-    rank: int | None = None
+    rank: int | None = None  # the rank whose budget it was, where several capture together
 
 
 class BudgetRecord(Record):
-    """What a budget allowed, and how the capture ended.
-
-    Attributes:
-        memory, capture_time, max_graphs, reserve: The limits, in bytes and seconds; None where there is none.
-        used_bytes: Memory that counts, at the end: see CaptureReport.graph_bytes.
-        used_seconds: Time until the last capture was over and read.
-        left_out: Keys that were known not to fit before anything was captured, the largest first.
-        stops: Where limits were met on the way; with several ranks those of all, as the budget holds for each.
-        skipped: Keys of the others that have no graph in the end.
-    """
+    """The limits of a budget, in bytes and seconds, and how the capture under it ended."""
 
     memory: int | None
     capture_time: float | None
     max_graphs: int | None
     reserve: int | None
-    used_bytes: int
-    used_seconds: float
-    left_out: tuple[tuple[Mode, Descriptor], ...] = ()
-    stops: tuple[StopRecord, ...] = ()
-    skipped: tuple[tuple[Mode, Descriptor], ...] = ()
+    used_bytes: int  # at the end, see CaptureReport.graph_bytes
+    used_seconds: float  # until the last capture was over and read
+    left_out: Keys = ()  # known not to fit before anything was captured, the largest first
+    stops: tuple[StopRecord, ...] = ()  # limits met on the way; with several ranks those of all
+    skipped: Keys = ()  # the others that have no graph in the end
 
 
 class FailedKey(Record):
-    """A key that was to be captured while batches were served, and has no graph.
-
-    Attributes:
-        mode, descriptor: The key.
-        error: Name of the error's class; ``BudgetError`` where the budget did not allow it.
-        detail: What it said.
-    """
+    """A key that was to be captured while batches were served, and has no graph."""
 
     mode: Mode
     descriptor: Descriptor
-    error: str
-    detail: str
+    error: str  # name of the error's class; BudgetError where the budget did not allow it
+    detail: str  # its message
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether it was the budget that did not allow it: beside other keys it may fit."""
+        """Whether the budget did not allow it: beside other keys it may fit."""
         return self.error == BudgetError.__name__
 
     @property
     def text(self) -> str:
-        """The error with what it said."""
         return f"{self.error}: {self.detail}"
 
 
@@ -321,46 +150,80 @@ def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
 class SplitRecord(Record):
     """Which parts of a PIECEWISE forward are captured and which run eagerly.
 
-    Attributes:
-        route: ``ops``, ``modules`` or ``wrappers``, see ``compilation.piecewise``.
-        segments, eager_pieces: Parts of each kind in one forward, of a traced model.
-        captured, eager: Operators on each side, with the number of their calls in one forward. Of a model that was not
-            traced they are those of the first capture: none before it, none where a profiler was looking already, and
-            no kernels that do not pass PyTorch's dispatcher. By route ``modules`` ``eager`` names what the capture
-            breaks at instead, and ``eager_operators`` has the operators in there.
+    ``captured`` and ``eager`` count the calls of each operator in one forward; of a model that was not traced only
+    those that pass PyTorch's dispatcher, and none before its first capture. By route ``modules`` ``eager`` counts the
+    modules, and ``eager_operators`` the operators in them.
     """
 
-    route: str
-    segments: int | None
+    route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
+    segments: int | None  # in one forward of a traced model
     eager_pieces: int | None
     captured: dict[str, int]
     eager: dict[str, int]
     eager_operators: dict[str, int] = Field(default_factory=dict)
 
 
-class CaptureReport(Record):
-    """What capturing a plan cost.
+class StateRecord(Record):
+    """A place of the model's state that warm-ups or captures wrote, or that appeared in them.
+
+    Attributes:
+        path: The place, such as ``layers.0.cache``.
+        nbytes: Bytes of it.
+        kept: ``device`` or ``host``: put back from a copy in that memory. ``new``: it appeared during the capture and
+            stays. ``not kept``: it was written and not put back.
+    """
+
+    path: str
+    nbytes: int
+    kept: Literal["device", "host", "new", "not kept"]
+
+    @property
+    def is_put_back(self) -> bool:
+        return self.kept in ("device", "host")
+
+
+class RankRecord(Record):
+    """One rank of a capture; bytes and seconds as in CaptureReport."""
+
+    rank: int
+    host: str
+    device: str  # the GPU by its unique number, or "cpu"
+    all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
+    rows: int = 0  # of the pointer table: captured all-reduces that read the other ranks' graph buffers
+    buffers: int = 0  # distinct graph buffers that were registered
+    bases: int = 0  # allocations that they lie in
+    mapped_bytes: int = 0  # of other ranks' allocations, mapped into this process
+    registration_seconds: float = 0.0  # from the end of the last capture until replays were allowed
+    pool_bytes: int
+    static_bytes: int
+    total_bytes: int
+    session_seconds: float
+
+
+class CaptureReport(ShownRecord):
+    """Memory and time that the capture of a plan took.
 
     Attributes:
         records: One for each key, in capture order.
         pool_bytes: The graph pool after the last capture.
         static_bytes: Static buffers.
-        workspace_bytes: What else stays in torch's allocator, outside of the pool: workspaces of libraries, which the
-            first warm-up of a process brings.
-        driver_bytes: Device memory that the driver took over the whole session, the kernels that warm-ups loaded
-            included; None without a driver.
+        workspace_bytes: Workspaces of libraries, which the first warm-up of a process allocates outside of the pool.
+        driver_bytes: Device memory that the driver took over the whole session, with the kernels that warm-ups loaded;
+            None without a driver.
         free_before, free_after: Free device memory around the session, caches given back; None where not known.
-        session_seconds: The whole session: warm-ups, captures, reading memory and counting nodes.
-        inspection_seconds: The part of it that only this report needed: reading memory and counting nodes.
+        session_seconds, inspection_seconds: The whole session, and the part of it that only this report needed: reading
+            memory and counting nodes.
         split: How PIECEWISE keys are split, None where the plan has none.
         borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
-        budget: What the budget allowed, None without one.
+        budget: None without one.
         capture_policy, pool: As ``compilation`` has them.
-        generation: How often the pools began anew, from 1.
+        generation: How often the pools were made, from 1.
         waiting: Keys that are captured when a batch first asks for them.
         failed: Keys that were asked for and have no graph.
-        warnings: What the user should know about.
+        warnings: For the user.
         ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
+        looked_at: The part of the model whose state and addresses are checked, in one line.
+        state: State that warm-ups and captures wrote, and where it was kept.
     """
 
     kind: Literal["capture"] = "capture"
@@ -386,15 +249,22 @@ class CaptureReport(Record):
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankRecord, ...] = ()
+    looked_at: str = ""
+    state: tuple[StateRecord, ...] = ()
+
+    @model_validator(mode="after")
+    def _each_key_has_its_prediction(self) -> CaptureReport:
+        predicted = self.plan.predicted
+        if predicted is not None and self.records and len(predicted.keys) != len(self.records):
+            raise ValueError(f"{len(predicted.keys)} keys were predicted, and {len(self.records)} captured")
+        return self
 
     @property
     def warmup_seconds(self) -> float:
-        """Seconds of all warm-ups."""
         return sum(r.warmup_seconds for r in self.records)
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds of all captures."""
         return sum(r.capture_seconds for r in self.records)
 
     @property
@@ -404,7 +274,7 @@ class CaptureReport(Record):
 
     @property
     def graph_driver_bytes(self) -> int:
-        """What the driver took while graphs were captured."""
+        """Memory that the driver took while graphs were captured."""
         return sum(r.driver_bytes or 0 for r in self.records)
 
     @property
@@ -414,14 +284,16 @@ class CaptureReport(Record):
 
     @property
     def origin(self) -> str:
-        """Which capture this is, in words: what was captured, where and when."""
+        """Which capture this is, in words: number of keys, device, date, configuration."""
         made = f"{self.environment.device}, {self.environment.date}"
         return f"a capture of {len(self.records)} keys on {made}, config {self.environment.config_hash}"
 
-    def __str__(self) -> str:
-        from cgplan.reports.capture_tables import render_text
 
-        return render_text(self)
+class Timing(Record):
+    """Microseconds over repeated calls."""
+
+    median: float
+    p99: float
 
 
 class BenchRecord(Record):
@@ -429,11 +301,11 @@ class BenchRecord(Record):
 
     Attributes:
         num_tokens: The batch, unpadded.
-        mode, descriptor: What the runner dispatched it to.
+        mode, descriptor: The key that the runner dispatched it to.
         padded_rows: Rows of padding that the graph computed besides.
-        eager: Latency of the model called eagerly on the batch, from an idle device until it has finished.
-        graph: Latency of the runner's call: checks, copies, padding, replay. None if no graph serves the batch.
-        replay: Latency of the bare replay. None likewise, and for PIECEWISE.
+        eager, graph, replay: Latency from an idle device until it has finished: of the model called eagerly, of the
+            runner's call (checks, copies, padding, replay) and of the bare replay. None if no graph serves the batch;
+            ``replay`` is None for PIECEWISE, too.
         graph_queued, replay_queued: Time per call when calls follow one another without waiting: device time alone,
             where the device takes longer than the host.
         eager_host, graph_host: Host time until the call returned.
@@ -458,17 +330,70 @@ class BenchRecord(Record):
 
     @property
     def is_slower(self) -> bool:
-        """Whether the bare replay, which the host hardly matters to, takes a twentieth longer than eager, launches
-        included. Padding may be why, so a batch that is padded does not count.
-        """
+        """Whether the bare replay of an unpadded batch takes a twentieth longer than eager, launches included."""
         return self.replay is not None and not self.padded_rows and self.replay.median > 1.05 * self.eager.median
 
 
-class BenchReport(Record):
+OURS = "cgplan"
+PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
+
+
+class WayRecord(Record):
+    """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None if it failed."""
+
+    name: str
+    ready_seconds: float | None = None  # until each size had its first call, of a process that has loaded its kernels
+    memory_bytes: int | None = None  # device memory that was gone then; on the tape, reserved by pools
+    failure: str | None = None  # why there are no figures
+    note: str | None = None  # how to read the figures
+
+
+class PeerRecord(Record):
+    """One way of running a batch of one size, unpadded; all ways have the same tensors."""
+
+    name: str
+    num_tokens: int
+    device: Timing  # of a call, when calls follow one another without waiting
+    latency: Timing  # from an idle device until it has finished
+    host: Timing  # until the call returned
+    first_call_seconds: float  # with the compilation and recording that happen in it
+    deviation: float | None  # largest difference from the model's own code on equal inputs, state and seed
+    not_comparable: str | None = None  # why there is no deviation
+
+
+class PeersRecord(Record):
+    """All ways, cgplan first, measured in one process on the same model and tensors."""
+
+    seed: int  # of the random order
+    rounds: int  # in each every way runs every size, in a new order
+    repeats: int  # calls of all rounds together
+    capture_seconds: float | None  # cgplan's capture session, a part of its ready_seconds; None if it failed
+    keys: int  # graphs that cgplan captured; baselines made one for each size
+    ways: tuple[WayRecord, ...]
+    records: tuple[PeerRecord, ...]  # by size, in the order of ways
+
+    def of(self, name: str, num_tokens: int) -> PeerRecord | None:
+        return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
+
+
+def check_peers(names: Iterable[str]) -> tuple[str, ...]:
+    """Baselines by name, each once, in the order given. Raises ConfigError for an unknown name."""
+    found = tuple(dict.fromkeys(name.strip() for name in names))
+    for name in found:
+        if name not in PEERS:
+            spellings = (name.replace("_", "-"), name)
+            near = [match for spelt in spellings for match in difflib.get_close_matches(spelt, PEERS, n=1)]
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            remedy = f"{hint}Choose among {', '.join(PEERS)}."
+            raise ConfigError(f"unknown peer {name!r} to bench against", remedy=remedy)
+    return found
+
+
+class BenchReport(ShownRecord):
     """Latency by batch size.
 
     Attributes:
-        capture: What the graphs cost.
+        capture: Memory and time of the graphs.
         repeats: Timed calls of each size and way.
         records: One for each size.
         peers: Other ways to run the same model, where they were asked for.
@@ -482,68 +407,12 @@ class BenchReport(Record):
     records: tuple[BenchRecord, ...]
     peers: PeersRecord | None = None
 
-    def __str__(self) -> str:
-        from cgplan.reports.capture_tables import render_text
-
-        return render_text(self)
-
-
-Report = CaptureReport | BenchReport | Plan
-_KINDS: dict[str, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
-    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
-    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
-    "plan": (Plan, PLAN_SCHEMA_VERSION),
-}
-_REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
-
-
-def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError if the file is none, or of a schema version that is not read."""
-    return parse_report(load.read_text(path, ReportError, _REMEDY), path)
-
-
-def parse_report(text: str, path: str | Path) -> Report:
-    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
-    remedy = _REMEDY
-    try:
-        data = json.loads(text)
-    except RecursionError:
-        raise ReportError(f"{path}: nested too deeply", remedy=remedy) from None
-    except json.JSONDecodeError as error:
-        if Path(path).suffix in (".yaml", ".yml"):
-            remedy = f"That is a configuration, it seems, which --config takes. {remedy}"
-        raise ReportError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", remedy=remedy) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ReportError(f"{path}: not JSON: {error}", remedy=remedy) from None
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=remedy)
-    model, version = _KINDS[kind]
-    if data.get("schema_version") != version:
-        raise ReportError(
-            f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
-            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
-        )
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}." for part in first["loc"]).removesuffix(".")
-        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
-        raise ReportError(f"{path}: damaged report: {wrong}", remedy=remedy) from None
-
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
-_WAYS: dict[Way, str] = {
-    "proposed": "proposed only: nothing was captured",
-    "exchanged": "exchanged inside the pools that were there",
-    "new generation": "all captured anew into new pools, because the new graphs need a larger or much smaller one",
-    "new buffers": "all captured anew into new pools and static buffers, because the largest size grew",
-}
 
 
-class ReplanReport(BaseModel):
-    """What a replan changed.
+class ReplanReport(ShownRecord):
+    """Changes that a replan made.
 
     Attributes:
         difference: From the plan that was captured to the one that traffic deserves now.
@@ -557,33 +426,62 @@ class ReplanReport(BaseModel):
         seconds: Planning, measuring and capturing together.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["replan"] = "replan"
     difference: PlanDifference
     way: Way
-    captured: tuple[Key, ...] = ()
-    evicted: tuple[Key, ...] = ()
+    captured: Keys = ()
+    evicted: Keys = ()
     recaptured: int = 0
     failed: tuple[FailedKey, ...] = ()
     pool_bytes: tuple[int, int]
     seconds: float
 
-    def __str__(self) -> str:
-        has_new = self.captured or self.recaptured or self.way in ("proposed", "exchanged")
-        rows = [("graphs", _WAYS[self.way] if has_new else "all given up with their pools, and none captured")]
-        if self.way != "proposed":
-            again = f", {self.recaptured} captured again" if self.recaptured else ""
-            rows.append(("keys", f"{len(self.captured)} captured, {len(self.evicted)} evicted{again}"))
-        told = {(part.lane, size) for part in self.difference.failed for size in part.sizes}
-        for key in self.failed:
-            descriptor = key.descriptor
-            if (Lane.of(key.mode, descriptor), descriptor.num_tokens) not in told:
-                rows.append(("failed", f"{key.mode} {descriptor}: {key.text}"))
-        before, after = map(format_bytes, self.pool_bytes)
-        rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(self.seconds))]
-        table = render_difference(self.difference, "captured", "wanted")
-        return plain_text(Group(table, Text(), facts("Replan", rows)), TEXT_WIDTH)
+
+Report = CaptureReport | BenchReport | Plan
+_KINDS: dict[object, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
+    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
+    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
+    "plan": (Plan, PLAN_SCHEMA_VERSION),
+}
+_REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
-__all__ = ["RankRecord", "rank_table"]
+def load_report(path: str | Path) -> Report:
+    """A saved report or plan. Raises ReportError for any other file, and for a schema version that is not read."""
+    return parse_report(read_text(path, ReportError, _REMEDY), path)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 18:  # sums of them have to be numbers that a float holds
+        raise ValueError(f"the number {digits[:18]}... is too large")
+    return int(digits)
+
+
+def parse_report(text: str, path: str | Path) -> Report:
+    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
+    try:
+        data = json.loads(text, parse_int=_whole_number)
+    except json.JSONDecodeError as error:
+        yaml = Path(path).suffix in (".yaml", ".yml")
+        hint = "That is a configuration, it seems, which --config takes. " if yaml else ""
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise ReportError(f"{where}: not JSON: {error.msg}", remedy=f"{hint}{_REMEDY}") from None
+    except (RecursionError, ValueError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
+        raise ReportError(f"{path}: {problem}", remedy=_REMEDY) from None
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=_REMEDY)
+    model, version = _KINDS[kind]
+    if data.get("schema_version") != version:
+        raise ReportError(
+            f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
+            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
+        raise ReportError(f"{path}: damaged report: {wrong}", remedy=_REMEDY) from None

@@ -3,89 +3,103 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from cgplan.buffers.static import StaticBuffer
+from cgplan.buffers.compare import largest_difference
+from cgplan.buffers.outputs import OutputRows
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.errors import NumbersError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.written import WrittenState
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.runner.prepared import PreparedCall
 
 
 class DebugChecks:
-    """What a runner does besides while ``compilation.debug`` is set. A call then costs several times as much.
+    """The checks of a runner while ``compilation.debug`` is set. A call then costs several times as much.
 
     On the first call that a graph serves, its results are compared with the model's own code on the same padded batch,
     and with a replay whose padding rows are NaN: real rows must be the same to the last bit. So the forward runs up to
-    four times. What it writes of the model's tensors and attributes is put back after each run but the last, which is
-    the graph's own replay; see WrittenState for what is not put back: tensors over 64 MiB, such as a KV cache, into
-    which the same values are written again, and state outside of the model. All of them draw
-    the same random numbers. On every call, what the call before returned is filled with NaN.
+    four times. The model's tensors and attributes that it writes are put back after each run but the last, which is
+    the graph's own replay, as far as ModelState keeps them; memory beyond ``compilation.state_copy``, such as a KV
+    cache, and state outside of the model are not put back. All runs draw the same random numbers. On every call, the
+    output of the call before is filled with NaN.
     """
 
-    def __init__(self, graphed: GraphedModel) -> None:
-        self._graphed = graphed
-        # By key and whether there was padding: what is wrong, None if nothing.
+    def __init__(self, graphed: GraphedModel, outputs: OutputRows) -> None:
+        self._graphed, self._outputs = graphed, outputs
+        # By key and whether there was padding: the difference that was found, None if there is none.
         self._seen: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], str | None] = {}
         self._handed: list[torch.Tensor] = []
 
-    def replay(
-        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, replay: Callable[[], Any], cut: Callable[[Any], Any]
-    ) -> Any:
-        """Replay a staged batch with all checks.
+    def wrap(self, call: PreparedCall) -> None:
+        """Put all checks around the call's replay; its output is a copy, which the next call fills with NaN."""
+        found: list[Any] = []
+        replay, output = call.replay, call.output
 
-        Args:
-            mode, descriptor: The key.
-            replay: Runs its graph on the static buffers.
-            cut: Takes the batch's rows out of an output.
+        def read() -> Any:
+            replay()
+            return _copied(output())
 
-        Returns:
-            The batch's rows, copied; filled with NaN by the next call.
+        def checked() -> None:
+            found[:] = [self._checked(call, read)]
 
-        Raises:
-            NumbersError: a result differs; names the output and the largest deviation.
-        """
+        call.replay, call.output = checked, found.pop
+
+    def _checked(self, call: PreparedCall, read: Callable[[], Any]) -> Any:
+        """The output of a replay. Raises NumbersError: it differs; names the output and the largest deviation."""
+        graphed, mode, descriptor, batch = self._graphed, call.route.mode, call.route.descriptor, call.route.batch
         with torch.no_grad():
             for tensor in self._handed:
                 tensor.detach().fill_(math.nan)  # the caller may have asked for its gradient
-        buffers = self._graphed.buffers.buffers
+        buffers = graphed.buffers.buffers
         padding = self._padding(descriptor)
         checked = (mode, descriptor, any(padding.values()))
         references = []
         if checked not in self._seen:
             staged = {name: buffer.tensor.clone() for name, buffer in buffers.items()}
-            views = self._graphed.views(descriptor)
+            run_eager = partial(graphed.run_eager, descriptor, graphed.views(descriptor))
+
+            def put_back() -> None:  # the model may write into its inputs
+                for name, tensor in staged.items():
+                    buffers[name].tensor.copy_(tensor)
+
+            written = ModelState.of(graphed.roots, graphed.backend.device)
+            look(run_eager, written, graphed.copy_limit())
+            written.restore()
+            put_back()
             with self._random_state_kept():
-                written = WrittenState(self._graphed.holder, lambda: self._graphed.run_eager(descriptor, views))
-            _put_back(buffers, staged)  # the model may write into its inputs
-            with self._random_state_kept():
-                eager = self._graphed.run_eager(descriptor, views)
-            references.append(("the model's own code", _copied(cut(eager))))
-            _put_back(buffers, staged)
-            written.put_back()
+                eager = _copied(self._outputs.cut(run_eager(), batch.num_tokens, batch.num_reqs))
+            references.append(("the model's own code", eager))
+            put_back()
+            written.restore()
             if any(padding.values()):
                 for name, count in padding.items():
                     buffer = buffers[name]
                     buffer.tensor.narrow(buffer.row_dim or 0, buffer.filled, count).fill_(math.nan)
                 with self._random_state_kept():
-                    poisoned = _copied(cut(replay()))
-                references.append(("the same batch with NaN in its padding rows", poisoned))
-                _put_back(buffers, staged)
-                written.put_back()
-        found = _copied(cut(replay()))
+                    references.append(("the same batch with NaN in its padding rows", read()))
+                put_back()
+                written.restore()
+        found = read()
         wrong = self._seen.get(checked) or _difference_of(found, references)
-        # What differs is compared again by the next call; not with other ranks, which run the forward once only.
-        if wrong is None or not self._graphed.is_alone:
+        # A difference is looked for again by the next call; not with other ranks, which run the forward once only.
+        if wrong is None or not graphed.is_alone:
             self._seen[checked] = wrong
         if wrong is not None:
             raise NumbersError(f"the replay of {mode} {descriptor} differs from {wrong}", remedy=_REMEDY)
-        self._handed = [leaf for leaf in tree_leaves(found) if _is_floating(leaf)]
+        self._handed = [
+            leaf
+            for leaf in tree_leaves(found)
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
         return found
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
@@ -95,15 +109,10 @@ class DebugChecks:
         """Padding rows of each floating-point input in the staged batch."""
         reqs = self._graphed.padded_reqs(descriptor)
         return {
-            name: buffer.rows.size(descriptor.num_tokens, reqs) - buffer.filled
+            name: buffer.count(descriptor.num_tokens, reqs) - buffer.filled
             for name, buffer in self._graphed.buffers.buffers.items()
             if buffer.rows is not None and buffer.tensor.is_floating_point()
         }
-
-
-def _put_back(buffers: Mapping[str, StaticBuffer], staged: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in staged.items():
-        buffers[name].tensor.copy_(tensor)
 
 
 def _copied(output: Any) -> Any:
@@ -111,12 +120,8 @@ def _copied(output: Any) -> Any:
         return tree_map_only(torch.Tensor, torch.Tensor.clone, output)
 
 
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
 def _difference_of(found: Any, references: Sequence[tuple[str, Any]]) -> str | None:
-    """The first difference of an output from (what it is compared with, that output), to the last bit; NaN is NaN."""
+    """The first difference of an output from (name, other output), to the last bit; NaN is NaN."""
     leaves, spec = tree_flatten(found)
     for what, reference in references:
         others, other_spec = tree_flatten(reference)
@@ -130,9 +135,8 @@ def _difference_of(found: Any, references: Sequence[tuple[str, Any]]) -> str | N
 
 
 def _difference(one: Any, other: Any) -> str | None:
-    """How two leaves of outputs differ, in words; None if they do not. Of what is no tensor only the kind is looked at.
-
-    Dtypes and shapes come first: torch raises errors of its own where it is asked to compare what does not fit.
+    """How two leaves of outputs differ, in words; None if they do not. Of leaves that are no tensors only the class is
+    compared. Dtypes and shapes come first: torch cannot compare what does not fit.
     """
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         mixed = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
@@ -146,9 +150,7 @@ def _difference(one: Any, other: Any) -> str | None:
     unequal = (one != other) & ~((one != one) & (other != other))
     if not unequal.any():
         return None
-    dtype = torch.complex128 if one.is_complex() else torch.float64
-    deviation = (one.to(dtype) - other.to(dtype)).abs()[unequal]
-    return f"the largest deviation is {deviation.nan_to_num(math.inf).max().item():.3g}"
+    return f"the largest deviation is {largest_difference(one, other):.3g}"
 
 
 _REMEDY = (

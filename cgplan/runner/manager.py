@@ -1,4 +1,4 @@
-"""CudaGraphManager: one model's sizes, graphs and pool, for an engine that embeds them, alone or beside others in one
+"""CudaGraphManager: the sizes, graphs and pool of one model, for an engine that embeds it alone or beside others in one
 pool; see Note [Sharing a pool] in pools.py.
 """
 
@@ -8,24 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config
-from cgplan.errors import BackendError, CgplanError, ConfigError
+from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 from cgplan.runner.stats import RunnerStats
 from cgplan.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What the members of one pool cost together.
+    """The cost of the members of one pool together; it prints as a table.
 
     Attributes:
         parts: The capture of each member, by name, in order of capture. Their ``pool_bytes`` are those of the whole
@@ -48,12 +47,12 @@ class PoolReport:
 
     @property
     def outside_bytes(self) -> int:
-        """What the captures left outside of the pool: library workspaces, and device memory that the driver took."""
+        """Bytes outside of the pool: library workspaces, and device memory that the driver took."""
         return sum(report.workspace_bytes + (report.driver_bytes or 0) for report in self.parts.values())
 
     @property
     def total_bytes(self) -> int:
-        """Pool, static buffers and what lies outside, together."""
+        """Pool, static buffers and memory outside, together."""
         return self.pool_bytes + self.static_bytes + self.outside_bytes
 
     def __str__(self) -> str:
@@ -76,15 +75,15 @@ class PoolReport:
 class CudaGraphManager:
     """The graphs of one model: planned at once, captured when told to, then called like the model.
 
-    It does for an engine what is around a GraphRunner: the plan is there before anything runs, so that it can be
-    printed and approved; ``capture`` fills a pool that may be shared with other models, ``close`` gives the memory
-    back, and ``capture`` may follow again. Not for use from several threads.
+    The plan is there before anything runs, so that an engine can print and approve it; ``capture`` fills a pool that
+    may be shared with other models, ``close`` gives the memory back, and ``capture`` may follow again. Not for use from
+    several threads.
 
     Args:
         config: Inputs, sizes and modes.
         model: Any callable or nn.Module, on the device already. The caller owns it.
-        backend: The device; absent: the pool's, or what ``config.device`` says.
-        pool: Where it captures; absent: a pool of its own, or several, as ``compilation.pool`` says.
+        backend: The device; absent: the pool's, or ``config.device``.
+        pool: Where it captures; absent: a new pool, or several, as ``compilation.pool`` says.
         plan: What it captures; absent: ``build_plan(config)``.
         name: What messages and reports call the model.
         progress: Called before each key.
@@ -93,8 +92,8 @@ class CudaGraphManager:
         config, plan, backend, pool, name: As above.
 
     Raises:
-        ConfigError: ``config`` is no Config. PlanError: no plan follows from it.
-        BackendError: the device is not there, or is not the pool's, or ``pool`` is none.
+        PlanError: no plan follows from the configuration.
+        BackendError: the device is not there, or is not the pool's.
         CgplanError: a pool is given, and ``compilation.pool`` asks for several.
     """
 
@@ -109,16 +108,6 @@ class CudaGraphManager:
         name: str = "model",
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
-        if not isinstance(config, Config):
-            raise ConfigError(
-                f"{name!r} was given a {type(config).__name__} as its configuration",
-                remedy="Pass a cgplan.Config: cgplan.Config(inputs=..., compilation=...), or load_config(path).",
-            )
-        if pool is not None and not isinstance(pool, GraphPool):
-            raise BackendError(
-                f"{name!r} was given {pool!r:.100} as its pool",
-                remedy="Pass GraphPool(backend), or leave it out: compilation.pool says which graphs share one.",
-            )
         if backend is None:
             backend = pool.backend if pool is not None else select_backend(config.device)
         if pool is not None and pool.backend is not backend:
@@ -170,20 +159,20 @@ class CudaGraphManager:
             self._runner = self._session.run()
         return self._runner.report
 
-    def run(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **batch: torch.Tensor) -> Any:
+    def run(self, **batch: Any) -> Any:
         """Run one batch; arguments, result and errors are those of GraphRunner's call.
 
         Returns:
             Valid until the next call of any member of the pool, unless ``compilation.outputs`` is ``clone``.
         """
-        return self.runner(uniform_decode=uniform_decode, num_active_loras=num_active_loras, **batch)
+        return self.runner(**batch)
 
     def replan(self, **options: Any) -> ReplanReport:
         """Exchange graphs for those that the batches since the last time deserve, see GraphRunner.replan."""
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture anew what is planned now, with the model's memory as it is now; before the first capture, as
+        """Capture the plan of now again, with the model's memory as it is now; before the first capture, as
         ``capture``. The old graphs are freed first; ``runner`` and ``stats`` stay the same, and go on counting.
 
         Raises as CaptureSession.run does; the manager then has no graphs.
@@ -195,7 +184,7 @@ class CudaGraphManager:
             self._runner.recapture()
             return self._runner.report
         finally:
-            if self._runner.is_closed:  # unless it was refused under a call, which changes nothing
+            if self._runner.is_closed:  # unless a call was under way, which changes nothing
                 self._runner = None
 
     def close(self) -> None:
@@ -214,7 +203,7 @@ class CudaGraphManager:
 def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
     """Capture several managers that share a pool, all or none.
 
-    The one with the largest size goes first, so that the others fit into what it reserved.
+    The one with the largest size goes first, so that the others fit into the memory that it reserved.
 
     Raises:
         CgplanError: they do not share one pool, two have one name, or one of them is captured already.
@@ -224,7 +213,7 @@ def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
     if len({id(manager.pool) for manager in managers}) != 1 or len(set(names)) < len(names):
         raise CgplanError(
             f"{'managers ' + ', '.join(names) if names else 'an empty list'} cannot be captured together",
-            remedy="Give them one GraphPool, and each a name of its own.",
+            remedy="Give them one GraphPool, and different names.",
         )
     if any(manager.is_captured for manager in managers):
         raise CgplanError("one of the managers is captured already", remedy="Close it first.")
@@ -237,6 +226,3 @@ def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
             manager.close()
         raise
     return PoolReport(reports, managers[0].pool.nbytes)
-
-
-__all__ = ["CudaGraphManager", "GraphPool", "PoolReport", "capture_together"]

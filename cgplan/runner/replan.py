@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
+from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.failures import explain_eager_failure
-from cgplan.captures.live import LiveGraphs
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError, InputError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.state_kept import state_kept
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import propose
 from cgplan.planning import Plan
@@ -54,8 +53,9 @@ def time_on_padding(graphed: GraphedModel, repeats: int = REPEATS) -> Points:
     if not keys:
         return found
     kept = random_state_kept(graphed.backend.device, graphed.generators)
-    with torch.no_grad(), graphed.buffers.on_padding(), kept:
+    with graphed.keeping_state(), torch.no_grad(), graphed.buffers.on_padding(), kept:
         for mode, descriptor in keys:
+            graphed.look(mode, descriptor)
             views = graphed.views(descriptor)
             ways: dict[CUDAGraphMode, Callable[[], Any]] = {
                 mode: partial(graphed.run_graphed, mode, descriptor, views),
@@ -74,7 +74,7 @@ def time_on_padding(graphed: GraphedModel, repeats: int = REPEATS) -> Points:
 
 WORTH_MOVING = 0.25  # of the pools' bytes: what a new generation has to give back
 
-Reopen = Callable[[Plan], LiveGraphs]
+Reopen = Callable[[Plan], CapturedKeys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class OnDemand:
         live: The runner's graphs.
     """
 
-    def __init__(self, live: LiveGraphs, stats: RunnerStats) -> None:
+    def __init__(self, live: CapturedKeys, stats: RunnerStats) -> None:
         self.live = live
         self._stats = stats
         self._forbidden = 0
@@ -133,8 +133,7 @@ class OnDemand:
     def capture(self, key: Key) -> None:
         """Capture a key, or remember why it cannot be. Raises AddressError if the model's memory has moved."""
         self.live.check(key)
-        with self._state_kept():
-            captured = self.live.capture([key])
+        captured = self.live.capture([key])
         if captured:
             self._stats.captures += 1
         if key in self.live.failed:
@@ -162,11 +161,10 @@ class OnDemand:
         way: Way = "proposed"
         new: tuple[Key, ...] = ()
         known = set(live.failed)
-        with self._state_kept():
-            wanted, lost = self._proposal(traffic, times, costs), uncapturable(live.failed.values())
-            if apply:
-                self._mark = self._stats.mark()
-                way, new = self._exchange(wanted, reopen)
+        wanted, lost = self._proposal(traffic, times, costs), uncapturable(live.failed.values())
+        if apply:
+            self._mark = self._stats.mark()
+            way, new = self._exchange(wanted, reopen)
         planned = set(wanted.keys)
         live = self.live
         had, has = set(old.keys), set(live.keys) if apply else set(old.keys)
@@ -186,10 +184,6 @@ class OnDemand:
             pool_bytes=(before, live.graphed.pools.nbytes),
             seconds=time.perf_counter() - start,
         )
-
-    def _state_kept(self) -> AbstractContextManager[None]:
-        """A block that leaves the model's state as batches have left it."""
-        return state_kept(self.live.graphed.holder, self.live.graphed.backend)
 
     def _check_policy(self) -> None:
         policy = self.config.compilation.capture_policy
@@ -227,7 +221,13 @@ class OnDemand:
         if not self._points:
             return StepTimes.default()
         notes = ["attention over real sequences takes longer"]
-        return StepTimes.measured(self._points, "the runner, on padding", notes)
+        times: dict[tuple[CUDAGraphMode, int], Mapping[int, float]] = {**self._points}
+        full, piecewise = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+        for mode, other in ((full, piecewise), (piecewise, full)):
+            if not any(name[0] is mode for name in times):  # no graph of it is captured
+                times |= {(mode, name[1]): found for name, found in self._points.items() if name[0] is other}
+                notes.append(f"{mode} steps were not timed: {other} steps stand in")
+        return StepTimes.measured(times, "the runner, on padding", notes)
 
     def _costs(self) -> GraphCosts:
         report = self.live.report
@@ -253,7 +253,7 @@ class OnDemand:
         added = tuple(key for key in keys if key not in set(live.keys))
         live.asked = live.wanted = wanted
         if self._is_worth_moving(keys, evicted, added):
-            return "new generation", live.begin_anew(keys)
+            return "new generation", live.begin_again(keys)
         if evicted or added:
             return "exchanged", live.capture(added, evicted=evicted, anew=True)
         return "exchanged", ()

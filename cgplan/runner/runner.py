@@ -1,12 +1,13 @@
-"""GraphRunner: a model with its graphs. A call dispatches, copies in, pads, replays and slices."""
+"""GraphRunner: a model with its graphs. A call is looked up, copied in, replayed, and its output is cut."""
 
 from __future__ import annotations
 
+import logging
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from time import perf_counter_ns
 from typing import Any
 
@@ -14,37 +15,43 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.buffers.batch import BatchReader
-from cgplan.buffers.copier import CopyIn
-from cgplan.captures.live import LiveGraphs
+from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
 from cgplan.errors import CgplanError, InputError
 from cgplan.graphs.pools import PoolUse
-from cgplan.graphs.state_kept import state_kept
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
-from cgplan.runner.prepared import BatchLauncher, BatchPreparer, PreparedBatch, Values, leave_alone, on_device
+from cgplan.runner.prepared import PreparedCall, Values, on_device
 from cgplan.runner.replan import OnDemand
-from cgplan.runner.routing import BatchRouter, Route, as_flag, as_rows
+from cgplan.runner.routing import BatchRouter, Modes, Route
 from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
-# Of the last call: its flags, what is like its tensors, the batch, and how such are copied in.
-Recent = tuple[bool | None, int, Callable[..., bool], Any, CopyIn]
-NONE_YET: Recent = (None, 0, lambda *_: False, None, leave_alone)
+MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_device = torch.Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
+_NOT_MET = (LookupError, AttributeError, TypeError, RuntimeError)  # looking up a wrong call may raise them
+logger = logging.getLogger(__name__)
 
 
-class RunnerState:
-    """The graphs of a model with all that calls are prepared from, made anew whenever graphs come or go.
+class GraphRunner:
+    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
+
+    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
+    ``clone``: new tensor objects on graph memory, which the next call of this runner overwrites. With
+    ``capture_policy: lazy`` a call may capture the key that its batch asks for; ``replan`` exchanges the graphs of an
+    adaptive runner. Not for use from several threads, and on one stream at a time: a call from another stream is
+    an error while the stream of the last call still has work.
 
     Args:
         live: The model with its graphs.
         capture: Captures a plan, of its keys those given; absent: as a session does.
-        use: Who runs the graphs of its pools.
+        use: The lock and the stream of its pools; runners that share a pool share it.
         name: What messages call the runner.
 
     Attributes:
@@ -53,8 +60,8 @@ class RunnerState:
 
     def __init__(
         self,
-        live: LiveGraphs,
-        capture: Callable[[Plan, Collection[Key] | None], LiveGraphs],
+        live: CapturedKeys,
+        capture: Callable[[Plan, Collection[Key] | None], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
@@ -64,10 +71,11 @@ class RunnerState:
         self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
         names = self._reader.names
         self._num_inputs = len(names)
-        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-        self._pick = itemgetter(*names) if len(names) > 1 else lambda given: tuple([given[name] for name in names])
-        first = self._reader.counting("num_tokens") or self._reader.counting("num_reqs") or (0, 0)
-        self._counted = (*first, *(self._reader.counting("num_reqs") or first))
+        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+            operator.itemgetter(*names) if len(names) > 1 else lambda given: tuple(map(given.__getitem__, names))
+        )
+        kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
+        self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
         self._handed: list[weakref.ref[StagedBuffers]] = []
         self._demand = OnDemand(live, self.stats)
         self._open()
@@ -75,39 +83,34 @@ class RunnerState:
     def _open(self) -> None:
         """Take the graphs that ``_demand`` holds."""
         live = self._demand.live
-        self._graphed, self._outputs = live.graphed, live.outputs
-        graphed, compilation = live.graphed, live.graphed.config.compilation
-        self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
-        self._launcher = BatchLauncher(graphed, self._use, self._name)
-        self._acquire, self._release, self._launch = (
-            self._launcher.acquire, self._launcher.release, self._launcher.launch,
-        )  # fmt: skip
+        self._graphed, self._outputs = live.graphed, live.graphed.outputs
+        backend, compilation = live.graphed.backend, live.graphed.config.compilation
+        self._copier = backend.copier(live.graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
+        self._current_stream = backend.stream_getter()
+        self._checks_once = compilation.address_policy != "always"
+        self._is_plain = False  # whether a call without autocast has passed
         self.graphs_changed()
         self._closed = self._is_freed = self._suspended = False  # last: what takes no lock looks at it first
 
     def graphs_changed(self) -> None:
-        """Drop what was prepared for calls, after graphs were captured or freed; staged buffers are of no use then. The
-        lock is held, or nobody has the runner yet.
+        """Drop the calls and staged buffers that were prepared, after graphs were captured or freed; the lock is held,
+        or nobody has the runner yet.
         """
         for reference in self._handed:
             if (staged := reference()) is not None:
                 staged.retire()
         self._handed.clear()
-        self._batches: dict[tuple[Any, ...], PreparedBatch] = {}
-        self._recent = NONE_YET
+        self._calls: dict[tuple[Any, ...], PreparedCall] = {}
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
+        self._last_staged: StagedBuffers | None = None
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
-        asked = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
+        planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
         self._router = BatchRouter(
-            self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against, asked
+            self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against, planned
         )
         self.stats.plan = self.plan
-        self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
-        nvtx = self.config.report.nvtx
-        self._preparer = BatchPreparer(
-            self._graphed, self._outputs, self._copier, self._router, self.stats, self._debug, nvtx=nvtx
-        )
+        self._debug = DebugChecks(self._graphed, self._outputs) if self.config.compilation.debug else None
 
     @property
     def report(self) -> CaptureReport:
@@ -126,12 +129,12 @@ class RunnerState:
 
     @property
     def config(self) -> Config:
-        """What was asked for."""
+        """The configuration that was captured."""
         return self._graphed.config
 
     @property
     def model(self) -> Callable[..., Any]:
-        """The model as it was given; whoever calls it sets the forward context that it may read."""
+        """The model as it was given; callers set the forward context that it may read."""
         return self._graphed.model
 
     @property
@@ -144,30 +147,298 @@ class RunnerState:
         """Whether it was closed, or failed to capture again: for good. One that is suspended, or captures, is not."""
         return self._closed and not self._suspended
 
+    def __call__(
+        self,
+        *,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        invalid_modes: Modes = None,
+        **inputs: torch.Tensor,
+    ) -> Any:
+        """Run one batch.
+
+        Args:
+            inputs: Every declared input and metadata tensor, by name, unpadded, on the runner's device or on the host.
+                Host tensors may be written to as soon as the call has returned.
+            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query length of 1 it
+                follows from the counts; for a longer one the batch is taken as mixed.
+            num_active_loras: Distinct adapters in the batch.
+            invalid_modes: Runtime modes that cannot run this batch, such as ``{FULL}`` where its attention cannot be
+                in a graph (cascade attention).
+
+        Returns:
+            The model's output, with the padding sliced off; see the class for how long it is valid.
+
+        Raises:
+            InputError: a tensor does not match its declaration; nothing was launched.
+            CaptureError: autocast is not as it was at capture.
+            AddressError: memory that the graph uses has moved, see ``compilation.address_check``.
+            DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
+            CgplanError: the runner is closed, or another call is under way.
+        """
+        if not self._use.acquire(False):  # see Note [The hot path] in prepared.py
+            raise self._use.under_way(self._name)
+        try:
+            stats, began, call = self.stats, 0, None
+            if stats.until_timed:
+                stats.until_timed -= 1
+            else:
+                began = perf_counter_ns()
+            if invalid_modes is not None:
+                invalid_modes = frozenset(invalid_modes) or None
+            flags = uniform_decode, num_active_loras, invalid_modes
+            try:
+                values: Values = self._pick(inputs)
+                if len(inputs) == self._num_inputs:
+                    call = self._calls.get((*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags))
+            except _NOT_MET:
+                pass
+            if call is None:
+                call, values = self._prepare(inputs, *flags)
+            self._launch(call, values)
+            output = call.output()
+            if began:
+                stats.add_time(perf_counter_ns() - began)
+            return output
+        finally:
+            self._use.release()
+
+    def _prepare(
+        self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
+    ) -> tuple[PreparedCall, Values]:
+        """Check a call of a new kind and prepare it. The key that it asks for may be captured on the way."""
+        flags = uniform_decode, num_active_loras, invalid_modes
+        route, demand = self.route(inputs, *flags), self._demand
+        values: Values = self._pick(inputs)
+        if demand.may_capture(route):
+            values = demand.safe(values)
+            self._capture_for(route)
+            route = self.route(inputs, *flags)
+        call = self._prepared(route, values)
+        if not demand.is_open(route):
+            _keep(self._calls, (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags), call)
+        return call, values
+
+    def _prepared(self, route: Route, values: Values | None) -> PreparedCall:
+        """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises DispatchMissError."""
+        reason, mode = None, route.mode
+        if mode is CUDAGraphMode.NONE:
+            reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
+            logger.debug("%s: %s runs as NONE: %s", self._name, route.batch, reason)
+        else:
+            logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, route.descriptor)
+        count = self.stats.count_of(route, mode, route.descriptor, reason)
+        call = PreparedCall.of(route, count, values, self._graphed, self._outputs, self._copier)
+        if self._debug is not None and mode is not CUDAGraphMode.NONE:
+            self._debug.wrap(call)
+        if self.config.report.nvtx:
+            name = f"cgplan {mode} {route.descriptor}"
+            call.replay = partial(_annotated, partial(self.backend.annotate, name), call.replay)
+        return call
+
+    def _launch(self, call: PreparedCall, values: Values) -> None:
+        """Copy a batch in and run it; the lock is held.
+
+        Raises:
+            CgplanError: the stream of the call before is another one, and still has work.
+            CaptureError, AddressError: as a call.
+        """
+        stream, use = self._current_stream(), self._use
+        if stream != use.stream or use.user is not self._name:
+            use.take_stream(stream, self._name, self.backend)
+        if not self._is_plain or self._is_autocast():
+            self._graphed.check_autocast()
+            self._is_plain = not self._is_autocast()
+        if call.needs_check:
+            call.needs_check = not self._checks_once  # ahead of the check: another thread may ask for one meanwhile
+            try:
+                self._graphed.check_addresses(call.route.mode, call.route.descriptor)
+            except BaseException:
+                call.needs_check = True
+                raise
+        call.copy_in(values, stream)
+        call.count.calls += 1
+        call.replay()
+
+    def _take_stream(self) -> None:
+        """Note that the caller works on the current stream; the lock is held. Raises as ``_launch``."""
+        stream, use = self._current_stream(), self._use
+        if stream != use.stream or use.user is not self._name:
+            use.take_stream(stream, self._name, self.backend)
+
+    def _extend_marks(self, route: Route) -> None:
+        """Note that rows of a batch may have been written, and no padding was reset."""
+        self._graphed.buffers.marks.extend(route.batch.num_tokens, route.batch.num_reqs or 0)
+
+    def _capture_for(self, route: Route) -> None:
+        """Capture the key that a batch asks for; the lock is held."""
+        self._take_stream()
+        self._graphed.check_autocast()
+        try:
+            if route.wanted is not None:
+                self.graphs_changed()  # prepared calls hold outputs, and a graph that is evicted waits for its own
+                self._demand.capture(route.wanted)
+                if (failed := self._demand.live.failed.get(route.wanted)) is not None:
+                    logger.debug("%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail)
+        finally:
+            self.graphs_changed()
+
+    def stage(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        invalid_modes: Modes = None,
+    ) -> StagedBuffers:
+        """The static buffers' own rows, to be written in place: no copy is made.
+
+        ::
+
+            with runner.stage(num_tokens=13) as buffers:
+                buffers["input_ids"].copy_(ids)
+            logits = buffers.output
+
+        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key is captured here,
+        ahead of the block, unless another block is open.
+
+        Args:
+            num_tokens: Tokens of the batch, at most what the static buffers hold: the largest size of the session. A
+                batch that no graph serves runs eagerly, as in a call.
+            num_reqs: Requests; needed where an input counts them and it does not follow from the tokens.
+            uniform_decode, num_active_loras, invalid_modes: As for a call.
+
+        Raises:
+            InputError: there cannot be such a batch, or it does not fit into the static buffers.
+            DispatchMissError, CgplanError: As for a call.
+        """
+        if invalid_modes is not None:
+            invalid_modes = frozenset(invalid_modes) or None
+        counts = num_tokens, num_reqs, uniform_decode, num_active_loras, invalid_modes
+        known = self._staged.get(counts)
+        return self._new_stage(*counts) if known is None else known
+
+    def _new_stage(
+        self, num_tokens: int, num_reqs: int | None, uniform: bool | None, num_active_loras: int, modes: Modes
+    ) -> StagedBuffers:
+        self._check_open()
+        counts = num_tokens, num_reqs, uniform, num_active_loras, modes
+        route, demand = self._router.of_counts(*counts), self._demand
+        if demand.may_capture(route) and self._use.acquire(False):  # not inside another block, whose rows are written
+            try:
+                self._capture_for(route)
+            finally:
+                self._use.release()
+        # Blocks may be made inside of another one, so without the lock: another thread may exchange the graphs. That is
+        # looked at last, once it would find the block that it has to retire.
+        router, kept = self._router, self._staged
+        route = router.of_counts(*counts)
+        self._check_open()
+        try:
+            views = self._graphed.buffers.views(route.batch.num_tokens, route.batch.num_reqs or 0)
+            staged = StagedBuffers(self, self._prepared(route, None), views, late=not self._outputs.clone)
+        except Exception:
+            if self._router is router:
+                raise
+            raise self._use.under_way(self._name) from None
+        if len(self._handed) > 2 * MOST_PREPARED:
+            self._handed = [reference for reference in self._handed if reference() is not None]
+        self._handed.append(weakref.ref(staged))
+        if self._router is not router:
+            staged.retire()
+            raise self._use.under_way(self._name)
+        if not demand.is_open(route):
+            _keep(kept, counts, staged)
+        return staged
+
+    def run_eagerly(
+        self,
+        *,
+        padded: bool = True,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        **inputs: torch.Tensor,
+    ) -> Any:
+        """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what a replay must equal.
+
+        Args:
+            inputs, uniform_decode, num_active_loras: As for a call.
+            padded: Pad to the capture size, in the static buffers; False: run the tensors as they are.
+        """
+        with self._use.held(self._name):
+            route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
+            self._take_stream()
+            tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
+            values = self._pick(inputs)
+            if route.mode is CUDAGraphMode.NONE or not padded:
+                tensors = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
+                return graphed.run_eager(route.unpadded, dict(tensors))
+            key = route.descriptor
+            copy = self._copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
+            copy.run(values, self._current_stream())
+            before = graphed.buffers.versions()
+            try:
+                output = graphed.run_eager(key, graphed.views(key))
+            finally:
+                self._copier.note_writes(before)
+            return self._outputs.cut(output, tokens, reqs)
+
+    def route(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        invalid_modes: Modes = None,
+    ) -> Route:
+        """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
+        self._check_open()
+        return self._router.of_tensors(inputs, uniform_decode, num_active_loras, invalid_modes)
+
+    def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
+        """Views of the static buffers for a batch, by name: write into them and pass them to the call.
+
+        They may be written to at any time, so padding behind each batch is reset as far as they reach. ``stage`` does
+        without that, and is to be preferred. The runner owns the memory.
+        """
+        self._check_open()
+        self._router.check_size(num_tokens)
+        most = min(num_tokens, self.plan.max_num_seqs)
+        reqs = most if num_reqs is None else num_reqs
+        if not 0 < reqs <= most:
+            raise InputError(
+                f"{num_tokens} tokens are 1 to {most} requests, asked for {reqs}",
+                remedy="Ask for fewer, or raise scheduler.max_num_seqs.",
+            )
+        return self._graphed.buffers.expose(num_tokens, reqs)
+
+    def graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """The backend's graph of a FULL key, to replay bare. None if the key has none."""
+        entry = self._graphed.entry((mode, descriptor)) if mode is CUDAGraphMode.FULL else None
+        return None if entry is None else entry.graph
+
     def invalidate(self, name: str) -> None:
-        """Say that memory which the graphs use has moved (a KV cache that was allocated anew, say).
+        """Say that memory which the graphs use has moved (a KV cache that was allocated again, say).
 
         Calls that a graph would serve raise AddressError with that name until ``recapture``; so does leaving a block of
-        staged buffers that is under way. The name is a label for that message alone: all graphs are refused.
-        Raises InputError for what is no name, CgplanError if the runner is closed.
+        staged buffers that is under way. The name is a label for that message alone: all graphs are out of use.
+        Raises InputError for an empty name, CgplanError if the runner is closed.
         """
         self._check_open()
         self._graphed.invalidate(name)
-        self._look_again()
+        self._check_again()
 
     def refuse(self, error: CgplanError) -> None:
         """Have calls that a graph would serve raise an error like this one until ``recapture``: another rank is lost,
-        and what a graph sums with it would be wrong without a word. From any thread.
+        and a graph would sum its old memory silently. From any thread.
         """
         self._graphed.refuse(error)
-        self._look_again()
+        self._check_again()
 
-    def _look_again(self) -> None:
-        for batch in list(self._batches.values()):
-            batch.look_again()
-        for reference in list(self._handed):
-            if (staged := reference()) is not None:
-                staged.look_again()
+    def _check_again(self) -> None:
+        staged = [reference() for reference in list(self._handed)]
+        for call in (*list(self._calls.values()), *(block._call for block in staged if block is not None)):
+            if call is not None:
+                call.needs_check = call.route.mode is not CUDAGraphMode.NONE  # an eager run has no addresses
 
     def recapture(self) -> None:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
@@ -184,9 +455,8 @@ class RunnerState:
             keys = live.keys if self._demand.is_lazy else None
             self._suspended = True
             try:
-                with state_kept(live.graphed.holder, self.backend):
-                    self._free_once()
-                    self._demand.live = self._capture_plan(live.asked, keys)
+                self._free_once()
+                self._demand.live = self._capture_plan(live.asked, keys)
                 self._open()
             finally:
                 self._suspended = False
@@ -216,7 +486,7 @@ class RunnerState:
         costs: GraphCosts | None = None,
         apply: bool = True,
     ) -> ReplanReport:
-        """Plan anew for the batches that were asked for, inside the budget, and exchange the graphs for those.
+        """Plan again for the batches that were asked for, inside the budget, and exchange the graphs for those.
 
         Sizes that the new plan lacks are evicted; new ones are captured, the largest first, into the pools that are
         there, or all into new ones, see Note [Generations] in pools.py. Outputs that were handed out are no longer
@@ -225,7 +495,7 @@ class RunnerState:
         Args:
             traffic: What to plan for; absent: the batches since the last replan.
             times: Step times; absent: measured now, on padding.
-            costs: What graphs cost; absent: what captures so far have cost.
+            costs: Costs of graphs; absent: those of the captures so far.
             apply: False: propose only.
 
         Returns:
@@ -241,9 +511,10 @@ class RunnerState:
         with self._use.held(self._name):
             self._check_open()
             try:
-                self._launcher.check()
+                self._take_stream()
+                self._graphed.check_autocast()
                 if apply:
-                    self.graphs_changed()  # what is prepared holds outputs, and evicted graphs wait for theirs
+                    self.graphs_changed()  # prepared calls hold outputs, and evicted graphs wait for theirs
                 return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
             finally:
                 if self._demand.live.graphed is not self._graphed:
@@ -251,7 +522,7 @@ class RunnerState:
                 if apply:
                     self.graphs_changed()
 
-    def _reopen(self, plan: Plan) -> LiveGraphs:
+    def _reopen(self, plan: Plan) -> CapturedKeys:
         """Give all memory back, and make static buffers for a plan, without a graph yet."""
         self._free()
         return self._capture_plan(plan, ())
@@ -267,7 +538,7 @@ class RunnerState:
             self._suspended = False
 
     def suspend(self) -> None:
-        """Give graphs, pools and static buffers back as ``close`` does, until ``recapture`` makes them anew.
+        """Give graphs, pools and static buffers back as ``close`` does, until ``recapture`` captures again.
 
         Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it, too.
         """
@@ -278,7 +549,7 @@ class RunnerState:
                 self._suspended = True
 
     def _free_once(self) -> None:
-        if not self._is_freed:  # a close that was interrupted is made good by the next one
+        if not self._is_freed:  # a close that was interrupted is completed by the next one
             self._free()
 
     def _free(self) -> None:
@@ -295,276 +566,12 @@ class RunnerState:
             raise CgplanError("the runner is closed", remedy="Capture again.")
 
 
-MOST_PREPARED = 4096  # sizes of batches that are kept ready; the one that was prepared first goes first
-_NOT_MET = (LookupError, AttributeError, TypeError, RuntimeError, ValueError)  # what looking up a wrong call may raise
+def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    while len(prepared) >= MOST_PREPARED:
+        prepared.pop(next(iter(prepared)))
+    prepared[key] = value
 
 
-class GraphRunner(RunnerState):
-    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees what it owns.
-
-    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
-    ``clone``: views of graph memory, overwritten by the next call of this runner, and the same tensor objects each
-    time. One whose shape, strides or requires_grad was changed in place is left to its holder, and the next call
-    gives another. (Other memory of the same shape, given to one by ``.data =`` or ``set_``, would not be noticed.)
-    With ``capture_policy: lazy`` a call may capture the key that its batch asks for; ``replan`` exchanges the
-    graphs of an adaptive runner. Not for use from several threads, and on one stream at a time: a call from another
-    stream is refused while the stream of the last call still has work.
-
-    Attributes:
-        stats: What calls were answered with so far.
-    """
-
-    def __call__(
-        self, *args: Any, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor
-    ) -> Any:
-        """Run one batch.
-
-        Args:
-            inputs: Every declared input and metadata tensor, by name, unpadded, on the runner's device or on the host.
-                Host tensors may be written to as soon as the call has returned.
-            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query length of 1 it
-                follows from the counts; for a longer one the batch is taken as mixed.
-            num_active_loras: Distinct adapters in the batch.
-
-        Returns:
-            What the model returns, with the padding sliced off; see the class for how long it is valid.
-
-        Raises:
-            InputError: a tensor does not match its declaration; nothing was launched.
-            CaptureError: autocast is not as it was at capture.
-            AddressError: memory that the graph uses has moved, see ``compilation.address_check``.
-            DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
-            CgplanError: the runner is closed, or another call is under way.
-        """
-        if args:
-            raise InputError("the runner takes no positional arguments", remedy="Pass every input by its name.")
-        if not self._acquire(False):
-            raise self._launcher.under_way()
-        try:
-            stats, began = self.stats, 0
-            if stats.until_timed:
-                stats.until_timed -= 1
-            else:
-                began = perf_counter_ns()
-            copy_in: CopyIn | None = None
-            try:  # see Note [The hot path] in prepared.py
-                values: Values = self._pick(inputs)
-                uniform, loras, is_alike, batch, way = self._recent
-                if len(inputs) != self._num_inputs:
-                    pass
-                elif uniform is uniform_decode and loras is num_active_loras and is_alike(*values):
-                    copy_in = way
-                else:
-                    # What is equal to a count or flag need not be one: 1.0 and True are no counts.
-                    if type(num_active_loras) is not int or not (
-                        uniform_decode is None or type(uniform_decode) is bool
-                    ):
-                        uniform_decode = as_flag(uniform_decode)
-                        num_active_loras = as_rows("num_active_loras", num_active_loras)
-                    i, dim, j, other = self._counted
-                    asked = values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras
-                    batch = self._batches[asked]
-                    for is_alike, way in batch.ways:
-                        if is_alike(*values):
-                            copy_in = way
-                            self._recent = uniform_decode, num_active_loras, is_alike, batch, way
-                            break
-            except _NOT_MET:
-                pass
-            if copy_in is None:
-                _, _, is_alike, batch, way = NONE_YET  # it may capture, and graphs wait for outputs that are held here
-                batch, values, copy_in = self._look_closer(inputs, uniform_decode, num_active_loras)
-            output = self._launch(batch, copy_in, values)
-            if began:
-                stats.add_time(perf_counter_ns() - began)
-            return output
-        finally:
-            self._release()
-
-    def _look_closer(
-        self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int
-    ) -> tuple[PreparedBatch, Values, CopyIn]:
-        """Check a call that is not like an earlier one, and prepare its batch if it is the first of its size."""
-        uniform_decode, num_active_loras = as_flag(uniform_decode), as_rows("num_active_loras", num_active_loras)
-        route, demand = self.route(inputs, uniform_decode, num_active_loras), self._demand
-        values: Values = self._pick(inputs)
-        if demand.may_capture(route):
-            values = demand.safe(values)
-            self._capture_for(route)
-            route = self.route(inputs, uniform_decode, num_active_loras)
-        i, dim, j, other = self._counted
-        asked = (values[i].shape[dim], values[j].shape[other], uniform_decode, num_active_loras)
-        batch = self._batches.get(asked)
-        if batch is None:
-            batch = self._preparer.prepare(route)
-            if not demand.is_open(route):
-                while len(self._batches) >= MOST_PREPARED:
-                    self._batches.pop(next(iter(self._batches)))
-                self._batches[asked] = batch
-        return batch, values, batch.way(values)
-
-    def _capture_for(self, route: Route) -> None:
-        """Capture what a batch asks for; the lock is held."""
-        self._launcher.check()
-        try:
-            if route.wanted is not None:
-                self.graphs_changed()  # what is prepared holds outputs, and a graph that is given up waits for its own
-                self._demand.capture(route.wanted)
-        finally:
-            self.graphs_changed()
-
-    def stage(
-        self,
-        num_tokens: int,
-        num_reqs: int | None = None,
-        uniform_decode: bool | None = None,
-        num_active_loras: int = 0,
-    ) -> StagedBuffers:
-        """The static buffers' own views, to be written in place: no copy is made.
-
-        ::
-
-            with runner.stage(num_tokens=13) as buffers:
-                buffers["input_ids"].copy_(ids)
-            logits = buffers.output
-
-        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key is captured here,
-        ahead of the block, unless another block is open.
-
-        Args:
-            num_tokens: Tokens of the batch, at most what the static buffers hold: the largest size of the session. A
-                batch that no graph serves runs eagerly, as in a call.
-            num_reqs: Requests; needed where an input counts them and it does not follow from the tokens.
-            uniform_decode, num_active_loras: As for a call.
-
-        Raises:
-            InputError: there cannot be such a batch, or it does not fit into the static buffers.
-            DispatchMissError, CgplanError: As for a call.
-        """
-        counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
-        if (
-            num_tokens.__class__ is int  # 1.0 and True are equal to 1, and no counts; sooner than by type()
-            and num_active_loras.__class__ is int
-            and (num_reqs is None or num_reqs.__class__ is int)
-            and (uniform_decode is True or uniform_decode is None or uniform_decode is False)
-        ):
-            try:
-                return self._staged[counts]
-            except _NOT_MET:
-                pass
-        return self._new_stage(*counts)
-
-    def _new_stage(
-        self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, num_active_loras: int
-    ) -> StagedBuffers:
-        self._check_open()
-        num_tokens, uniform_decode = as_rows("num_tokens", num_tokens), as_flag(uniform_decode)
-        num_reqs = None if num_reqs is None else as_rows("num_reqs", num_reqs)
-        num_active_loras = as_rows("num_active_loras", num_active_loras)
-        counts = (num_tokens, num_reqs, uniform_decode, num_active_loras)
-        if (known := self._staged.get(counts)) is not None:  # from numbers of other classes
-            return known
-        route, demand = self._router.of_counts(*counts), self._demand
-        if demand.may_capture(route) and self._acquire(False):  # not inside another block, whose rows are written
-            try:
-                self._capture_for(route)
-            finally:
-                self._release()
-        kept, preparer = self._staged, self._preparer  # which are exchanged together with the graphs
-        route = self._router.of_counts(*counts)
-        staged = self._build_stage(route, preparer)
-        if not demand.is_open(route):
-            while len(kept) >= MOST_PREPARED:
-                kept.pop(next(iter(kept)))
-            kept[counts] = staged
-        if len(self._handed) > 2 * MOST_PREPARED:
-            self._handed = [reference for reference in self._handed if reference() is not None]
-        return staged
-
-    def _build_stage(self, route: Route, preparer: BatchPreparer) -> StagedBuffers:
-        """Blocks may be made inside of another one, so without the lock: whether another thread has exchanged the
-        graphs meanwhile is looked at last, once it would find the block that it has to retire.
-        """
-        launcher, graphed, tokens = self._launcher, self._graphed, route.batch.num_tokens
-        self._check_open()
-        try:
-            views = partial(graphed.buffers.views, tokens, route.batch.num_reqs or 0)
-            staged = StagedBuffers(launcher, preparer.prepare(route), views)
-        except Exception:
-            if self._preparer is preparer:
-                raise
-            raise launcher.under_way() from None
-        self._handed.append(weakref.ref(staged))
-        if self._preparer is not preparer:
-            staged.retire()
-            raise launcher.under_way()
-        return staged
-
-    def run_eagerly(
-        self,
-        *,
-        padded: bool = True,
-        uniform_decode: bool | None = None,
-        num_active_loras: int = 0,
-        **inputs: torch.Tensor,
-    ) -> Any:
-        """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what a replay must equal.
-
-        Args:
-            inputs, uniform_decode, num_active_loras: As for a call.
-            padded: Pad to the capture size, in the static buffers; False: run the tensors as they are.
-        """
-        if not self._acquire(False):
-            raise self._launcher.under_way()
-        try:
-            route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
-            self._launcher.take_stream()
-            tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
-            values = self._pick(inputs)
-            if route.mode is CUDAGraphMode.NONE or not padded:
-                tensors = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
-                return graphed.run_eager(route.unpadded, dict(tensors))
-            key = route.descriptor
-            copy = self._copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
-            copy.run(values, self._launcher.current_stream())
-            before = graphed.buffers.versions()
-            try:
-                output = graphed.run_eager(key, graphed.views(key))
-            finally:
-                self._copier.note_writes(before)
-            return self._outputs.cut(output, tokens, reqs)
-        finally:
-            self._release()
-
-    def route(
-        self, inputs: Mapping[str, torch.Tensor], uniform_decode: bool | None = None, num_active_loras: int = 0
-    ) -> Route:
-        """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
-        self._check_open()
-        loras = as_rows("num_active_loras", num_active_loras)
-        return self._router.of_tensors(inputs, as_flag(uniform_decode), loras)
-
-    def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
-        """Views of the static buffers for a batch, by name: write into them and pass them to the call.
-
-        They may be written to at any time, so padding behind each batch is reset as far as they reach. ``stage`` does
-        without that, and is to be preferred. The runner owns the memory.
-        """
-        self._check_open()
-        num_tokens = as_rows("num_tokens", num_tokens)
-        self._router.check_size(num_tokens)
-        reqs = min(num_tokens, self.plan.max_num_seqs) if num_reqs is None else as_rows("num_reqs", num_reqs)
-        if not 0 < reqs <= min(num_tokens, self.plan.max_num_seqs):
-            raise InputError(
-                f"{num_tokens} tokens are 1 to {min(num_tokens, self.plan.max_num_seqs)} requests, asked for {reqs}",
-                remedy="Ask for fewer, or raise scheduler.max_num_seqs.",
-            )
-        return self._graphed.buffers.expose(num_tokens, reqs)
-
-    def graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        """The backend's graph of a FULL key, to replay bare. None if the key has none."""
-        entry = self._graphed.wrapper.entries.get(descriptor) if mode is CUDAGraphMode.FULL else None
-        return None if entry is None else entry.graph
-
-
-__all__ = ["GraphRunner", "Route", "RunnerStats"]
+def _annotated(annotate: Callable[[], Any], replay: Callable[[], None]) -> None:
+    with annotate():
+        replay()

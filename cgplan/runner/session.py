@@ -5,39 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from cgplan.backends import GraphBackend, MemoryReading, select_backend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.buffers.static import check_dtypes
-from cgplan.captures.budget import NO_GRAPH, BudgetGuard, fitting
-from cgplan.captures.environment import describe_environment
+from cgplan.captures.budget import BudgetGuard, fitting
+from cgplan.captures.captured_keys import CapturedKeys, CaptureProgress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
-from cgplan.captures.key_capture import CapturedKey, KeyCapture, driver_bytes
-from cgplan.captures.live import LiveGraphs
 from cgplan.captures.model_graphs import GraphedModel
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
-from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError, RankFailedError
+from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError
+from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
-from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
-from cgplan.piecewise.traces import refuse_lost_sizes
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.reports.records import CaptureReport, SplitRecord
+from cgplan.reports.records import SplitRecord
 from cgplan.runner.runner import GraphRunner
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureProgress:
-    """How far a session is: key ``index`` (from 0) of ``total`` comes next."""
-
-    index: int
-    total: int
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
 
 
 class CaptureSession:
@@ -53,6 +38,8 @@ class CaptureSession:
             own, as ``compilation.pool`` says.
         name: What messages call the runner.
         together: The sessions of other ranks, where several processes capture one model.
+        state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one;
+            absent: the model.
 
     Raises:
         ModelError: ``model`` cannot be called. ConfigError: ``progress`` cannot.
@@ -69,6 +56,7 @@ class CaptureSession:
         pool: GraphPool | None = None,
         name: str = "runner",
         together: Together = ALONE,
+        state: Sequence[object] | None = None,
     ) -> None:
         if not callable(model):
             raise ModelError(
@@ -88,6 +76,7 @@ class CaptureSession:
         self._pool = pool
         self._name = name
         self._together = together
+        self._state = state
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
@@ -115,10 +104,8 @@ class CaptureSession:
             )
         lazy = policy == "lazy"
         with nullcontext() if lazy else use.held(self._name):
-            live = self._captured(self._plan, () if lazy else None)
-            runner = GraphRunner(live, self._captured, use, self._name)
-        self._together.tell_of_losses(runner.refuse)
-        return runner
+            captured = self._captured(self._plan, () if lazy else None)
+            return GraphRunner(captured, self._captured, use, self._name)
 
     def _check_plan(self) -> None:
         """Raise PlanError unless the plan is of this configuration."""
@@ -136,12 +123,11 @@ class CaptureSession:
             "that differs.",
         )
 
-    def _captured(self, asked: Plan, keys: Collection[Key] | None) -> LiveGraphs:
+    def _captured(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
         """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
         for no more.
         """
         backend, config = self._backend, self._config
-        captured: list[CapturedKey] = []
         graphed: GraphedModel | None = None
         try:
             check_dtypes({**config.inputs, **config.metadata}, backend.device)
@@ -151,42 +137,25 @@ class CaptureSession:
             plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
             guard = BudgetGuard(config, plan, backend, before)
             graphed = self._open(plan, guard)
-            wanted = graphed.plan
-            first = [key for key in wanted.keys if keys is None or key in keys]
-            captured += self._capture_keys(graphed, guard, first)
-            if keys is None and graphed.plan.keys and not captured:  # the static buffers are of no use either
-                graphed.free()
-                graphed = self._new(restricted(plan, (), config))
-            graphed.plan = restricted(plan, [c.key for c in captured], config)
-            graphed.seal()
-            report = self._report(graphed, captured, before, start)
-            skipped = tuple(key for key in plan.keys if key not in set(graphed.plan.keys)) if keys is None else ()
-            budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
-            refused = (NO_GRAPH,) if (left_out or skipped) and not report.records else ()
-            found = {"budget": budget, "warnings": (*report.warnings, *refused)}
-            report = self._together.completed(report.model_copy(update=found))
+            captured = CapturedKeys(graphed, guard, asked, before, self._together, self._progress)
+            captured.capture_first([key for key in graphed.plan.keys if keys is None or key in keys], start)
+            skipped: tuple[Key, ...] = ()
+            if keys is None:
+                skipped = tuple(key for key in plan.keys if key not in set(captured.keys))
+                captured.wanted = graphed.plan
+                if captured.wanted.keys == () != plan.keys and graphed.most_tokens:  # the buffers are of no use either
+                    graphed.free()
+                    graphed = self._new(restricted(plan, (), config))
+                    captured.without_buffers(graphed)
+            captured.close_session(left_out, skipped)
         except BaseException as error:
             drop_locals(error)
-            captured.clear()  # the traceback holds this frame
             failure = self._together.failed(error)
             if graphed is not None:
                 graphed.free()
             if failure is error:
                 raise
             raise failure from error
-        del captured
-        return LiveGraphs(graphed, guard, report, asked, graphed.plan if keys is None else wanted)
-
-    def _capture_keys(self, graphed: GraphedModel, guard: BudgetGuard, keys: Sequence[Key]) -> list[CapturedKey]:
-        """Capture these, and leave the buffers as new; on all ranks."""
-        with self._backend.session(), torch.no_grad():
-            guard.begin()
-            captured = self._capture_all(KeyCapture.of(graphed), guard, keys)
-            guard.rest()
-            refuse_lost_sizes(graphed)
-            graphed.buffers.restore()
-            self._backend.synchronize()
-        self._together.end()
         return captured
 
     def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
@@ -204,102 +173,13 @@ class CaptureSession:
             graphed.free()
         if graphed is None or refused:
             graphed = self._new(restricted(plan, (), self._config))
-        guard.static_bytes = graphed.buffers.nbytes
+        guard.static_bytes, guard.copied_bytes = graphed.buffers.nbytes, lambda: graphed.copied_bytes
         return graphed
 
     def _new(self, plan: Plan) -> GraphedModel:
-        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool)
+        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool, self._state)
         graphed.before_free, graphed.is_alone = self._together.release, self._together is ALONE
         return graphed
-
-    def _capture_all(
-        self, capture: KeyCapture, guard: BudgetGuard, keys: Sequence[Key], *, again: bool = False
-    ) -> list[CapturedKey]:
-        """Capture keys until the budget stops it.
-
-        A key that passes a limit after all is freed again. A pool gives no segment back while one of its graphs
-        lives, so all are freed then, and those before it captured anew: ``again``. Where nothing was captured before
-        it, it was too large, and the next one may not be.
-        """
-        captured: list[CapturedKey] = []
-        for index, key in enumerate(keys):
-            if self._together.any(guard.stop_before(key)):
-                break
-            self._progress(CaptureProgress(index, len(keys), *key))
-            try:
-                done = capture.capture(*key)
-            except (CaptureMemoryError, RankFailedError) as error:  # the second: another rank has said the first
-                if not guard.active:
-                    raise
-                drop_locals(error)
-                if isinstance(error, CaptureMemoryError):
-                    guard.ran_out(key)
-                self._together.any(True, because=error)
-            else:
-                captured.append(done)
-                del done
-                if not self._together.any(guard.add(captured[-1], len(keys) - index - 1)):
-                    continue
-                captured.pop()
-            before = [c.key for c in captured]
-            captured.clear()
-            guard.forget()
-            capture.drop_all()
-            self._together.dropped()
-            if before:
-                return [] if again else self._capture_all(capture, guard, before, again=True)
-        return captured
-
-    def _report(
-        self, graphed: GraphedModel, captured: Sequence[CapturedKey], before: MemoryReading, start: float
-    ) -> CaptureReport:
-        backend, inspecting = self._backend, time.perf_counter()
-        records = tuple(c.record(backend) for c in captured)
-        end = time.perf_counter()
-        backend.release_cached()
-        after, pool = backend.memory(), graphed.pools.nbytes
-        shared = captured[0].before[1] if captured else pool  # others had captured into it before
-        outside = after.reserved - before.reserved - (pool - shared) if backend.supports("driver_bytes") else 0
-        warnings = self._warnings(graphed, [r.descriptor for r in records if r.nodes == 0])
-        return CaptureReport(
-            environment=describe_environment(backend, self._plan.config_hash),
-            plan=graphed.plan,
-            records=records,
-            pool_bytes=pool,
-            static_bytes=graphed.buffers.nbytes,
-            workspace_bytes=max(outside - graphed.buffers.nbytes, 0),
-            driver_bytes=driver_bytes(backend, before, after),
-            free_before=before.free,
-            free_after=after.free,
-            session_seconds=end - start,
-            inspection_seconds=end - inspecting + sum(c.reading_seconds for c in captured),
-            split=graphed.route.describe(),
-            borrowed_outputs=backend.supports("borrow"),
-            warnings=(*graphed.plan.warnings, *warnings),
-        )
-
-    def _warnings(self, graphed: GraphedModel, empty: Sequence[BatchDescriptor]) -> list[str]:
-        """What the user should know about the captures; ``empty`` are the keys without any kernel."""
-        warnings = []
-        if empty:
-            names = ", ".join(map(str, empty))
-            warnings.append(f"graphs without any kernel: {names}; does the model run on this device?")
-        if graphed.returns_nothing:
-            warnings.append("the model returned no tensor: is there a return in its forward?")
-        if isinstance(self._model, torch.nn.Module) and self._model.training:
-            warnings.append(
-                "the model is in training mode: dropout and batch norm run as in training, and warm-ups on padding "
-                "have changed what it counts, running means say; call .eval() before the capture"
-            )
-        with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
-        if self._config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
-            warnings.append(
-                "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
-                "padding reaches real rows is not checked"
-            )
-        if not self._backend.supports("borrow"):
-            warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
-        return warnings + graphed.route.warnings() + graphed.notes
 
 
 def describe_split(
@@ -321,7 +201,7 @@ def describe_split(
 
     Raises:
         ConfigError: a splitting op, or a module pattern, that does not occur in the model.
-        CaptureError: the model cannot be traced as one graph, or branches on the number of rows.
+        CaptureError: the model cannot be traced as one graph.
         ModelError: the model itself failed.
     """
     plan = build_plan(config)
@@ -335,7 +215,9 @@ def describe_split(
     mode, smallest = piecewise[-1]
     try:
         if graphed.route.splitter is not None:
-            graphed.trace(smallest)
+            with graphed.keeping_state(), random_state_kept(graphed.backend.device, graphed.generators):
+                graphed.look(mode, smallest)
+                graphed.warm_up(mode, smallest)
         return graphed.route.describe()
     except Exception as error:
         failure = explain_eager_failure(error, f"{mode} {smallest}")

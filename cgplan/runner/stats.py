@@ -1,4 +1,4 @@
-"""What a runner's calls were answered with: counted with one addition a call, added up when somebody asks."""
+"""Counts of a runner's calls: one addition a call, added up when somebody asks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from cgplan.errors import CgplanError, InputError
+from cgplan.errors import CgplanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import Mode
 from cgplan.runner.routing import Route
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.vllm_log import COLUMNS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class StatsRecord(BaseModel):
         eager: Calls that ran eagerly, by reason.
         real_tokens, padding_tokens: Tokens of all batches, and of the padding that graphs computed besides.
         timed_calls, host_microseconds: Calls whose time on the host was taken, and the sum of it.
-        captures, evictions: Keys that were captured, and captured keys that were given up again.
+        captures, evictions: Keys that were captured, and captured keys whose graphs were freed.
         failures: Captures that failed, or that the budget did not allow, while batches were served.
         batches: (batch, calls) of all batches as they were asked for.
     """
@@ -88,7 +88,7 @@ class StatsRecord(BaseModel):
     captures: int
     evictions: int
     failures: int = 0
-    batches: tuple[tuple[Batch, int], ...]
+    batches: tuple[tuple[StepShape, int], ...]
 
 
 class RunnerStats:
@@ -125,11 +125,7 @@ class RunnerStats:
 
     @time_every.setter
     def time_every(self, calls: int) -> None:
-        try:
-            calls = operator.index(calls)
-        except TypeError:
-            raise InputError(f"time_every is {calls!r}", remedy="Pass an int: one call of so many is timed.") from None
-        self._time_every = calls
+        self._time_every = operator.index(calls)
         self.until_timed = calls - 1 if calls > 0 else NEVER
 
     def add_time(self, nanoseconds: int) -> None:
@@ -139,20 +135,18 @@ class RunnerStats:
         self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
 
     def count_of(
-        self,
-        num_tokens: int,
-        num_reqs: int | None,
-        uniform: bool,
-        num_active_loras: int,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        reason: MissReason | None,
+        self, route: Route, mode: CUDAGraphMode, descriptor: BatchDescriptor, reason: MissReason | None
     ) -> BatchCount:
-        """The count of a batch, to add to. Beyond 100,000 different ones, new batches are told by tokens alone."""
-        asked: Asked = (num_tokens, num_reqs, uniform, num_active_loras, mode, descriptor, reason)
+        """The count of a batch that this key serves, to add to. Beyond 100,000 different batches, new ones are told by
+        tokens alone.
+        """
+        batch = route.batch
+        asked: Asked = (
+            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, mode, descriptor, reason
+        )  # fmt: skip
         found = self._counts.get(asked)
         if found is None and len(self._counts) >= MOST_BATCHES:
-            asked = (num_tokens, None, *asked[2:])
+            asked = (batch.num_tokens, None, *asked[2:])
             found = self._counts.get(asked)
         if found is None:
             found = self._counts[asked] = BatchCount(*asked)
@@ -169,10 +163,7 @@ class RunnerStats:
             return
         for route, calls in ((ran, -1), (asked, 1)):
             if route is not None:
-                batch, loras = route.batch, route.num_active_loras
-                self.count_of(
-                    batch.num_tokens, batch.num_reqs, route.uniform, loras, ran.mode, ran.descriptor, None
-                ).calls += calls
+                self.count_of(route, ran.mode, ran.descriptor, None).calls += calls
 
     @property
     def counts(self) -> list[BatchCount]:
@@ -210,7 +201,7 @@ class RunnerStats:
         return self.timed_nanoseconds / 1e3
 
     def reset(self) -> None:
-        """Begin to count anew. What was captured stays counted."""
+        """Count from 0 again, but for captures."""
         self._resets += 1
         for count in list(self._counts.values()):
             count.calls = 0
@@ -255,12 +246,7 @@ class RunnerStats:
         return self.record().model_dump_json(indent=2)
 
     def prometheus(self, runner: str = "runner") -> str:
-        """The numbers in Prometheus' text format, with this name as the label ``runner``.
-
-        Raises:
-            CgplanError: prometheus_client is not installed.
-        """
-
+        """The numbers in Prometheus' text format, with this name as the label ``runner``. Raises as StatsCollector."""
         return prometheus_text({runner: self})
 
     def mark(self) -> Mark:
@@ -287,13 +273,13 @@ class RunnerStats:
                     notes = ["no input counts requests: num_reqs of these batches are as many as their tokens allow"]
         return Traffic.of(found, "runner.stats", notes)
 
-    def _batch(self, count: BatchCount) -> Batch:
+    def _batch(self, count: BatchCount) -> StepShape:
         reqs = count.num_reqs
         if reqs is None:
             per_request = self.plan.query_len if count.uniform else 1
             reqs = min(count.num_tokens // per_request, self.plan.max_num_seqs)
-        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not what is beyond max_num_seqs
-        return Batch(count.num_tokens, reqs, uniform, count.num_active_loras)
+        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not beyond max_num_seqs
+        return StepShape(count.num_tokens, reqs, uniform, count.num_active_loras)
 
 
 def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
@@ -304,30 +290,32 @@ def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
     return total
 
 
+_COUNTERS = {  # name: (description, labels beside `runner`)
+    "replays": (
+        "Calls that a graph served, by its key.",
+        ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
+    ),
+    "eager_calls": ("Calls that ran eagerly, by the reason.", ("reason",)),
+    "tokens": ("Tokens of batches, and rows of padding besides.", ("kind",)),
+    "captures": ("Keys that were captured.", ()),
+    "evictions": ("Captured keys whose graphs were freed.", ()),
+    "capture_failures": ("Keys that could not be captured.", ()),
+}
+
+
 class StatsCollector:
     """Collects the numbers of runners at the moment when a registry asks for them; calls pay nothing for it.
 
-    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))`` puts them beside what a server
-    has to tell already.
+    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))`` puts them beside a server's own.
 
     Args:
         runners: Their stats by name; the name becomes the label ``runner``.
 
     Raises:
-        InputError: that is no dict of stats by name (of runners themselves, say).
         CgplanError: prometheus_client is not installed.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
-        parts: list[tuple[object, type]] = [(runners, Mapping)]
-        if isinstance(runners, Mapping):
-            parts = [part for name, stats in runners.items() for part in ((name, str), (stats, RunnerStats))]
-        wrong = [type(value).__name__ for value, kind in parts if not isinstance(value, kind)]
-        if wrong:
-            raise InputError(
-                f"metrics of stats by name were asked for, and a {wrong[0]} was given",
-                remedy='Give a dict, as in StatsCollector({"target": runner.stats}).',
-            )
         self._runners = dict(runners)
         try:
             from prometheus_client import core
@@ -340,36 +328,27 @@ class StatsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All families; sizes and modes are labels."""
-        core, key = self._core, ["runner", "mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"]
-        hits = core.CounterMetricFamily("cgplan_replays", "Calls that a graph served, by its key.", labels=key)
-        eager = core.CounterMetricFamily(
-            "cgplan_eager_calls", "Calls that ran eagerly, by the reason.", labels=["runner", "reason"]
-        )
-        tokens = core.CounterMetricFamily(
-            "cgplan_tokens", "Tokens of batches, and rows of padding besides.", labels=["runner", "kind"]
-        )
-        captures = core.CounterMetricFamily("cgplan_captures", "Keys that were captured.", labels=["runner"])
-        evictions = core.CounterMetricFamily("cgplan_evictions", "Captured keys given up again.", labels=["runner"])
-        failures = core.CounterMetricFamily(
-            "cgplan_capture_failures", "Keys that could not be captured.", labels=["runner"]
-        )
-        host = core.SummaryMetricFamily(
+        counters = {
+            name: self._core.CounterMetricFamily(f"cgplan_{name}", about, labels=["runner", *labels])
+            for name, (about, labels) in _COUNTERS.items()
+        }
+        host = self._core.SummaryMetricFamily(
             "cgplan_host_seconds", "Host time of the calls that were timed, until they returned.", labels=["runner"]
         )
-        for name, stats in self._runners.items():
+        for runner, stats in self._runners.items():
             for (mode, d), calls in stats.replays.items():
                 reqs = "" if d.num_reqs is None else str(d.num_reqs)
                 row = [str(mode), str(d.num_tokens), reqs, str(d.uniform).lower(), str(d.num_active_loras)]
-                hits.add_metric([name, *row], calls)
+                counters["replays"].add_metric([runner, *row], calls)
             for reason, calls in stats.eager.items():
-                eager.add_metric([name, str(reason)], calls)
-            tokens.add_metric([name, "real"], stats.real_tokens)
-            tokens.add_metric([name, "padding"], stats.padded_rows)
-            captures.add_metric([name], stats.captures)
-            evictions.add_metric([name], stats.evictions)
-            failures.add_metric([name], stats.failures)
-            host.add_metric([name], stats.timed_calls, stats.timed_nanoseconds / 1e9)
-        yield from (hits, eager, tokens, captures, evictions, failures, host)
+                counters["eager_calls"].add_metric([runner, str(reason)], calls)
+            counters["tokens"].add_metric([runner, "real"], stats.real_tokens)
+            counters["tokens"].add_metric([runner, "padding"], stats.padded_rows)
+            counters["captures"].add_metric([runner], stats.captures)
+            counters["evictions"].add_metric([runner], stats.evictions)
+            counters["capture_failures"].add_metric([runner], stats.failures)
+            host.add_metric([runner], stats.timed_calls, stats.timed_nanoseconds / 1e9)
+        yield from (*counters.values(), host)
 
 
 def prometheus_text(runners: Mapping[str, RunnerStats]) -> str:

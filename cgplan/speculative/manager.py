@@ -11,6 +11,7 @@ Note [Which tokens]
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,18 +21,18 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
-from cgplan.runner.manager import CudaGraphManager, GraphPool, PoolReport, capture_together
-from cgplan.runner.routing import as_count
-from cgplan.runner.session import CaptureProgress
+from cgplan.graphs.pools import GraphPool
+from cgplan.runner.manager import CudaGraphManager, PoolReport, capture_together
 from cgplan.speculative.passes import BLOCKS, PagedModel, Propose, SpecState, Verify
 from cgplan.speculative.plan import check_draft_tokens, plan_speculation, whole_numbers
 
 
 @dataclass(slots=True)
 class SpecStats:
-    """What speculation brought, of the steps whose tokens were read.
+    """Counts of the steps whose tokens were read.
 
     Attributes:
         steps: Steps by number of draft tokens.
@@ -60,7 +61,7 @@ class SpecStats:
 
 @dataclass(slots=True, eq=False)
 class SpecRequest:
-    """What the host knows of a request.
+    """A request as the host knows it.
 
     Attributes:
         context: Tokens in the target's cache, as of the last step that was read.
@@ -71,34 +72,21 @@ class SpecRequest:
     room: int
 
 
+@dataclass(slots=True, eq=False)
 class SpecStep:
     """One step under way on the device. ``tokens`` waits for it; until then the host is free to do other things.
-
-    Args:
-        slots, draft_tokens: As below.
-        result: Waits for what ``Verify`` returned, and gives it on the host.
-        requests: What the host knows of each.
-        stats: Where the step is counted once its tokens are read.
 
     Attributes:
         slots: The requests, in order.
         draft_tokens: How many tokens were drafted for each.
     """
 
-    def __init__(
-        self,
-        slots: tuple[int, ...],
-        draft_tokens: int,
-        result: Callable[[], torch.Tensor],
-        requests: Sequence[SpecRequest],
-        stats: SpecStats,
-    ) -> None:
-        self.slots = slots
-        self.draft_tokens = draft_tokens
-        self._requests = requests
-        self._stats = stats
-        self._tokens: list[list[int]] | None = None
-        self._result = result
+    slots: tuple[int, ...]
+    draft_tokens: int
+    _result: Callable[[], torch.Tensor] = field(repr=False)  # waits for the result of ``Verify``, on the host
+    _requests: Sequence[SpecRequest] = field(repr=False)
+    _stats: SpecStats = field(repr=False)
+    _tokens: list[list[int]] | None = field(default=None, init=False, repr=False)
 
     def tokens(self) -> list[list[int]]:
         """The new tokens of each request, in the order of ``slots``: 1 to 1 + draft_tokens of them, and none where the
@@ -118,27 +106,27 @@ class SpecDecodeGraphManager:
 
     Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps as one graph, with
     the choice of each token inside, and the target's pass as uniform decode with 1 + k tokens a request, with the
-    acceptance inside. What a step needs of a request (its last tokens, length and blocks) lies on the device and is
+    acceptance inside. The state of a request (its last tokens, length and blocks) lies on the device and is
     advanced there, so that a step is two replays and one small copy back. See Notes [Positions and caches] and
     [Which tokens].
 
     The engine schedules: it prefills prompts with ``prefill``, hands requests over with ``add``, runs ``step`` on any
     of them, and takes them out with ``remove``. It owns the blocks of the KV cache; both models use the same numbers,
-    each in a cache of its own. Not for use from several threads.
+    each in a separate cache. Not for use from several threads.
 
     Args:
         config: Of the target: inputs input_ids and positions, metadata as ``cgplan::attention`` reads it, sizes, modes
             and bounds, and ``speculative.num_speculative_tokens``. Limits of its budget hold for each part by itself.
         target, draft: Models with a ``config`` that says vocab_size, block_size and num_blocks, or PagedModels, on the
             device already. The caller owns them.
-        backend: The device; absent: the pool's, or what ``config.device`` says.
+        backend: The device; absent: the pool's, else ``config.device``.
         draft_tokens: Numbers of draft tokens to capture for besides the configuration's; ``step`` takes any of them.
-        pool: Where all of it captures; absent: a pool of its own.
+        pool: All parts capture into it; absent: a new pool.
         progress: Called before each key.
 
     Attributes:
-        plan: What is captured, in parts.
-        stats: What speculation brought so far.
+        plan: The graphs, in parts.
+        stats: Drafted and accepted tokens so far.
 
     Raises:
         ModelError: the draft's vocabulary or blocks are not the target's.
@@ -165,7 +153,10 @@ class SpecDecodeGraphManager:
         )
         self.backend, self.pool = mixed.backend, mixed.pool
         self._state = SpecState(config.scheduler.max_num_seqs, self._max_blocks, self.backend.device)
-        models: dict[str, Callable[..., Any]] = {"draft": self._draft.forward, **self._passes()}
+        models: dict[str, Callable[..., Any]] = {"draft": self._draft.forward}
+        for number in self.plan.draft_tokens:
+            models[f"verify k={number}"] = Verify(self._target, config.metadata, self._state, number)
+            models[f"propose k={number}"] = Propose(self._draft, config.metadata, self._state, number)
         managers = {
             name: CudaGraphManager(self.plan.configs[name], model, pool=self.pool, name=name, progress=progress)
             for name, model in models.items()
@@ -173,7 +164,7 @@ class SpecDecodeGraphManager:
         managers["target"] = mixed
         self._managers = {name: managers[name] for name in self.plan.parts}
         self._requests: dict[int, SpecRequest] = {}
-        self._changed: dict[int, list[int]] = {}  # whole rows that the device has to be told, by slot
+        self._changed: dict[int, list[int]] = {}  # rows that the device does not have yet, by slot
         self._rows: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def capture(self) -> PoolReport:
@@ -187,7 +178,7 @@ class SpecDecodeGraphManager:
             batch: The configuration's inputs and metadata, by name, as for a runner's call.
 
         Returns:
-            What the target returns; valid until the next call. The token that follows a prompt is the caller's to take
+            The target's output, valid until the next call. The token that follows a prompt is the caller's to take
             from it. Errors are those of GraphRunner's call; an InputError is raised before anything is launched.
         """
         if "uniform_decode" in batch or "num_active_loras" in batch:
@@ -218,8 +209,8 @@ class SpecDecodeGraphManager:
                 remedy="Remove one that is done first, or raise scheduler.max_num_seqs.",
             )
         if not isinstance(tokens, list | tuple):
-            tokens = whole_numbers("tokens", tokens)
-        last, blocks = whole_numbers("tokens", tokens[-2:]), whole_numbers("blocks", blocks)
+            tokens = whole_numbers(tokens)
+        last, blocks = whole_numbers(tokens[-2:]), whole_numbers(blocks)
         if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
             raise InputError(
                 f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
@@ -233,19 +224,19 @@ class SpecDecodeGraphManager:
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Give a request other blocks, usually more; those that hold its context must stay. Raises InputError."""
-        slot, blocks = as_count("slot", slot), whole_numbers("blocks", blocks)
+        slot, blocks = operator.index(slot), whole_numbers(blocks)
         request = self._request(slot)
         self._check_blocks(blocks, request.context)
         if slot in self._changed:
             self._changed[slot][BLOCKS:] = self._padded(blocks)
-        else:  # the device may be ahead of the host: what it knows of the tokens has to stay
+        else:  # the device may be ahead of the host: its tokens have to stay
             with self._writing():
                 self._state.rows[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
         request.room = len(blocks) * self._target.block_size
 
     def remove(self, slot: int) -> None:
         """Take a request out. Its blocks may be given away at once: later steps are queued behind those under way."""
-        slot = as_count("slot", slot)
+        slot = operator.index(slot)
         self._request(slot)
         del self._requests[slot]
         self._changed.pop(slot, None)
@@ -266,12 +257,15 @@ class SpecDecodeGraphManager:
             DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; no request has
                 changed. (Where the draft has a graph and the target none, as budgets hold for each, the draft has run.)
         """
-        chosen = self.slots if slots is None else tuple(whole_numbers("slots", slots))
-        number = self.plan.draft_tokens[0] if draft_tokens is None else as_count("draft_tokens", draft_tokens)
+        chosen = self.slots if slots is None else tuple(whole_numbers(slots))
+        number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
         check_draft_tokens(number, self.plan.draft_tokens)
         self._check_batch(chosen)
         with self._writing():
-            self._upload()
+            if self._changed:
+                changed = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
+                self._state.rows.index_copy_(0, changed[:, 0], changed[:, 1:])
+                self._changed.clear()
             if self._rows is None or self._rows[0] != chosen:
                 self._rows = chosen, self.backend.send(chosen)
         rows = self._rows[1]
@@ -284,7 +278,6 @@ class SpecDecodeGraphManager:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The requests that are being decoded."""
         return tuple(sorted(self._requests))
 
     @property
@@ -294,7 +287,7 @@ class SpecDecodeGraphManager:
 
     @property
     def report(self) -> PoolReport:
-        """What the captures cost."""
+        """Memory and time of the captures."""
         reports = {name: self._managers[name].report for name in self.plan.parts}
         return PoolReport(reports, self.pool.nbytes)
 
@@ -309,17 +302,9 @@ class SpecDecodeGraphManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _passes(self) -> dict[str, Propose | Verify]:
-        metadata = self.config.metadata
-        passes: dict[str, Propose | Verify] = {}
-        for number in self.plan.draft_tokens:
-            passes[f"verify k={number}"] = Verify(self._target, metadata, self._state, number)
-            passes[f"propose k={number}"] = Propose(self._draft, metadata, self._state, number)
-        return passes
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block that writes what the graphs read: refused where a call of a member of the pool would be, on a second
+        """A block that writes the state that graphs read. Fails as a call of a member of the pool does, on a second
         stream while the first one has work, say.
         """
         use = self.pool.use
@@ -357,20 +342,13 @@ class SpecDecodeGraphManager:
             )
         wrong = [block for block in blocks if not 0 <= block < most]
         if wrong:
-            raise InputError(f"there is no block {wrong[0]}", remedy=f"The cache has blocks 0 to {most - 1}.")
+            raise InputError(f"block {wrong[0]} does not exist", remedy=f"The cache has blocks 0 to {most - 1}.")
         twice = [block for block, count in Counter(blocks).items() if count > 1]
         if twice:
             raise InputError(f"block {twice[0]} was given twice", remedy="Each holds other tokens of the request.")
 
     def _padded(self, blocks: Sequence[int]) -> list[int]:
         return [*blocks, *[-1] * (self._max_blocks - len(blocks))]
-
-    def _upload(self) -> None:
-        """Tell the device of requests that are new, in one copy."""
-        if self._changed:
-            rows = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
-            self._state.rows.index_copy_(0, rows[:, 0], rows[:, 1:])
-            self._changed.clear()
 
 
 def _check_pair(target: PagedModel, draft: PagedModel) -> None:

@@ -1,4 +1,4 @@
-"""What runs on the device in a step of speculative decoding: the draft's loop, the target's pass, the accepted tokens.
+"""Device work in a step of speculative decoding: the draft's loop, the target's pass, the accepted tokens.
 
 Note [Positions and caches]
     Of a request with n tokens in the target's cache, the last token (at position n) is in neither cache yet. Each step
@@ -9,7 +9,7 @@ Note [Positions and caches]
     3. accepts the longest prefix in which d(i+1) = g(i), of a tokens: g0 .. ga are new, ga is the next last token,
        and n grows by a + 1.
 
-    What rejected tokens left in a cache lies at positions from the new n on. No query sees a position behind its own,
+    Rejected tokens left their keys at positions from the new n on. No query sees a position behind its own,
     and the next step writes each of them before a query sees it. The draft's cache lacks position n + k when all was
     accepted, because dk was its answer and never its input: that is why it begins with two tokens, of which the first
     fills the hole, or is written once more as it was.
@@ -39,13 +39,13 @@ PREVIOUS, LAST, CONTEXT, BLOCKS = range(4)
 
 @dataclass(frozen=True, slots=True)
 class PagedModel:
-    """A language model over a paged KV cache, and what has to be known of it.
+    """A language model over a paged KV cache.
 
     Attributes:
         forward: Called with ``input_ids`` and ``positions`` [num_tokens] int64, reads slot_mapping, block_tables,
             seq_lens and query_start_loc from the forward context as ``cgplan::attention`` does, and returns logits
-            [num_tokens, vocab_size]. In the last steps of a request, seq_lens may be larger than what its blocks hold,
-            by k at most; what such queries give is dropped. Positions stay below what a row of block_tables holds.
+            [num_tokens, vocab_size]. In the last steps of a request, seq_lens may exceed the room of its blocks,
+            by k at most; results of such queries are dropped. Positions stay below the room of a row of block_tables.
         vocab_size: Tokens that it knows.
         block_size: Tokens in a block of its cache.
         num_blocks: Blocks that tables may name.
@@ -74,7 +74,7 @@ class PagedModel:
 
 
 class SpecState:
-    """What the device knows of the requests: one row for each, and a last one for padding.
+    """State of the requests on the device: one row for each, and a last one for padding.
 
     Attributes:
         rows: [max_num_seqs + 1, 3 + max_blocks] int64: the last two tokens, the length of the context, and the numbers
@@ -114,7 +114,7 @@ class _Pass:
         }
         metadata = {name: made[name].to(dtype) for name, dtype in self._dtypes.items()}
         with forward_context(CUDAGraphMode.NONE, BatchDescriptor(reqs * q, reqs, uniform=True), metadata):
-            # What the table has no place for is dropped; a model's table of positions may hold no more than that.
+            # Positions outside of the block table are dropped; a model's table of positions may end there, too.
             places = positions.clamp(0, tables.shape[1] * self.model.block_size - 1)
             logits = self.model.forward(input_ids=ids.flatten(), positions=places.flatten())
         if logits.shape != (reqs * q, self.model.vocab_size):
@@ -147,13 +147,13 @@ class Propose(_Pass):
 
 
 class Verify(_Pass):
-    """The target's pass over what was proposed, and what follows from it for the requests."""
+    """The target's pass over the proposed tokens, which advances the requests."""
 
     def __call__(self, input_ids: Tensor, rows: Tensor) -> Tensor:
-        """Accept what the target would have said itself, and advance the requests.
+        """Accept the tokens that the target would have chosen itself, and advance the requests.
 
         Args:
-            input_ids: [num_reqs * (1 + draft_tokens)] int64, what ``Propose`` returned.
+            input_ids: [num_reqs * (1 + draft_tokens)] int64, the result of ``Propose``.
             rows: [num_reqs] int64, the requests' rows of the state.
 
         Returns:

@@ -1,7 +1,8 @@
-"""What is captured for speculative decoding: one plan in parts, from one configuration."""
+"""The plan of speculative decoding: several parts, from one configuration."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 
 from cgplan.config import Config, Input, ModelConfig
+from cgplan.config.schema import CompilationConfig
 from cgplan.errors import ConfigError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import describe_sizes, filled, plain_text
-from cgplan.runner.routing import as_count
 
 INPUTS = ("input_ids", "positions")
 METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
@@ -70,12 +71,12 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
 
     Raises:
         ConfigError: no draft tokens, LoRA, several pools, or an input that is not among those that speculation fills.
-        InputError: a number of draft tokens is above the configuration's, or no number.
+        InputError: a number of draft tokens is below 1 or above the configuration's.
         PlanError: as build_plan.
     """
     most = config.speculative.num_speculative_tokens
     _check(config, most)
-    more = () if draft_tokens is None else whole_numbers("draft_tokens", draft_tokens)
+    more = () if draft_tokens is None else whole_numbers(draft_tokens)
     numbers = tuple(sorted({most, *more}, reverse=True))
     for number in numbers:
         check_draft_tokens(number, range(1, most + 1))
@@ -83,7 +84,8 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
     graphed = plan.mode.decode_mode() is CUDAGraphMode.FULL
     tokens = [d.num_tokens for mode, d in plan.keys if graphed and mode is CUDAGraphMode.FULL]
     counts = tuple(sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len}))
-    mixed = _mixed(config, plan)
+    compilation = _captured(config, plan.mode.mixed_mode(), plan.capture_sizes)
+    mixed = config.model_copy(update={"compilation": compilation})
     configs = {"target": mixed, "draft": mixed}
     for number in numbers:
         configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
@@ -93,12 +95,9 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
     return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
 
 
-def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
-    """Whole numbers that a caller gives in any form. Raises InputError for what is none."""
-    values = given.tolist() if isinstance(given, torch.Tensor) else given
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InputError(f"{name} are {given!r:.100}, a {type(given).__name__}", remedy="Give a list of ints.")
-    return [as_count(f"one of {name}", value) for value in values]
+def whole_numbers(given: Iterable[int]) -> list[int]:
+    """Whole numbers of any kind as plain ints, a tensor's by one copy."""
+    return [operator.index(value) for value in (given.tolist() if isinstance(given, torch.Tensor) else given)]
 
 
 def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
@@ -126,48 +125,46 @@ def _check(config: Config, most: int) -> None:
             f"compilation.pool is {config.compilation.pool}, and speculative decoding captures all parts into one pool",
             remedy="Set compilation.pool: shared.",
         )
+    tables = config.metadata.get("block_tables")
     wrong = [*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))]
-    if wrong or "block_tables" not in config.metadata:
+    if wrong or tables is None:
         raise ConfigError(
             f"speculative decoding cannot fill the model's inputs: {', '.join(sorted(wrong) or ['block_tables'])}",
-            remedy=f"Declare the inputs {', '.join(INPUTS)}, and metadata block_tables and what is needed of "
-            f"{', '.join(METADATA)}.",
+            remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and the rest of "
+            f"{', '.join(METADATA)} that the model reads.",
         )
-    dims = config.metadata["block_tables"].dims
-    if [dim.symbol for dim in dims] != ["num_reqs", None]:
+    if [dim.symbol for dim in tables.dims] != ["num_reqs", None]:
         raise ConfigError(
-            f"block_tables has shape {list(config.metadata['block_tables'].shape)}",
+            f"block_tables has shape {list(tables.shape)}",
             remedy="Declare it as [num_reqs, blocks of a request at most].",
         )
 
 
-def _mixed(config: Config, plan: Plan) -> Config:
-    """For the target's, and the draft's, batches that are not uniform."""
-    changes: dict[str, Any] = {
-        "cudagraph_mode": plan.mode.mixed_mode(),
-        "cudagraph_capture_sizes": plan.capture_sizes or None,
+def _captured(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **more: Any) -> CompilationConfig:
+    changes = {
+        "cudagraph_mode": mode,
+        "cudagraph_capture_sizes": tuple(sizes) or None,
         "max_cudagraph_capture_size": None,
         "cudagraph_copy_inputs": True,  # one batch goes to two models
     }
-    return config.model_copy(update={"compilation": config.compilation.model_copy(update=changes)})
+    return config.compilation.model_copy(update={**changes, **more})
 
 
 def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], draft_tokens: int) -> Config:
     """For graphs of uniform decode that read a row of the requests' state for each request."""
     q = 1 + draft_tokens
-    changes: dict[str, Any] = {
-        "cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY if counts else CUDAGraphMode.NONE,
-        "cudagraph_capture_sizes": tuple(q * count for count in counts) or None,
-        "max_cudagraph_capture_size": None,
-        "cudagraph_copy_inputs": True,
-        "outputs": "borrow",
-        "compiler": "eager",
-        "use_inductor_graph_partition": False,
-        "splitting_modules": (),
-        "debug": False,  # its comparison runs the forward twice, and these advance the requests
-    }
+    compilation = _captured(
+        config,
+        CUDAGraphMode.FULL_DECODE_ONLY if counts else CUDAGraphMode.NONE,
+        [q * count for count in counts],
+        outputs="borrow",
+        compiler="eager",
+        use_inductor_graph_partition=False,
+        splitting_modules=(),
+        debug=False,  # its comparison runs the forward twice, and these advance the requests
+    )
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
-    # Padding has a row of its own behind those of the requests.
+    # Padding has a separate row behind those of the requests.
     declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=config.scheduler.max_num_seqs)
     most = max(config.scheduler.max_num_batched_tokens, q * config.scheduler.max_num_seqs)
     return config.model_copy(
@@ -175,7 +172,7 @@ def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], dr
             "model": ModelConfig(output_rows="num_reqs"),
             "inputs": declared,
             "metadata": {},
-            "compilation": config.compilation.model_copy(update=changes),
+            "compilation": compilation,
             "scheduler": config.scheduler.model_copy(update={"max_num_batched_tokens": most}),
             "speculative": config.speculative.model_copy(
                 update={"num_speculative_tokens": draft_tokens, "accepted_tokens": None}

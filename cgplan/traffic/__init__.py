@@ -1,1 +1,1 @@
-"""Which batches come, and how long a step lasts."""
+"""Traffic and step times: the steps that a server runs, and how long each lasts."""

@@ -1,20 +1,21 @@
-"""Traffic: how often which batch is run. What the planner plans for."""
+"""Traffic: how often which step is run. The planner plans for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cgplan.errors import TrafficError
+from cgplan.planning import Plan
 
 MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may state
 MOST_WEIGHT = 1e18  # sums of times and weights stay finite
 
 
-class Batch(NamedTuple):
-    """What the planner knows of one step: its size in tokens and requests, and the kind of graph that could run it."""
+class StepShape(NamedTuple):
+    """Size of a step's batch in tokens and requests, and the kind of graph that could run it."""
 
     num_tokens: int
     num_reqs: int
@@ -23,37 +24,40 @@ class Batch(NamedTuple):
 
 
 class Traffic(BaseModel):
-    """A weighted histogram of batches.
+    """A weighted histogram of steps.
 
     Attributes:
-        histogram: (batch, weight), ascending, each batch once, weights above 0. A weight is a number of steps, or any
+        histogram: (shape, weight), ascending, each shape once, weights above 0. A weight is a number of steps, or any
             figure in proportion to it.
         source: Where it came from, in words.
-        notes: What was assumed or left out on the way.
+        notes: Assumptions, and parts of the source that were left out.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["traffic"] = "traffic"
-    histogram: tuple[tuple[Batch, float], ...]
+    histogram: tuple[tuple[StepShape, float], ...]
     source: str
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, counts: Mapping[Batch, float] | Iterable[tuple[Batch, float]], source: str, notes: Iterable[str] = ()
+        cls,
+        counts: Mapping[StepShape, float] | Iterable[tuple[StepShape, float]],
+        source: str,
+        notes: Iterable[str] = (),
     ) -> Traffic:
-        """Traffic from counts; those of equal batches are added up, zeros are left out.
+        """Traffic from counts; those of equal shapes are added up, zeros are left out.
 
         Raises:
-            TrafficError: nothing is left, a count is negative or not finite, or a batch cannot be (no token, or fewer
+            TrafficError: nothing is left, a count is negative or not finite, or a shape cannot be (no token, or fewer
                 tokens than requests).
         """
-        total: dict[Batch, float] = {}
-        for batch, count in counts.items() if isinstance(counts, Mapping) else counts:
-            _check(batch, count)
+        total: dict[StepShape, float] = {}
+        for shape, count in counts.items() if isinstance(counts, Mapping) else counts:
+            _check(shape, count)
             if count > 0:
-                total[batch] = total.get(batch, 0.0) + count
+                total[shape] = total.get(shape, 0.0) + count
         if not total:
             raise TrafficError(f"{source}: no batch with a count above 0", remedy="Give traffic with a batch in it.")
         return cls(histogram=tuple(sorted(total.items())), source=source, notes=tuple(notes))
@@ -79,30 +83,85 @@ class Traffic(BaseModel):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest batch."""
-        return max(batch.num_tokens for batch, _ in self.histogram)
+        """Tokens of the largest step."""
+        return max(shape.num_tokens for shape, _ in self.histogram)
 
     def by_tokens(self, **fields: Any) -> dict[int, float]:
-        """Weight by number of tokens, ascending, of the batches whose fields have these values."""
+        """Weight by number of tokens, ascending, of the steps whose fields have these values."""
         found: dict[int, float] = {}
-        for batch, weight in self.histogram:
-            if all(getattr(batch, name) == value for name, value in fields.items()):
-                found[batch.num_tokens] = found.get(batch.num_tokens, 0.0) + weight
+        for shape, weight in self.histogram:
+            if all(getattr(shape, name) == value for name, value in fields.items()):
+                found[shape.num_tokens] = found.get(shape.num_tokens, 0.0) + weight
         return found
 
 
-def _check(batch: Batch, count: float) -> None:
+def _check(shape: StepShape, count: float) -> None:
     if not 0 <= count <= MOST_WEIGHT:
         raise TrafficError(
-            f"{batch} has count {count}", remedy=f"A count is a number from 0 up, to {MOST_WEIGHT:.0e} at most."
+            f"{shape} has count {count}", remedy=f"A count is a number from 0 up, to {MOST_WEIGHT:.0e} at most."
         )
-    if batch.num_tokens > MOST_BATCHED_TOKENS:
+    if shape.num_tokens > MOST_BATCHED_TOKENS:
         raise TrafficError(
-            f"a batch of {batch.num_tokens} tokens is too large",
+            f"a batch of {shape.num_tokens} tokens is too large",
             remedy=f"At most {MOST_BATCHED_TOKENS} tokens are allowed.",
         )
-    if batch.num_reqs < 1 or batch.num_tokens < batch.num_reqs or batch.num_active_loras < 0:
+    if shape.num_reqs < 1 or shape.num_tokens < shape.num_reqs or shape.num_active_loras < 0:
         raise TrafficError(
-            f"{batch} cannot be a batch",
+            f"{shape} cannot be a batch",
             remedy="A batch has at least 1 request, and at least 1 token for each request.",
         )
+
+
+class StepCounts:
+    """Counts of steps from a source that may leave out all but their tokens; the rest is guessed for a plan's batches.
+
+    Attributes:
+        counts: Steps of each shape.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.counts: dict[StepShape, float] = {}
+        self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
+        self._without_reqs = self._without_loras = False
+        self._steps = self._tokens = self._uniform = 0  # steps of which ``uniform`` was guessed
+
+    def add(
+        self,
+        num_tokens: int,
+        count: int,
+        *,
+        num_reqs: int | None = None,
+        uniform: bool | None = None,
+        num_active_loras: int | None = None,
+    ) -> StepShape:
+        """Count steps; fields that are None are guessed. Returns their shape."""
+        q, most = self._query_len, self._max_num_seqs
+        if uniform is None:
+            uniform = num_tokens == q * num_reqs if num_reqs else num_tokens % q == 0 and num_tokens <= q * most
+            self._steps += count
+            self._tokens += count * num_tokens
+            self._uniform += count * uniform
+        if num_reqs is None:
+            num_reqs = max(num_tokens // q, 1) if uniform else min(num_tokens, most)
+            self._without_reqs = True
+        if num_active_loras is None:
+            self._without_loras = True
+        shape = StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)
+        self.counts[shape] = self.counts.get(shape, 0) + count
+        return shape
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each field that was guessed; how many steps depend on the guess that they are uniform."""
+        if self._steps:
+            yield (
+                f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} tokens: a batch counts as "
+                "uniform if its tokens are a multiple of the query length, for at most max_num_seqs requests; "
+                f"{self._uniform:,} of these steps do"
+            )
+        if self._without_reqs:
+            yield (
+                "requests of a batch were guessed: tokens / query length of a uniform one, else one for each token, "
+                "at most max_num_seqs"
+            )
+        if self._without_loras:
+            yield "the source names no LoRA adapters: batches count as using none"

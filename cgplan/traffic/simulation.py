@@ -5,23 +5,21 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from cgplan.config import Config
 from cgplan.errors import StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.dispatcher import CudagraphDispatcher
-from cgplan.planning.plan import Plan
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.planning import CudagraphDispatcher, Plan
+from cgplan.traffic.histogram import StepShape, Traffic
 
 if TYPE_CHECKING:
     from cgplan.traffic.step_times import StepTimes
 
-
 NO_ADAPTER = -1
-StepTime = Callable[[Batch], float]
+StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
 class Request(NamedTuple):
@@ -40,9 +38,17 @@ class Request(NamedTuple):
     adapter: int = NO_ADAPTER
 
 
+class RequestTrace(NamedTuple):
+    """Requests, their source in words, and notes on requests that were left out."""
+
+    requests: Sequence[Request]
+    source: str = "requests"
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler may put into one step.
+class SchedulerBounds:
+    """Bounds of a step.
 
     Attributes:
         max_num_seqs: Running requests at most.
@@ -60,29 +66,21 @@ class Limits:
     accepted_tokens: float | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Limits:
-        """The limits that a configuration states."""
-        return cls(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            query_len=config.query_len,
-            max_loras=config.lora.max_loras if config.lora else None,
-            accepted_tokens=config.speculative.accepted_tokens,
-        )
+    def of(cls, plan: Plan, accepted_tokens: float | None = None) -> SchedulerBounds:
+        """The bounds of a plan's batches."""
+        return cls(plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len, plan.max_loras, accepted_tokens)
 
     def decode_steps(self, request: Request) -> int:
         """Steps that a request takes after its prefill, which yields its first token."""
         return math.ceil(max(request.generated_tokens - 1, 0) / (self.accepted_tokens or self.query_len))
 
 
-def simulate(
-    requests: Iterable[Request], limits: Limits, step_time: StepTime, *, source: str = "simulated requests"
-) -> Traffic:
-    """Traffic that a server with these requests and limits would see: how many steps it runs of each batch.
+def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
+    """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
 
     The scheduler is that of vLLM's V1 engine in its default settings. Each step has ``max_num_batched_tokens`` to
     give. Running requests come first, in order of admission: a decoding one gets ``query_len`` tokens, one whose
-    prefill is under way gets what is left of its prompt, or as much as fits. Then waiting requests are admitted, first
+    prefill is under way gets the rest of its prompt, or as much as fits. Then waiting requests are admitted, first
     come first served, while there are tokens left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request
     whose adapter would be one too many lets later ones pass. Requests that came while a step ran are seen by the next.
     A step is uniform if it holds decoding requests alone, and all of them with ``query_len`` tokens.
@@ -101,89 +99,101 @@ def simulate(
     equal and are added up at once; the result is exactly that of one step after the other.
 
     Args:
-        requests: In any order; equal arrivals keep theirs.
-        limits: Of the scheduler.
-        step_time: Microseconds that a step with this batch lasts. Asked once for each distinct batch.
-        source: What the traffic says of itself.
+        trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and notes.
+        bounds: Of the scheduler.
+        step_time: Microseconds that a step of this shape lasts. Asked once for each distinct shape.
 
     Raises:
         TrafficError: there is no request, one without a prompt, or an arrival that is not a finite number.
         StepTimeError: a step time is not a positive finite number.
     """
-    pending = deque(_by_arrival(requests))
-    if not pending:
-        raise TrafficError(f"{source}: no requests", remedy="Give at least one request.")
-    number, first = len(pending), pending[0][0]
-    server, clock, now = _Server(limits), _Clock(step_time), first
-    counts: Counter[Batch] = Counter()
-    busy = 0
+    arriving = []
+    for index, request in enumerate(trace.requests):
+        if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
+            raise TrafficError(
+                f"request {index} cannot be: {request}",
+                remedy="A request has a finite arrival, a prompt of at least 1 token, and no negative output.",
+            )
+        arriving.append((round(request.arrival_us * 1000), request))
+    if not arriving:
+        raise TrafficError(f"{trace.source}: no requests", remedy="Give at least one request.")
+    pending = deque(sorted(arriving, key=lambda timed: timed[0]))
+
+    @cache
+    def nanoseconds(shape: StepShape) -> int:
+        microseconds = step_time(shape)
+        if not 0 < microseconds < math.inf:
+            raise StepTimeError(
+                f"a step with {shape.num_tokens} tokens lasts {microseconds} us",
+                remedy="Give step times above 0 for every number of tokens.",
+            )
+        return max(1, round(microseconds * 1000))
+
+    server, first = _Server(bounds), pending[0][0]
+    now, busy, counts = first, 0, Counter[StepShape]()
     while True:
         while pending and pending[0][0] <= now:
             server.arrive(*pending.popleft())
-        step = server.next_step(now)
-        if step is None:
+        shape = server.next_step(now)
+        if shape is None:
             if not pending:
                 break
             now = pending[0][0]
             continue
-        length, repeats = clock.nanoseconds(step.batch), step.repeats
-        if step.admits and pending:  # the first step that begins at or after the next arrival is another one
+        length, repeats = nanoseconds(shape), server.equal_steps
+        if server.admits and pending:  # the first step that begins at or after the next arrival is another one
             repeats = min(repeats, -((now - pending[0][0]) // length))
-        counts[step.batch] += repeats
+        counts[shape] += repeats
         now += repeats * length
         busy += repeats * length
-        server.advance(step, repeats)
-    notes = _notes(limits, number, busy / max(now - first, 1), server.longest_wait)
-    return Traffic.of(dict(counts), source, notes)
-
-
-class _Step(NamedTuple):
-    """What the server runs next.
-
-    Attributes:
-        batch: Of each step.
-        repeats: Steps that are equal to it, if nothing arrives.
-        admits: Whether a request that arrives could join the next of them.
-        finishing: Requests whose prefill ends with this step.
-        chunk: Prompt tokens of the request whose prefill goes on after it, 0 without one.
-    """
-
-    batch: Batch
-    repeats: int
-    admits: bool
-    finishing: tuple[Request, ...]
-    chunk: int
+        server.advance(repeats)
+    said = [
+        *trace.notes,
+        f"simulated {len(arriving)} requests through continuous batching with chunked prefill, at most "
+        f"{bounds.max_num_seqs} requests and {bounds.max_num_batched_tokens} tokens a step; no KV cache limit, "
+        "preemption or prefix cache",
+        f"the server is busy {busy / max(now - first, 1):.0%} of the time; a request waits "
+        f"{server.longest_wait / 1e9:.3g} s at most",
+    ]
+    if bounds.query_len > 1:
+        accepted = bounds.accepted_tokens or bounds.query_len
+        said.append(f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens")
+    return Traffic.of(dict(counts), trace.source, said)
 
 
 class _Server:
     """Requests that wait and run.
 
-    Running requests, in order of admission: those that decode, then at most one whose prefill is under way, for it
-    took all the tokens that were left. Where decoding requests alone want more tokens than a step has, the first
+    Running requests, in order of admission: those that decode, then at most one whose prefill is under way: it took
+    all the tokens that were left. Where decoding requests alone want more tokens than a step has, the first
     ``places`` of them are served and the others stand by; each one that is done lets the next one in.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.places = -(-limits.max_num_batched_tokens // limits.query_len)
+    def __init__(self, bounds: SchedulerBounds) -> None:
+        self.bounds = bounds
+        self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.waiting: dict[int, deque[tuple[int, int, Request]]] = {}  # by adapter: number, arrival, request
         self.arrived = self.running = self.steps = self.longest_wait = 0
         self.decoding: list[tuple[int, int]] = []  # a heap of those served: the last step of each, its adapter
         self.standby: deque[Request] = deque()
         self.prefill: tuple[Request, int] | None = None  # and the tokens that are left of its prompt
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
+        # Of the step that next_step scheduled:
+        self.equal_steps = 0  # it and those after it that are equal, if nothing arrives
+        self.admits = False  # whether a request that arrives could join the next of them
+        self.finishing: list[Request] = []  # requests whose prefill ends with it
+        self.chunk = 0  # prompt tokens of the request whose prefill goes on after it
 
     def arrive(self, time: int, request: Request) -> None:
-        """A request joins its queue. ``time`` in nanoseconds."""
         self.waiting.setdefault(request.adapter, deque()).append((self.arrived, time, request))
         self.arrived += 1
 
-    def next_step(self, now: int) -> _Step | None:
+    def next_step(self, now: int) -> StepShape | None:
         """Schedule a step that begins now (nanoseconds), and admit requests to it; None if there is nothing to run."""
-        decodes, limits = len(self.decoding), self.limits
-        left = max(limits.max_num_batched_tokens - limits.query_len * decodes, 0)
-        num_reqs, chunk, adapters = decodes, 0, set(self.adapters)
-        finishing: list[Request] = []
+        decodes, bounds = len(self.decoding), self.bounds
+        left = max(bounds.max_num_batched_tokens - bounds.query_len * decodes, 0)
+        num_reqs, adapters = decodes, set(self.adapters)
+        self.finishing, self.chunk = [], 0
         while left > 0 and (entry := self.prefill or self._admit(now, adapters)):
             request, prompt = entry
             chunk = min(prompt, left)
@@ -192,48 +202,51 @@ class _Server:
             if request.adapter != NO_ADAPTER:
                 adapters.add(request.adapter)
             if chunk == prompt:
-                finishing.append(request)
-                self.prefill, chunk = None, 0
+                self.finishing.append(request)
+                self.prefill = None
+            else:
+                self.chunk = chunk
         if num_reqs == 0:
             return None
-        num_tokens = limits.max_num_batched_tokens - left
-        uniform = num_reqs == decodes and num_tokens == limits.query_len * decodes
-        batch = Batch(num_tokens, num_reqs, uniform, len(adapters))
-        admits = left > 0 and self.running < limits.max_num_seqs
-        return _Step(batch, 1 if finishing else self._equal_steps(chunk), admits, tuple(finishing), chunk)
+        ends = [1] if self.finishing else []
+        if self.decoding:  # the next one is done
+            ends.append(self.decoding[0][0] - self.steps)
+        if self.prefill and self.chunk:  # the rest of the prompt no longer fills a chunk
+            ends.append((self.prefill[1] - 1) // self.chunk)
+        self.equal_steps = min(ends)
+        self.admits = left > 0 and self.running < bounds.max_num_seqs
+        num_tokens = bounds.max_num_batched_tokens - left
+        uniform = num_reqs == decodes and num_tokens == bounds.query_len * decodes
+        return StepShape(num_tokens, num_reqs, uniform, len(adapters))
 
-    def advance(self, step: _Step, repeats: int) -> None:
-        """That many of the steps are over."""
+    def advance(self, repeats: int) -> None:
+        """End so many of the steps."""
         self.steps += repeats
         if self.prefill:
             request, prompt = self.prefill
-            self.prefill = request, prompt - repeats * step.chunk
+            self.prefill = request, prompt - repeats * self.chunk
         while self.decoding and self.decoding[0][0] == self.steps:
             _, adapter = heapq.heappop(self.decoding)
             self.running -= 1
-            self._release(adapter)
+            if adapter != NO_ADAPTER:
+                self.adapters[adapter] -= 1
+                if not self.adapters[adapter]:
+                    del self.adapters[adapter]
         while self.standby and len(self.decoding) < self.places:
             self._serve(self.standby.popleft())
-        for request in step.finishing:
-            if self.limits.decode_steps(request) == 0:
+        for request in self.finishing:
+            if self.bounds.decode_steps(request) == 0:
                 self.running -= 1
             elif len(self.decoding) < self.places:
                 self._serve(request)
             else:
                 self.standby.append(request)
 
-    def _equal_steps(self, chunk: int) -> int:
-        """Steps until a request is done, or what is left of a prompt no longer fills a chunk."""
-        bounds = [self.decoding[0][0] - self.steps] if self.decoding else []
-        if self.prefill and chunk:
-            bounds.append((self.prefill[1] - 1) // chunk)
-        return min(bounds)
-
     def _admit(self, now: int, adapters: set[int]) -> tuple[Request, int] | None:
         """Take in the first request that may run, if there is one; its prefill begins."""
-        if self.running >= self.limits.max_num_seqs:
+        if self.running >= self.bounds.max_num_seqs:
             return None
-        full = self.limits.max_loras is not None and len(adapters) >= self.limits.max_loras
+        full = self.bounds.max_loras is not None and len(adapters) >= self.bounds.max_loras
         names = (NO_ADAPTER, *adapters) if full else self.waiting
         queues = [self.waiting[name] for name in names if name in self.waiting]
         if not queues:
@@ -248,72 +261,18 @@ class _Server:
         return self.prefill
 
     def _serve(self, request: Request) -> None:
-        heapq.heappush(self.decoding, (self.steps + self.limits.decode_steps(request), request.adapter))
+        heapq.heappush(self.decoding, (self.steps + self.bounds.decode_steps(request), request.adapter))
         if request.adapter != NO_ADAPTER:
             self.adapters[request.adapter] += 1
 
-    def _release(self, adapter: int) -> None:
-        if adapter != NO_ADAPTER:
-            self.adapters[adapter] -= 1
-            if self.adapters[adapter] == 0:
-                del self.adapters[adapter]
 
-
-class _Clock:
-    """Lengths of steps, each distinct batch asked for once."""
-
-    def __init__(self, step_time: StepTime) -> None:
-        self.step_time = step_time
-        self.known: dict[Batch, int] = {}
-
-    def nanoseconds(self, batch: Batch) -> int:
-        """Length of a step, at least 1."""
-        if batch not in self.known:
-            microseconds = self.step_time(batch)
-            if not 0 < microseconds < math.inf:
-                raise StepTimeError(
-                    f"a step with {batch.num_tokens} tokens lasts {microseconds} us",
-                    remedy="Give step times above 0 for every number of tokens.",
-                )
-            self.known[batch] = max(1, round(microseconds * 1000))
-        return self.known[batch]
-
-
-def _by_arrival(requests: Iterable[Request]) -> list[tuple[int, Request]]:
-    """Requests with their arrival in nanoseconds, ascending."""
-    checked = list(requests)
-    for index, request in enumerate(checked):
-        if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
-            raise TrafficError(
-                f"request {index} cannot be: {request}",
-                remedy="A request has a finite arrival, a prompt of at least 1 token, and no negative output.",
-            )
-    timed = ((round(request.arrival_us * 1000), request) for request in checked)
-    return sorted(timed, key=lambda pair: pair[0])
-
-
-def _notes(limits: Limits, number: int, busy: float, longest_wait: int) -> tuple[str, ...]:
-    notes = [
-        f"simulated {number} requests through continuous batching with chunked prefill, at most {limits.max_num_seqs} "
-        f"requests and {limits.max_num_batched_tokens} tokens a step; no KV cache limit, preemption or prefix cache",
-        f"the server is busy {busy:.0%} of the time; a request waits {longest_wait / 1e9:.3g} s at most",
-    ]
-    if limits.query_len > 1:
-        accepted = limits.accepted_tokens or limits.query_len
-        notes.append(f"a decode step advances each request by {accepted:g} of {limits.query_len} tokens")
-    return tuple(notes)
-
-
-def step_clock(plan: Plan, times: StepTimes) -> Callable[[Batch], float]:
-    """Microseconds of a batch's step: in the mode and at the size that the plan's dispatcher gives it."""
+def step_clock(plan: Plan, times: StepTimes) -> StepTime:
+    """Microseconds of a step: in the mode and at the size that the plan's dispatcher gives it."""
     dispatch = CudagraphDispatcher(plan).dispatch
 
-    def microseconds(batch: Batch) -> float:
-        mode, descriptor = dispatch(batch.num_tokens, batch.uniform, batch.num_active_loras)
-        adapters = batch.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
+    def microseconds(shape: StepShape) -> float:
+        mode, descriptor = dispatch(shape.num_tokens, shape.uniform, shape.num_active_loras)
+        adapters = shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
         return times.of(mode, descriptor.num_tokens, adapters)
 
     return microseconds
-
-
-__all__ = ["step_clock"]

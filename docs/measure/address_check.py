@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from cgplan.graphs.addresses import AddressManifest
+from cgplan.graphs.model_state import ModelState
 
 COUNTS = (10, 100, 1000)
 ROUNDS = 300
@@ -58,7 +58,6 @@ STRUCTURES = {
     "modules of 10": modules,
     "a model": model,
 }
-MODELS = ("modules of 10", "a model")  # are checked as a runner checks its model: what comes later is no matter
 
 
 def best(call):
@@ -76,14 +75,13 @@ def main():
         for count in COUNTS:
             tensors = [torch.zeros(4, device=device) for _ in range(count)]
             roots = {"args": (), "kwargs": {}, "metadata": build(tensors)}
-            manifest = AddressManifest.of(roots, device, repeats=True)
             start = time.perf_counter()
-            call = partial(manifest.check, roots, what=name, may_grow=name in MODELS)
-            call()
-            compiled = (time.perf_counter() - start) * 1e3
-            check, compare = best(call), best(partial(manifest.compare, roots))
+            state = ModelState.of(roots, device)
+            state.holds()
+            walk = (time.perf_counter() - start) * 1e3
+            check, compare = best(state.holds), best(partial(state.refuse_moved, name, roots))
             allowed = 2 + 0.05 * count
-            print(f"{name:<14} {count:>7} {check:>9.2f} {allowed:>10.1f} {compiled:>10.2f} {compare:>10.0f}")
+            print(f"{name:<14} {count:>7} {check:>9.2f} {allowed:>10.1f} {walk:>10.2f} {compare:>10.0f}")
     tensors = [torch.zeros(4, device=device) for _ in range(1000)]
     pointer = torch.Tensor.data_ptr
     print(f"data_ptr alone, of 1000 tensors: {best(lambda: [*map(pointer, tensors)]):.2f} us")

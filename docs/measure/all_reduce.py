@@ -78,7 +78,7 @@ def symmetric(size, options, backend, buffer, name):
 def symmetric_buffer(ranks):
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    name = ranks.group_name
+    name = dist.group.WORLD.group_name
     try:
         buffer = symmetric_memory.empty(SIZES[-1], dtype=torch.uint8, device=ranks.device)
         symmetric_memory.rendezvous(buffer, name)

@@ -6,12 +6,12 @@ A decode step's five inputs: token ids, positions, slots, sequence lengths and r
 padding behind them; the model is one small kernel, so the graph's own replay is as cheap as can be. All ways run in
 the same process, in turns, in an order that changes from round to round. "Idle" is the median of calls that are each
 made on an idle device; "in a row" is that of calls made right after one another, as a server's host runs ahead.
-"Over bare" is what is left without the replay. "All handed out" asks for each tensor of the block and for the output,
-as a caller does who writes them one by one; the blocks above it ask for none. ``--parts`` times the pieces that a call
-consists of.
+"Over bare" is what is left without the replay. "All read" asks for each tensor of the block and for the output, as a
+caller does who writes them one by one; the blocks above it ask for none. ``--parts`` times the pieces of a call.
 """
 
 import argparse
+import operator
 import random
 import statistics
 import time
@@ -131,7 +131,7 @@ def ways(device, tokens):
         ("bare replay", None, bare),
         (f"stage(), {padded} rows", 1.5, staged(runner, padded)),
         (f"stage(), {small}", 1.5, staged(plain, tokens)),
-        (f"stage(), {small}, all handed out", None, staged_and_used(asked, tokens)),
+        (f"stage(), {small}, all read", None, staged_and_used(asked, tokens)),
         (f"stage(), {small}, one pad: last", None, staged(runner, tokens)),
         (f"five host inputs, {small}", 8.0, lambda: runner(**on_host)),
         ("five host inputs, 500 rows", None, lambda: runner(**large)),
@@ -166,24 +166,28 @@ def in_a_row(backend, call, calls):
     return times
 
 
+def key_of(values, shape=operator.attrgetter("shape"), dtype=operator.attrgetter("dtype")):
+    return {(*map(shape, values), *map(dtype, values), *map(torch.Tensor.get_device, values)): None}
+
+
 def parts(device, tokens):
     """Microseconds of the pieces of a call, each in a loop of its own."""
     runner = open_runner(device)
     backend, on_device, on_host = runner.backend, batch(tokens, runner.backend.device), batch(tokens, "cpu")
     for inputs in (on_device, on_host) * 2:
         runner(**inputs)
-    (prepared,) = runner._batches.values()
-    stream, launcher = runner._launcher.current_stream, runner._launcher
+    stream = backend.stream_getter()
 
     def empty(**inputs):
         return inputs
 
     pieces = {"a function that takes them": lambda: empty(**on_device), "the current stream": stream}
-    for name, inputs, (check, copy) in zip(("device", "host"), (on_device, on_host), prepared.ways, strict=False):
+    for name, inputs, call in zip(("device", "host"), (on_device, on_host), runner._calls.values(), strict=False):
         values = tuple(inputs.values())
-        pieces[f"checks, {name}"] = lambda check=check, values=values: check(*values)
-        pieces[f"copies, {name}"] = lambda copy=copy, values=values: copy(values, 0)
-        pieces[f"copies and replay, {name}"] = lambda copy=copy, values=values: launcher.launch(prepared, copy, values)
+        pieces[f"the key, {name}"] = lambda values=values: key_of(values)
+        pieces[f"copies, {name}"] = lambda call=call, values=values: call.copy_in(values, 0)
+        pieces[f"copies and replay, {name}"] = lambda call=call, values=values: runner._launch(call, values)
+        pieces[f"the output, {name}"] = call.output
     runner.stats.time_every = 1
     pieces["a call, each one timed"] = lambda: runner(**on_device)
     for name, call in pieces.items():

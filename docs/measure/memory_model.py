@@ -26,7 +26,6 @@ from cgplan.measure.estimate import estimate
 from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
 from cgplan.planning.costs import representative_keys
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.runner.session import CaptureSession
 
@@ -212,7 +211,7 @@ def main(args):
     if not args.cold:
         limit = report.graph_bytes // 2
         budget("nothing predicted", config, plan, model, backend, limit)
-        predicted = Predicted.of(costs.of(plan.keys), source=costs.source, estimated=False)
+        predicted = costs.of(plan.keys)
         if report.workspace_bytes == 0:  # the calibration has brought them
             predicted = predicted.model_copy(update={"workspace_bytes": 0})
         budget("predicted", config, plan.model_copy(update={"predicted": predicted}), model, backend, limit)

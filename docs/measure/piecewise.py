@@ -20,7 +20,6 @@ from cgplan.config import read_config
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.segments import SplitForward
 from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
 
@@ -42,18 +41,14 @@ def timed(function):
 
 
 def watch_eager_pieces():
-    """Time each eager piece of both routes."""
-    build, first_run = SplitForward.__init__, EagerPiece.first_run
-
-    def watched_split(self, split, runnables, pieces):
-        eager = {piece.name for piece in pieces if piece.eager}
-        build(self, split, {name: timed(r) if name in eager else r for name, r in runnables.items()}, pieces)
+    """Time each eager piece."""
+    first_run = EagerPiece.first_run
 
     def watched_run(self, args, kwargs):
         self._function = timed(self._function)
         return first_run(self, args, kwargs)
 
-    SplitForward.__init__, EagerPiece.first_run = watched_split, watched_run
+    EagerPiece.first_run = watched_run
 
 
 def host(backend, call):
@@ -115,7 +110,7 @@ def main():
     for size in options.sizes:
         inputs = example_batch({**config.inputs, **config.metadata}, size, size, backend.device)
         call, eager = (lambda i=inputs: runner(**i)), (lambda i=inputs: runner.run_eagerly(padded=False, **i))
-        call(), call(), eager()  # the second call takes the recorded way
+        call(), call(), eager()
         route = runner.route(inputs)
         whole, inside, pieces = host(backend, call)
         queued = statistics.median(backend.time_calls(call, REPEATS, queued=True)[0])

@@ -19,7 +19,6 @@ from cgplan.buffers.static import example_batch
 from cgplan.config import read_config, validate_config
 from cgplan.models.loading import load_model
 from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.segments import SplitForward
 from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
 
@@ -56,18 +55,14 @@ def idling(function):
 
 
 def turn_off_pieces():
-    """Let the eager pieces of both routes idle."""
-    build, first_run = SplitForward.__init__, EagerPiece.first_run
-
-    def built(self, split, runnables, pieces):
-        eager = {piece.name for piece in pieces if piece.eager}
-        build(self, split, {name: idling(r) if name in eager else r for name, r in runnables.items()}, pieces)
+    """Let the eager pieces idle."""
+    first_run = EagerPiece.first_run
 
     def run(self, args, kwargs):
         self._function = idling(self._function)
         return first_run(self, args, kwargs)
 
-    SplitForward.__init__, EagerPiece.first_run = built, run
+    EagerPiece.first_run = run
 
 
 class Layers(torch.nn.Module):

@@ -19,9 +19,9 @@ from cgplan.optimizer.propose import propose
 from cgplan.planning import build_plan
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import load_report
-from cgplan.traffic.files import read_traffic, synthetic_traffic
-from cgplan.traffic.histogram import Batch, Traffic
-from cgplan.traffic.simulation import step_clock
+from cgplan.traffic.files import read_traffic, synthetic_requests
+from cgplan.traffic.histogram import StepShape, Traffic
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -42,8 +42,8 @@ def extreme():
     """The longest search that was found: nothing about it repeats, and no key costs as much as another."""
     most, mib, rng = 8192, 1 << 20, np.random.default_rng(0)
     weights = rng.exponential(size=(2, most)).tolist()
-    seen = {Batch(n, n, True): weights[0][n - 1] for n in range(1, most + 1)}
-    seen |= {Batch(n, n // 2): weights[1][n - 1] for n in range(2, most + 1)}
+    seen = {StepShape(n, n, True): weights[0][n - 1] for n in range(1, most + 1)}
+    seen |= {StepShape(n, n // 2): weights[1][n - 1] for n in range(2, most + 1)}
     points = {FULL: {1: 100, most: 82020}, PIECEWISE: {1: 300, most: 82220}, NONE: {1: 9100, most: 101920}}
     times = StepTimes.measured({(mode, 0): table for mode, table in points.items()}, "made up")
     keys = [
@@ -88,11 +88,9 @@ def main():
             config = config_of(seqs, section)
             costs = MeasuredCosts.from_report(report, config) if report else None
             start = time.perf_counter()
-            clock = step_clock(build_plan(config), times)
-            if section:
-                traffic = synthetic_traffic(config, clock)
-            else:
-                traffic = read_traffic(TRACE, config=config, step_time=clock, speedup=speed)
+            plan = build_plan(config)
+            trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)
+            traffic = simulate(trace, SchedulerBounds.of(plan), step_clock(plan, times))
             simulated = time.perf_counter() - start
             evidence = propose(config, traffic, times, costs).evidence
             planned = time.perf_counter() - start - simulated

@@ -28,8 +28,7 @@ from cgplan.graphs.pools import GraphPool
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan, build_plan
-from cgplan.planning.costs import KeyCost
-from cgplan.planning.plan import Predicted
+from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.reports import CaptureReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
@@ -172,7 +171,7 @@ def test_of_too_many_graphs_those_stay_that_pad_least(most: int, kept: list[int]
     assert f"at most {most} graph{'' if most == 1 else 's'}\n" in str(runner.report)
     if len(kept) < len(SIZES):
         said = " ".join(str(runner.report).partition("left out")[2].split())
-        assert "): max_graphs keeps what pads least" in said
+        assert "): max_graphs keeps the keys that pad least" in said
         assert "not to fit" not in said
     assert budget.stops == ()
     check_numbers(runner)
@@ -320,7 +319,7 @@ def test_predictions_leave_the_largest_out_before_the_start() -> None:
     assert (sizes(budget.left_out), budget.skipped, budget.stops) == ([16], (), ())
     predicted = runner.plan.predicted
     assert predicted is not None
-    assert predicted.cost.total_bytes == runner.report.graph_bytes == budget.memory
+    assert predicted.total_bytes == runner.report.graph_bytes == budget.memory
     check_numbers(runner)
     check_report(runner)
 
@@ -623,7 +622,7 @@ def test_what_a_left_out_key_would_have_brought_is_brought_by_the_next_in_propor
     nothing = restricted(plan, [], config)
     assert (nothing.keys, nothing.capture_sizes) == ((), ())
     assert nothing.predicted is not None
-    assert nothing.predicted.cost.total_bytes == 0
+    assert nothing.predicted.total_bytes == 0
     assert restricted(plan, plan.keys, config) is plan
 
 
@@ -645,7 +644,7 @@ def test_what_is_left_is_predicted_to_fit(graphs: int, memory: int, seconds: flo
     plan = plan.model_copy(update={"predicted": predict(7.0, driver=1000)(plan)})
     part, left_out = fitting(plan, config, free)
     assert part.predicted is not None
-    cost = part.predicted.cost
+    cost = part.predicted
     assert len(part.keys) <= graphs + 1
     assert not part.keys or (cost.total_bytes <= memory + 1 and cost.seconds <= seconds)
     assert not part.keys or free - cost.total_bytes >= 10 * KIB

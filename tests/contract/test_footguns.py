@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import Tally
 from checks import capture as bare
 from torch import Tensor, nn
 
@@ -334,22 +334,17 @@ def branching(x: Tensor) -> Tensor:
 
 @all_ways
 def test_a_branch_on_the_number_of_rows(backend: GraphBackend, way: str) -> None:
-    """Python goes one way at capture, and every replay goes that way. Where each size is captured by itself the branch
-    is right (for the padded size); a model that is traced once for all sizes is refused.
+    """Python goes one way at capture, and every replay goes that way. Each size is captured by itself, and a traced
+    model is traced again where a branch differs: so the branch is right (for the padded size).
     """
     x = full(backend, 1, 8, 2)
     graph, out = bare(backend, lambda: branching(x))
     backend.replay(graph)
     assert not torch.equal(out[:4], branching(x[:4]))
     model = Model(backend, way, branching)
-    if way == "ops":
-        with pytest.raises(CaptureError, match=r"depends on the number of rows .*test_footguns\.py:\d+") as caught:
-            open_runner(backend, model, way)
-        assert "splitting_modules" in caught.value.remedy
-    else:
-        runner = open_runner(backend, model, way)
-        for rows in (8, 4):
-            same(runner(x=x[:rows]), branching(x[:rows]) + 1)
+    runner = open_runner(backend, model, way)
+    for rows in (8, 4):
+        same(runner(x=x[:rows]), branching(x[:rows]) + 1)
 
 
 def test_a_branch_on_what_is_no_tensor(backend: GraphBackend) -> None:
@@ -605,9 +600,9 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     """The model prints a value inside try, and goes on. On a GPU an error of CUDA's makes the capture invalid, one of
     torch's own (a copy to memory that is not pinned) does not; no graph may lack the rest of the block in silence.
     """
-    if what == "method" and backend.device.type == "cuda" and sys.version_info < (3, 12):
-        pytest.skip("Python 3.11 does not tell of errors that are caught")
-    ran = []
+    if what == "method" and backend.device.type == "cuda":
+        pytest.skip("debug mode finds it")
+    ran = Tally()
 
     def shown(x: Tensor) -> Tensor:
         try:
@@ -620,8 +615,6 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     with pytest.raises(CaptureError, match=where):
         open_runner(backend, Model(backend, way, shown), way)
     assert ran[-1] is None or backend.device.type == "cuda", "the forward went on"
-    if sys.version_info >= (3, 12):
-        assert not {"cgplan"} & set(map(sys.monitoring.get_tool, range(6))), "nobody listens any more"
     x = full(backend, 1)
     graph, out = bare(backend, lambda: x * 2)  # the device captures as before
     backend.replay(graph)
@@ -651,7 +644,7 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
 
     def explained(error: CaptureError, found: HostSyncError | None) -> CgplanError:
         key = BatchDescriptor(4)
-        return explain_failure(error, CUDAGraphMode.FULL, key, capturing=True, free=None, find_host_sync=lambda: found)
+        return explain_failure(error, CUDAGraphMode.FULL, key, capturing=True, free=None, host_sync=found)
 
     assert type(explained(invalid, None)) is CaptureError
     named = explained(invalid, found)
@@ -664,7 +657,7 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
 @pytest.mark.parametrize("way", ["full", "ops", "modules"])
 def test_a_capture_in_inference_mode(backend: GraphBackend, way: str) -> None:
     """A buffer made in inference mode can be written to only there, so serving fails with "Inplace update to inference
-    tensor". A runner's buffers can; a traced model is refused outside, because its trace would not hold.
+    tensor". A runner's buffers can.
     """
     x = full(backend, 3)
     with torch.inference_mode():
@@ -675,12 +668,7 @@ def test_a_capture_in_inference_mode(backend: GraphBackend, way: str) -> None:
     with torch.inference_mode():
         runner = open_runner(backend, model, way)
         same(runner(x=x).clone(), x * 2 + 1)
-    if way == "ops":
-        with pytest.raises(CaptureError, match="was traced with") as caught:
-            runner(x=x)
-        assert "inference" in caught.value.remedy
-    else:
-        same(runner(x=x + 1), (x + 1) * 2 + 1)
+    same(runner(x=x + 1), (x + 1) * 2 + 1)
 
 
 @all_ways
@@ -740,8 +728,7 @@ def test_nothing_was_warmed_up(backend: GraphBackend) -> None:
     with pytest.raises((RuntimeError, HostSyncError)):
         bare(backend, lambda: forward(x), warmups=0)
     same(open_runner(backend, lazy())(x=x), x * 2)
-    with pytest.raises(HostSyncError, match="_local_scalar_dense"):
-        open_runner(backend, lazy(), cudagraph_num_of_warmups=0)
+    same(open_runner(backend, lazy(), cudagraph_num_of_warmups=0)(x=x), x * 2)  # the look came before the capture
 
 
 @all_ways

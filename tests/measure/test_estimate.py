@@ -2,76 +2,57 @@
 
 from __future__ import annotations
 
-import gc
-import re
-import time
+import itertools
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checks import MIB, back_at, reserved
-from devices import WithDriver
+import yaml
+from checks import MIB
+from costing import FULL, METADATA, PIECEWISE, WIDE, Chain, config_of, decoder_config, key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
-from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
+from cgplan.backends.tape_pool import TapePool
+from cgplan.cli.main import app
 from cgplan.config import Config, Input, validate_config
-from cgplan.errors import CaptureError, ModelError
-from cgplan.measure.calibrate import bytes_per_node, calibrate
-from cgplan.measure.estimate import estimate
+from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, ModelError
+from cgplan.graphs.wrapper import CUDAGraphWrapper
+from cgplan.measure.estimate import AllocationLog, estimate, fake_tensors
 from cgplan.models.decoder import build
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning import Plan, build_plan
+from cgplan.piecewise.breaks import eager_break_during_capture
+from cgplan.planning import build_plan
 from cgplan.planning.costs import static_bytes
-from cgplan.planning.plan import Predicted
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.estimated import NODE_BYTES, EstimatedCosts, Recording
-from cgplan.pricing.measured import MeasuredCosts
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
-
-FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-WIDE = 128 * 1024  # elements of a row; in float32 half a MiB
-
-
-def config_of(sizes: list[int], shape: Any = ("num_tokens", WIDE), **compilation: Any) -> Config:
-    inputs = {"x": {"shape": list(shape), "dtype": "float32", "pad": 0}}
-    return validate_config(
-        {
-            "inputs": inputs,
-            "compilation": {"cudagraph_capture_sizes": sizes, **compilation},
-            "scheduler": {"max_num_seqs": 64},
-        }
-    )
 
 
 def estimated(model: Callable[..., Any], config: Config) -> EstimatedCosts:
     return estimate(config, model, build_plan(config))
 
 
-def key(num_tokens: int, mode: CUDAGraphMode = FULL) -> Any:
-    return mode, BatchDescriptor(num_tokens, num_tokens)
+# --- the allocation log ---------------------------------------------------------------------------------------
 
 
-# --- what a tape tells of its allocations ---------------------------------------------------------------------
-
-
-def logged(forward: Callable[[], Any]) -> list[Allocation]:
-    """What a forward takes from a fresh pool, and gives back, with its output dropped at the end."""
-    backend = TapeBackend()
-    pool = backend.new_pool()
-    log = backend.log_allocations(pool)
-    graph = backend.new_graph(pool)
-    with backend.session(), torch.no_grad(), backend.capturing(graph):
-        forward()
+def logged(forward: Callable[[], Any]) -> AllocationLog:
+    """What a forward takes and gives back, with its output dropped at the end."""
+    with fake_tensors() as fake, torch.no_grad():
+        log = AllocationLog(fake)
+        log.run("full", forward, {}, None)
     return log
 
 
-def test_a_tape_logs_operators_results_at_their_sizes() -> None:
+def test_results_of_operators_are_logged_at_their_sizes() -> None:
     x = torch.zeros(8)
 
     def forward() -> Tensor:
@@ -81,39 +62,32 @@ def test_a_tape_logs_operators_results_at_their_sizes() -> None:
         return z.half()  # 8, while z lives
 
     log = logged(forward)
-    assert [event.nbytes for event in log] == [64, 32, None, 8, None, None]
-    first, second = log[0].block, log[1].block
-    assert (log[2].block, log[4].block) == (first, second)
-    assert {event.inside for event in log} == {""}
+    assert [event.nbytes for event in log.events] == [64, 32, None, 8, None, None]
+    first, second = log.events[0].block, log.events[1].block
+    assert (log.events[2].block, log.events[4].block) == (first, second)
+    assert {event.inside for event in log.events} == {""}
+    assert log.operators == 3
 
 
-def test_results_that_share_memory_are_one_block() -> None:
+def test_views_of_weights_and_results_that_share_memory_take_nothing() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    log = logged(lambda: weight.t()[0].view(2, 2))
+    assert (log.events, log.operators) == ([], 0)
     log = logged(lambda: torch.zeros(16).chunk(4)[1] + 1)
-    assert [event.nbytes for event in log if event.nbytes is not None] == [64, 16]
+    assert [event.nbytes for event in log.events if event.nbytes is not None] == [64, 16]
 
 
-def test_nobody_asked_no_log() -> None:
-    backend = TapeBackend()
-    pool = backend.new_pool()
-    assert pool.log is None
-    assert backend.log_allocations(pool) is backend.log_allocations(pool)
-
-
-def test_other_devices_do_not_tell() -> None:
-    assert GraphBackend.log_allocations(TapeBackend(), object()) is None
-
-
-def test_what_an_operator_with_python_code_does_inside_is_marked() -> None:
+def test_temporaries_of_an_operator_with_python_code_are_marked() -> None:
     library = torch.library.Library("cgplan_tests_estimate", "FRAGMENT")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: (x.double() + 1).float(), "CPU")
     x = torch.zeros(8)
     log = logged(lambda: torch.ops.cgplan_tests_estimate.twice(x) + 1)
     name = "cgplan_tests_estimate::twice"
-    assert [(e.nbytes, e.inside) for e in log] == [
+    assert [(e.nbytes, e.inside) for e in log.events] == [
         (64, name), (64, name), (None, name), (32, name), (None, name), (32, ""), (None, ""), (None, ""),
     ]  # fmt: skip
-    recording = Recording.of(key(8), 4, log)
+    recording = Recording.of(key(8), 4, log.events)
     assert [event.nbytes for event in recording.events] == [32, 32, None, None]  # the result of ``twice`` stays
     assert (recording.hidden_bytes, recording.hidden_in) == (128, (name,))
 
@@ -151,19 +125,6 @@ def test_where_two_recordings_differ_bytes_are_in_proportion() -> None:
 # --- pools, worked out by hand --------------------------------------------------------------------------------
 
 
-class Chain(nn.Module):
-    """Each layer makes a tensor of half a MiB a row; two live at a time."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.layers):
-            x = x + 1
-        return x
-
-
 @pytest.mark.parametrize(
     ("rows", "pool"),
     [
@@ -192,13 +153,6 @@ def test_a_size_that_was_not_recorded_costs_what_it_does_when_it_is(layers: int,
         assert between._worked_out((FULL, False), rows) == itself._worked_out((FULL, False), rows)
 
 
-def test_pools_grow_with_the_size() -> None:
-    costs = estimated(Chain(3), config_of([2, 64]))
-    found = [costs.pool_bytes(FULL, rows) for rows in range(1, 200)]
-    assert found == sorted(found)
-    assert found[-1] > found[63]
-
-
 def test_what_was_not_recorded_is_priced_as_what_was() -> None:
     costs = estimated(Chain(3), config_of([2, 64]))
     full, piecewise = ((mode, BatchDescriptor(8, 8, False)) for mode in (FULL, PIECEWISE))
@@ -214,21 +168,6 @@ def test_the_estimate_says_what_it_is() -> None:
     for words in ("2 keys recorded on the CPU", "2 KiB of driver memory", "32 MiB of cuBLAS workspace", "not seen"):
         assert words in costs.source
     assert "left out" not in costs.source
-
-
-def test_seconds_follow_from_what_the_estimate_says() -> None:
-    config = config_of([2, 4, 8])
-    config = config.model_copy(
-        update={"compilation": config.compilation.model_copy(update={"cudagraph_num_of_warmups": 3})}
-    )
-    costs = estimated(Chain(3), config)
-    key = FULL, BatchDescriptor(8, 8, False)
-    said = re.search(r"(\d+) us of capture and (\d+) us of each warm-up \((\d+)\)", costs.source)
-    assert said is not None
-    capture, warmup, number = map(int, said.groups())
-    operators = costs.driver_bytes(key) / NODE_BYTES
-    assert costs.seconds(key) == pytest.approx(operators * (capture + warmup * number) * 1e-6)
-    assert number == 3
 
 
 def test_nodes_are_stood_in_for_by_operators() -> None:
@@ -278,50 +217,114 @@ def test_inductor_is_recorded_as_traced() -> None:
 
 # --- a whole model --------------------------------------------------------------------------------------------
 
-METADATA = {
-    "slot_mapping": {"shape": ["num_tokens"], "dtype": "int64", "pad": -1},
-    "block_tables": {"shape": ["num_reqs", 4], "dtype": "int32", "pad": 0},
-    "seq_lens": {"shape": ["num_reqs"], "dtype": "int32", "pad": 0},
-    "query_start_loc": {"shape": ["num_reqs + 1"], "dtype": "int32", "pad": "last"},
-}
 
-
-def decoder_config(mode: str, sizes: list[int], **sections: Any) -> Config:
-    tokens = {"shape": ["num_tokens"], "dtype": "int64", "pad": 0}
-    return validate_config(
-        {
-            "inputs": {"input_ids": tokens, "positions": tokens},
-            "metadata": METADATA,
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes},
-            "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 64},
-            **sections,
-        }
-    )
-
-
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estimated(mode: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"splitting_modules": ["layers.*.self_attn"]}], ids=["ops", "modules"])
+def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estimated(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every key of the plan, recorded in capture order into one pool, against the estimate from a few of them."""
-    model, config = build(num_layers=2, num_blocks=16), decoder_config(mode, [1, 2, 4, 8, 16, 32, 64])
+    model, config = build(num_layers=2, num_blocks=16), decoder_config("PIECEWISE", [1, 2, 4, 8, 16, 32, 64])
+    config = config.model_copy(update={"compilation": config.compilation.model_copy(update=options)})
     plan = build_plan(config)
-    costs = estimate(config, model, plan)
-    backend, pools = TapeBackend(), list[list[Allocation]]()
-    new_pool = backend.new_pool
+    costs, log, take, numbers = estimate(config, model, plan), list[Allocation](), TapePool.take, itertools.count()
 
-    def logging_pool() -> Any:
-        pool = new_pool()
-        pools.append(backend.log_allocations(pool))
-        return pool
+    def logging(pool: TapePool, nbytes: int) -> torch.UntypedStorage:
+        storage, number = take(pool, nbytes), next(numbers)
+        log.append(Allocation(number, nbytes))
+        weakref.finalize(storage, lambda: log.append(Allocation(number, None)))
+        return storage
 
-    backend.new_pool = logging_pool  # type: ignore[method-assign]
-    runner = CaptureSession(plan, model, backend, config).run()
+    monkeypatch.setattr(TapePool, "take", logging)
+    runner = CaptureSession(plan, model, TapeBackend(), config).run()
     pool = CachingPool()
-    pool.run(Recording.of(plan.keys[0], 0, pools[0]).events)
+    pool.run(log)
     found = costs.of(plan.keys)
     assert sum(k.pool_bytes for k in found.keys) == pool.reserved
     assert sum(k.driver_bytes for k in found.keys) == NODE_BYTES * sum(r.nodes or 0 for r in runner.report.records)
     assert found.static_bytes == runner.report.static_bytes
-    assert "cgplan::attention" in costs.source if mode == "FULL" else True
+
+
+@pytest.mark.parametrize(("mode", "pool_mib", "operators"), [("FULL", 2, 1050), ("FULL_AND_PIECEWISE", 2, 1444)])
+def test_a_decoder_costs_what_it_did_when_forwards_were_recorded_on_a_tape(
+    mode: str, pool_mib: int, operators: int
+) -> None:
+    config = decoder_config(mode, [1, 2, 4, 8, 16, 32, 64])
+    plan = build_plan(config)
+    costs = estimate(config, build(num_layers=2, num_blocks=16), plan)
+    found = costs.of(plan.keys)
+    assert sum(k.pool_bytes for k in found.keys) == pool_mib * MIB
+    assert sum(k.driver_bytes for k in found.keys) == NODE_BYTES * operators
+    assert "cgplan::attention" in costs.source, "whose temporaries are left out"
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_a_model_without_memory_is_estimated_alike(mode: str) -> None:
+    config = decoder_config(mode, [4, 16])
+    plan, shape = build_plan(config), {"num_layers": 2, "vocab_size": 4096, "hidden_size": 256}
+    usual = estimate(config, build(**shape, num_blocks=64), plan).of(plan.keys)
+    with fake_tensors():
+        model = build(**shape, num_blocks=1 << 30).to(torch.float32)  # terabytes
+        assert estimate(config, model, plan).of(plan.keys) == usual
+
+
+def test_real_weights_and_caches_stay_as_they_are() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    model = Counts()
+    estimated(model, config_of([2, 4]))
+    assert model.count == 0
+
+
+def test_wrapped_segments_alone_are_logged() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.segment = CUDAGraphWrapper(lambda x: x + 1, PIECEWISE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.segment(x * 2) * 3
+
+    costs = estimated(Wrapped(), config_of([2, 8], cudagraph_mode="PIECEWISE", piecewise="wrappers"))
+    assert costs.driver_bytes(key(8, PIECEWISE)) == NODE_BYTES
+
+
+def test_functions_that_break_a_capture_are_eager_pieces() -> None:
+    @eager_break_during_capture
+    def middle(x: Tensor) -> Tensor:
+        return (x * 2).exp() - 1
+
+    costs = estimated(lambda x: middle(x + 1) * 3, config_of([2, 8], cudagraph_mode="PIECEWISE"))
+    assert costs.driver_bytes(key(8, PIECEWISE)) == 2 * NODE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("forward", "error", "words"),
+    [
+        (lambda x: x * x.sum().item(), HostSyncError, "needs the host"),
+        (lambda x: x * x.cpu(), HostSyncError, r"Tensor.cpu\(\) needs the host"),
+        (lambda x: torch.ops.cgplan_tests_estimate.unknown(x), ModelError, "unknown"),
+    ],
+)
+def test_forwards_that_cannot_be_estimated(forward: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        estimated(forward, config_of([2, 4]))
+
+
+def test_an_eager_piece_that_reads_values_is_an_error_with_a_remedy() -> None:
+    @eager_break_during_capture
+    def piece(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    with pytest.raises(CaptureError, match="without values of tensors") as caught:
+        estimated(lambda x: piece(x + 1) * 3, config_of([2, 8], cudagraph_mode="PIECEWISE"))
+    assert "--costs measure" in str(caught.value.remedy)
 
 
 def test_a_decoder_with_adapters_costs_more_with_them() -> None:
@@ -335,170 +338,6 @@ def test_a_decoder_with_adapters_costs_more_with_them() -> None:
     assert 0 < without < with_them
 
 
-# --- the driver's chunks --------------------------------------------------------------------------------------
-
-
-def readings(rate: float, nodes: int, chunk: int, room: float, times: int) -> list[tuple[int, int]]:
-    used = [-room + rate * nodes * (i + 1) for i in range(times)]
-    return [(nodes * (i + 1), max(-(-int(u) // chunk) * chunk, 0)) for i, u in enumerate(used)]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.floats(300, 3000), st.integers(20, 2000), st.sampled_from([1 << 16, 1 << 21]), st.floats(0, 2))
-def test_bytes_of_a_node_are_found_in_spite_of_chunks(rate: float, nodes: int, chunk: int, room: float) -> None:
-    enough = int((room + 6) * chunk / (rate * nodes)) + 16
-    found = bytes_per_node(readings(rate, nodes, chunk, room * chunk, enough))
-    span = rate * nodes * enough - room * chunk - 2 * chunk  # of what the readings tell, at least
-    assert abs(found - rate) <= rate * 1.1 * chunk / span + 1
-
-
-def test_without_a_chunk_nothing_is_known_and_nothing_counted() -> None:
-    assert bytes_per_node([(10, 0), (20, 0)]) == 0
-    assert bytes_per_node([]) == 0
-
-
-def test_with_few_chunks_another_gpus_figure_decides() -> None:
-    assert bytes_per_node([(100, 0), (200, MIB)]) == NODE_BYTES
-    one_chunk = [(1000 * i, MIB) for i in range(1, 11)]
-    assert bytes_per_node(one_chunk) == pytest.approx(MIB / 9000)  # 9,000 nodes fitted in: no more than that
-
-
-def test_chunks_of_several_sizes_give_the_average() -> None:
-    assert bytes_per_node([(1, 100), (2, 110), (3, 800), (4, 810), (5, 1500)]) == pytest.approx(1400 / 4)
-
-
-# --- calibration ----------------------------------------------------------------------------------------------
-
-
-def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
-    return plan.model_copy(
-        update={"predicted": Predicted.of(costs.of(plan.keys), source=costs.source, estimated=costs.estimated)}
-    )
-
-
-@pytest.mark.parametrize("chunk", [1, 4096, 100_000])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_calibrated_costs_predict_the_whole_ladder(chunk: int, keeps: bool) -> None:
-    device = WithDriver(rate=1500, chunk=chunk, keeps=keeps, workspace=3 * MIB)
-    config = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024))
-    plan, model = build_plan(config), Chain(40)
-    costs = calibrate(config, model, device, plan)
-    assert costs.workspace_bytes == pytest.approx(3 * MIB, abs=16 * 1024 * 4)
-    assert costs.bytes_per_node[FULL] == pytest.approx(1500, abs=0.5 + 0.05 * chunk / 40)
-    fresh = WithDriver(rate=1500, chunk=chunk, workspace=3 * MIB)
-    report = CaptureSession(predicted_plan(plan, costs), model, fresh, config).run().report
-    cost = costs.of(plan.keys)
-    assert sum(k.pool_bytes for k in cost.keys) == report.pool_bytes
-    assert cost.static_bytes == report.static_bytes
-    assert cost.total_bytes == pytest.approx(report.graph_bytes, abs=chunk + 0.05 * report.graph_bytes)
-    assert "measured on" in str(report)
-
-
-@pytest.mark.parametrize("by", ["calibration", "report"])
-@pytest.mark.parametrize("sizes", [[1], [3], [6], [12], [1, 8], [2, 4, 12]])
-def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(sizes: list[int], by: str) -> None:
-    """Those of a plan's sizes that were measured tell what each of the others would cost by itself."""
-    whole, model, device = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024)), Chain(40), TapeBackend()
-    plan = build_plan(whole)
-    if by == "report":
-        costs = MeasuredCosts.from_report(CaptureSession(plan, model, device, whole).run().report, whole)
-    else:
-        costs = calibrate(whole, model, device, plan)
-    config = config_of(sizes, ("num_tokens", 1024))
-    part = build_plan(config)
-    found = CaptureSession(part, model, TapeBackend(), config).run().report.pool_bytes
-    assert sum(cost.pool_bytes for cost in costs.of(part.keys).keys) == pytest.approx(found, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("mode", "compilation"),
-    [
-        ("FULL", {}),
-        ("FULL_AND_PIECEWISE", {}),
-        ("PIECEWISE", {"piecewise": "modules", "splitting_modules": ["layers.*.self_attn"]}),
-    ],
-)
-def test_calibration_gives_everything_back(mode: str, compilation: dict[str, Any]) -> None:
-    device, model = WithDriver(chunk=1000), build(num_layers=2, num_blocks=16)
-    config = decoder_config(mode, [1, 2, 4, 8, 16, 32])
-    config = config.model_copy(update={"compilation": config.compilation.model_copy(update=compilation)})
-    plan = build_plan(config)
-    before = reserved(device)
-    costs = calibrate(config, model, device, plan)
-    gc.collect()
-    assert reserved(device) == before
-    assert (device.nodes, device.taken) == (0, 0)
-    assert set(costs.bytes_per_node) == {m for m, _ in plan.keys}
-    assert costs.of(plan.keys).total_bytes > 0
-    runner = CaptureSession(plan, model, device, config).run()  # and the model can still be captured
-    assert len(runner.report.records) == len(plan.keys)
-
-
-def test_each_modes_nodes_have_their_own_bytes() -> None:
-    """Graphs of few nodes cost more for each: there are more of them."""
-
-    class Device(WithDriver):
-        def end(self, graph: Any) -> None:
-            super().end(graph)
-            self._count(20)
-
-        def reset(self, graph: Any) -> None:
-            if graph.steps is not None:
-                self._count(-20)
-            super().reset(graph)
-
-    device = Device(rate=100, chunk=1)
-    config = decoder_config("FULL_AND_PIECEWISE", [4, 16])
-    costs = calibrate(config, build(num_layers=4, num_blocks=16), device, build_plan(config))
-    assert costs.bytes_per_node[PIECEWISE] > 1.3 * costs.bytes_per_node[FULL] > 100
-
-
-def test_what_is_spent_once_is_known_apart() -> None:
-    calls: list[int] = []
-
-    def model(x: Tensor) -> Tensor:
-        calls.append(len(x))
-        if len(calls) == 1:
-            time.sleep(1)  # a trace, say
-        return x + 1
-
-    config = config_of([2, 4], ("num_tokens", 8))
-    costs = calibrate(config, model, TapeBackend(), build_plan(config))
-    assert costs.once_seconds > 0.9
-    assert costs.seconds(key(4)) < 0.5, "of a capture, a millisecond on an idle machine"
-    assert costs.of(build_plan(config).keys).keys[1].seconds < costs.once_seconds
-
-
-def test_without_a_driver_there_is_no_driver_memory() -> None:
-    config = config_of([2, 4], ("num_tokens", 8))
-    costs = calibrate(config, Chain(3), TapeBackend(), build_plan(config))
-    assert (costs.driver_bytes(key(4)), costs.workspace_bytes) == (0, 0)
-
-
-def test_a_calibration_that_fails_gives_everything_back() -> None:
-    device = WithDriver()
-    before = reserved(device)
-
-    def model(x: Tensor) -> Tensor:
-        return x * x.sum().item() if len(x) == 2 else x + 1
-
-    config = config_of([2, 4, 8], ("num_tokens", 8))
-    with pytest.raises(CaptureError, match="needs the host"):
-        calibrate(config, model, device, build_plan(config))
-    gc.collect()
-    assert back_at(device, before)
-    assert device.nodes == 0
-
-
-def test_a_report_predicts_what_a_calibration_does() -> None:
-    device, model = WithDriver(rate=1500, chunk=1), Chain(10)
-    config = config_of([1, 2, 4, 8], ("num_tokens", 1024))
-    plan = build_plan(config)
-    report = CaptureSession(plan, model, device, config).run().report
-    saved, live = MeasuredCosts.from_report(report, config), calibrate(config, model, WithDriver(1500, 1), plan)
-    assert saved.of(plan.keys).total_bytes == report.graph_bytes == live.of(plan.keys).total_bytes
-
-
 def test_a_larger_size_is_never_estimated_to_need_less() -> None:
     """A block just below 10 MiB takes a segment of 20, a larger one only itself; a search relies on the order."""
     inputs = {"x": Input(shape=("num_tokens", 1024), dtype="float32", pad=0)}
@@ -507,3 +346,42 @@ def test_a_larger_size_is_never_estimated_to_need_less() -> None:
     costs = estimate(config, lambda x: x + 1, build_plan(config))
     pools = [costs.pool_bytes(CUDAGraphMode.FULL, size) for size in range(1, 4000, 13)]
     assert pools == sorted(pools)
+
+
+# --- on the command line --------------------------------------------------------------------------------------
+
+BUILDS = """
+import torch
+
+class Plus(torch.nn.Linear):
+    def __init__(self, what):
+        super().__init__(4, 4)
+        if what == "too large":
+            raise MemoryError("no more")
+        if what == "reads values":
+            self.scales = [scale.item() for scale in torch.linspace(1, 2, 3)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("fits", 0, "on tensors without memory"),
+        ("reads values", 0, "built with memory for its weights; without, building fails: aten._local_scalar_dense"),
+        ("too large", CaptureMemoryError.exit_code, "the model does not fit into this machine's memory"),
+    ],
+)
+def test_a_model_is_built_without_memory_if_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int, words: str
+) -> None:
+    (tmp_path / "models.py").write_text(BUILDS)
+    config = {
+        "model": {"target": "models.py:Plus", "kwargs": {"what": what}},
+        "inputs": {"input": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+        "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [8, 16]},
+    }
+    (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["inspect", "--config", "it.yaml", "--costs", "estimate"])
+    assert result.exit_code == code, result.output
+    assert words in result.stderr.replace("\n", " ")

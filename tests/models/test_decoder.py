@@ -325,23 +325,9 @@ def test_lora_without_adapters_is_the_base_model() -> None:
     assert torch.equal(run(model, batch), expected)  # has_lora is False: the branch is skipped
 
 
-def test_mixed_adapters_equal_a_loop_over_requests() -> None:
-    model = build(**SMALL, max_loras=3, lora_rank=4)
-    queries, adapters = [3, 2, 4, 1], [0, 2, -1, 1]
-    batch = example_batch(model, [0] * 4, queries)
-    ids = [adapter for adapter, count in zip(adapters, queries, strict=True) for _ in range(count)]
-    together, base, start = lora_run(model, batch, ids), run(model, batch), 0
-    for count, adapter in zip(queries, adapters, strict=True):
-        rows = slice(start, start + count)
-        alone = example_batch(model, [0], [count])._replace(input_ids=batch.input_ids[rows])
-        torch.testing.assert_close(together[rows], lora_run(model, alone, [adapter] * count))
-        assert torch.allclose(together[rows], base[rows], atol=1e-3) == (adapter == -1)
-        start += count
-
-
 def merged(model: Decoder, slot: int) -> Decoder:
     """The decoder without LoRA whose weights have the slot's adapter in them; slot -1: none."""
-    other = build(**{**vars(model.config), "max_loras": 0}).to(model.norm.weight.dtype)
+    other = build(**{**model.config.model_dump(), "max_loras": 0}).to(model.norm.weight.dtype)
     other.load_state_dict(model.state_dict())
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
     for name, projection in adapted.items() if slot >= 0 else ():
@@ -514,7 +500,8 @@ def test_lora_mistakes() -> None:
         ({"num_layers": 0}, "num_layers is 0"),
         ({"max_loras": -1}, "max_loras is -1"),
         ({"num_heads": 4, "num_kv_heads": 3}, "does not divide"),
-        ({"head_dim": 5}, "is odd"),
+        ({"head_dim": 5}, "head_dim is 5"),
+        ({"seed": -1}, "seed is -1"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
     ],
 )

@@ -23,7 +23,8 @@ from cgplan.optimizer.lint import (
     wide_steps,
 )
 from cgplan.planning import Plan, build_plan
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

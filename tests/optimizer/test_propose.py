@@ -27,12 +27,12 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import PlanDifference, compare
 from cgplan.planning.plan import Lane
 from cgplan.reports import render_text
-from cgplan.reports.evidence_tables import render_evidence
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.traffic.files import read_traffic
-from cgplan.traffic.histogram import Batch, Traffic
-from cgplan.traffic.simulation import step_clock
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -164,7 +164,7 @@ def test_what_could_not_be_captured_is_told() -> None:
     assert compare(after.plan, before.plan).failed == ()
     shown = plain_text(render_difference(difference, "old", "new"))
     assert "left out  FULL 4, 6: HostSyncError: aten::item" in shown
-    assert "FULL 4, 6  HostSyncError: aten::item" in plain_text(render_evidence(after.evidence))
+    assert "FULL 4, 6  HostSyncError: aten::item" in render_text(after.evidence)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_proposed_plan_is_a_plan() -> None:
     assert [mode for mode, _ in plan.keys] == sorted((mode for mode, _ in plan.keys), key=lambda m: m is FULL)
     assert all(key.num_tokens == 2 * (key.num_reqs or 0) for mode, key in plan.keys if mode is FULL)
     assert plan.predicted is not None
-    assert plan.predicted.cost == COSTS.of(plan.keys)
+    assert plan.predicted == COSTS.of(plan.keys)
     assert plan.predicted.source == COSTS.source
     again = Plan.from_json(plan.model_dump_json())
     assert again == plan
@@ -663,7 +663,8 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs(seqs: int, most: int) ->
     """Azure's code trace of 2023: the vllm ladder's step time with a third of its graphs, and nothing to gain in it."""
     config = config_of(seqs=seqs, tokens=8192)
     times = StepTimes.default()
-    seen = read_traffic(TRACE, config=config, step_time=step_clock(build_plan(config), times))
+    plan = build_plan(config)
+    seen = simulate(read_traffic(TRACE, plan), SchedulerBounds.of(plan), step_clock(plan, times))
     evidence = propose(config, seen, times).evidence
     vllm = ladder(evidence, "vllm")
     assert vllm.graphs == most

@@ -20,7 +20,8 @@ from cgplan.optimizer.search import Chosen, Limits, Search, best_plan
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -2,92 +2,46 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
-import inspect
-import pickle
 import random
-import re
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import same
+from pieces import Boom, add_in_place, capture, doubled, explode, kinds, nothing, randn
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import cgplan
-from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.context import current_forward_context, forward_context, get_forward_context
-from cgplan.backends.host_sync import Onlooker, find_host_sync, is_probing
-from cgplan.captures.failures import drop_locals
-from cgplan.config import Config, Input, validate_config
-from cgplan.errors import (
-    AddressError,
+from cgplan import (
+    BatchDescriptor,
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
     CaptureError,
     CgplanError,
-    ConfigError,
+    CUDAGraphMode,
+    CUDAGraphOptions,
     HostSyncError,
-    ModelError,
-    SealedError,
+    eager_break_during_capture,
+    forward_context,
+    get_forward_context,
+    in_breakable_capture,
 )
-from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
-from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, Segment
-from cgplan.piecewise.breaks import eager_break_during_capture
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.context import current_forward_context
+from cgplan.captures.failures import drop_locals
+from cgplan.graphs.pools import GraphPool
+from cgplan.piecewise import breakable
+from cgplan.piecewise.breakable import Segment
 from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.modules import BreakableCUDAGraphWrapper, break_at_modules
-from cgplan.planning import build_plan
-from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureSession, describe_split
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-MIB = 1 << 20
-
-
-def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
-    """(capture, output) of a forward, warmed up as a session does."""
-    with backend.session(), torch.no_grad():
-        forward()
-        with BreakableCUDAGraphCapture(backend, backend.new_pool() if pool is None else pool) as made:
-            output = forward()
-    return made, output
-
-
-def randn(backend: GraphBackend, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(backend.device)
-
-
-def kinds(made: BreakableCUDAGraphCapture) -> str:
-    return "".join("S" if isinstance(item, Segment) else "e" for item in made.segments)
-
-
-# --- replay equals eager --------------------------------------------------------------------------------------
-
-
-@eager_break_during_capture
-def doubled(x: Tensor) -> Tensor:
-    """Through the host, so that inside a segment it would be an error."""
-    return torch.tensor(x.tolist(), device=x.device) * 2
-
-
-@eager_break_during_capture
-def add_in_place(x: Tensor, value: float = 1.0) -> None:
-    x.add_(len(x.tolist()) * value)
-
-
-@eager_break_during_capture
-def add_and_return(x: Tensor) -> Tensor:
-    return x.add_(len(x.tolist()))
 
 
 @eager_break_during_capture
@@ -128,11 +82,6 @@ def pop_all(given: list[Tensor], *, more: dict[str, Any]) -> Tensor:
 
 
 @eager_break_during_capture
-def nothing(*_: Any) -> None:
-    """Only a break."""
-
-
-@eager_break_during_capture
 def last_column(x: Tensor) -> Tensor:
     return doubled(x)[:, -1]
 
@@ -166,7 +115,7 @@ def in_place(x: Tensor) -> Any:
 
 @case("SeSeS")
 def in_place_and_returned(x: Tensor) -> Any:
-    return add_and_return(add_and_return(x * 3) * 2) * 2
+    return add_in_place(add_in_place(x * 3) * 2) * 2
 
 
 @case("SeS")
@@ -415,14 +364,6 @@ def test_random_numbers_are_those_of_eager_calls(backend: GraphBackend) -> None:
             same(output, wanted)
 
 
-def test_the_decorator_keeps_the_function(backend: GraphBackend) -> None:
-    assert str(inspect.signature(add_in_place)) == "(x: 'Tensor', value: 'float' = 1.0) -> 'None'"
-    assert (doubled.__name__, doubled.__doc__) == ("doubled", doubled.__wrapped__.__doc__)
-    assert Counting.step.__qualname__ == "Counting.step"
-    x = randn(backend, 2, 3)
-    same(doubled(x), x * 2)
-
-
 def test_inference_mode_and_grad_mode_are_those_of_the_capture(backend: GraphBackend) -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -458,9 +399,6 @@ def test_inference_mode_and_grad_mode_are_those_of_the_capture(backend: GraphBac
     assert not output.requires_grad
 
 
-# --- the capture object ---------------------------------------------------------------------------------------
-
-
 def test_add_eager_without_a_decorator(backend: GraphBackend) -> None:
     x = randn(backend, 2, 3)
     with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
@@ -478,37 +416,93 @@ def test_add_eager_without_a_decorator(backend: GraphBackend) -> None:
     same(y, x * 2 + 1)
 
 
-def two_captures(backend: GraphBackend, pool: Any) -> None:
-    with BreakableCUDAGraphCapture(backend, pool), BreakableCUDAGraphCapture(backend, pool):
-        pass
-
-
-def test_one_capture_at_a_time_in_each_thread(backend: GraphBackend) -> None:
+def test_a_capture_inside_another_one_is_refused(backend: GraphBackend) -> None:
     x, pool = randn(backend, 2, 3), backend.new_pool()
-    seen: list[Any] = []
 
-    def elsewhere() -> None:
-        seen.append(doubled(x))  # no capture is active in this thread
-
-    with backend.session(), torch.no_grad():
-        with pytest.raises(CaptureError, match="inside another one") as caught:
-            two_captures(backend, pool)
-        assert __file__ in caught.value.message
-
-        def nested(h: Tensor) -> Tensor:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-            with pytest.raises(CaptureError, match="inside another one"), BreakableCUDAGraphCapture(backend, pool):
+    def nested(h: Tensor) -> Tensor:
+        if in_breakable_capture():
+            with pytest.raises(CaptureError, match="inside another one") as caught, BreakableCUDAGraphCapture(backend):
                 pass
+            assert __file__ in caught.value.message
             with pytest.raises(CaptureError, match="outside of a segment"):
-                again.add_eager(doubled, h)
-            return h + 1
+                made.add_eager(doubled, h)
+        return h + 1
 
-        with BreakableCUDAGraphCapture(backend, pool) as again:
-            y = again.add_eager(nested, x * 2)
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, pool) as made:
+        y = made.add_eager(nested, x * 2)
+        with pytest.raises(CaptureError, match="inside another one"), BreakableCUDAGraphCapture(backend, pool):
+            pass
+        z = y * 2
+    x.add_(1)
+    made.replay()
+    same(z, (x * 2 + 1) * 2)
+
+
+def test_captures_in_two_threads_take_turns(backend: GraphBackend) -> None:
+    """A thread that captures waits for the capture of another one; without a capture it is not held up."""
+    x, pool, seen = randn(backend, 2, 3), backend.new_pool(), list[Any]()
+
+    def capture_too() -> None:
+        seen.append((in_breakable_capture(), doubled(x)))
+        with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as other:
+            y = doubled(x * 3) + 1
+        other.replay()
+        seen.append(y.clone())
+
+    thread = threading.Thread(target=capture_too)
+
+    def start(h: Tensor) -> Tensor:
+        thread.start()
+        thread.join(0.3)
+        return h + 1
+
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, pool) as made:
+        assert in_breakable_capture()
+        y = made.add_eager(start, x * 2)
+        assert thread.is_alive()
+    assert not in_breakable_capture()
+    thread.join()
     same(y, x * 2 + 1)
-    same(seen, [x * 2])
+    same(seen, [(False, x * 2), x * 6 + 1])
+
+
+def test_a_piece_that_waits_for_a_capture_in_another_thread(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakable, "PATIENCE", 0.1)
+    x, failures = randn(backend, 2, 3), list[CaptureError]()
+
+    def capture_too() -> None:
+        try:
+            with BreakableCUDAGraphCapture(backend):
+                pass
+        except CaptureError as error:
+            failures.append(error)
+
+    def wait(h: Tensor) -> Tensor:
+        thread = threading.Thread(target=capture_too)
+        thread.start()
+        thread.join()
+        return h + 1
+
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend) as made:
+        y = made.add_eager(wait, x * 2)
+    same(y, x * 2 + 1)
+    assert "of another thread is still open" in failures[0].message
+
+
+def test_the_pool_tells_the_backend(backend: GraphBackend) -> None:
+    x, pool = randn(backend, 2, 3), GraphPool(backend)
+    for given in ({"pool": backend.new_pool()}, {"pool": pool}, {"backend": backend}):
+        with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(**given) as made:
+            assert in_breakable_capture()
+            y = doubled(x * 2) + 1
+        made.replay()
+        same(y, x * 4 + 1)
+    assert not in_breakable_capture()
+    assert pool.nbytes > 0
+    with pytest.raises(CgplanError, match="the backend of the pool 3 is not known"):
+        BreakableCUDAGraphCapture(pool=3)
 
 
 def test_a_capture_is_used_once_and_replays_until_it_is_reset(backend: GraphBackend) -> None:
@@ -570,17 +564,6 @@ def test_empty_segments_keep_no_graph(backend: GraphBackend) -> None:
     del y
     backend.release_cached()
     assert backend.pool_bytes(pool) == 0
-
-
-# --- what goes wrong ------------------------------------------------------------------------------------------
-
-
-class Boom(Exception):
-    pass
-
-
-def explode(*_: Any) -> None:
-    raise Boom
 
 
 def fails_in_the_first_segment(x: Tensor) -> Any:
@@ -664,21 +647,6 @@ def test_the_host_is_refused_in_a_segment_after_a_piece() -> None:
     same(y, x * 4)
 
 
-def test_the_search_for_a_host_operator_passes_over_pieces() -> None:
-    """On CUDA the driver says only that something needs the host; a second run, which looks for it, names it."""
-    x = torch.ones(4, 6)
-
-    def forward() -> None:
-        h = view_of_argument(x * 2)  # .item() inside
-        h.nonzero()  # this one
-
-    found = find_host_sync(forward, torch.device("cpu"))
-    assert found is not None
-    assert "aten::nonzero" in found.message
-    assert "# this one" in found.message
-    assert find_host_sync(lambda: x.nonzero(), torch.device("cpu")) is not None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_side_stream_must_be_joined_before_a_break(at_the_end: bool) -> None:
@@ -709,318 +677,23 @@ def test_a_side_stream_must_be_joined_before_a_break(at_the_end: bool) -> None:
     same(y, x * (6 if at_the_end else 12))
 
 
-class Changing:
-    """A piece that returns what it is told to."""
-
-    result: Any = None
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.result(x) if callable(self.result) else self.result
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "said"),
-    [
-        (
-            lambda x: x * 2,
-            lambda x: x[:1] * 2,
-            r"a tensor of shape \[1, 3\].*at capture it was a tensor of shape \[2, 3\]",
-        ),
-        (lambda x: x * 2, lambda x: x.double(), "float64"),
-        (lambda x: x * 2, lambda x: (x * 2, x), "structure"),
-        (lambda x: x * 2, None, "None"),
-        (
-            lambda x: x * 2,
-            lambda x: (x * 2).cpu() if x.is_cuda else torch.empty_like(x, device="meta"),
-            "on (cpu|meta)",
-        ),
-        (lambda x: {"a": x * 2}, lambda x: {"b": x * 2}, "structure"),
-        (lambda x: x[:1], lambda x: x[1:], "argument's memory"),
-        (lambda x: x, lambda x: x.clone(), "argument's memory"),
-        (lambda x: x, lambda x: x.view(3, 2), "argument's memory"),
-        (lambda x: x, lambda x: torch._neg_view(x), "argument's memory"),
-        (lambda x: [x * 2, 3], lambda x: [x * 2, 4], "returned 4 on replay; at capture it was 3"),
-        (3, 3.0, "returned 3.0 on replay"),
-        (True, 1, "returned 1 on replay"),
-        (None, lambda x: x * 2, "tensor"),
-        (lambda x: [y := x * 2, y], lambda x: [x * 2, x * 3], "does not share memory with other results as it did"),
-        (lambda x: [y := x * 2, y[1:]], lambda x: [x * 2, x[1:] * 2], "does not share memory"),
-        (lambda x: [y := x * 2, y[1:]], lambda x: [y := x * 2, y[:1]], "does not share memory"),
-        (lambda x: [y := x[:, 1:] * 2, y], lambda x: [y := x[:, 1:] * 2, y.t()], "does not share memory"),
-        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, torch._neg_view(y)], "does not share memory"),
-        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, y.int()], "int32, .*in one memory with another result"),
-    ],
-)
-def test_a_result_that_changes_is_refused(backend: GraphBackend, first: Any, later: Any, said: str) -> None:
-    x, piece = randn(backend, 2, 3), Changing()
-    piece.result = first
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
-        made.add_eager(piece, x * 2)
-        y = x + 1
-    made.replay()
-    piece.result = later
-    with pytest.raises(CaptureError, match=said) as caught:
-        made.replay()
-    assert "eager piece Changing" in caught.value.message
-    assert f"{__file__}:" in caught.value.message
-    piece.result = first
-    made.replay()
-    same(y, x + 1)
-
-
-def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBackend) -> None:
-    def piece(x: Tensor) -> Any:
-        whole = (torch.cat([x, x, x]) * 2)[skipped:]
-        return whole[:2], whole[1:2].t(), whole[:0] if skipped else whole.new_empty(0, 3)
-
-    x, skipped = randn(backend, 2, 3), 0
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
-        rows, column, nothing = made.add_eager(piece, x * 3)
-        found = rows + 1, column + 1, nothing + 1
-    for skipped in (1, 2):
-        made.replay()
-        whole = (torch.cat([x, x, x]) * 6)[skipped:]
-        same(found, (whole[:2] + 1, whole[1:2].t() + 1, x[:0]))
-
-
-def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) -> None:
-    x, piece = randn(backend, 2, 3), Changing()
-    piece.result = lambda x: [float("nan"), "text" + str(len(x)), (1, 2), {"k": slice(len(x))}, x * 2]
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
-        y = made.add_eager(piece, x + 1)[-1] + 1
-    x.add_(1)
-    made.replay()
-    same(y, (x + 1) * 2 + 1)
-
-
-class Loose:
-    """A mutable object that is equal to nothing but itself."""
-
-    __slots__ = ("__dict__", "slotted")
-
-
-class Listed(list[Any]):
-    """For pytree no container."""
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda loose: setattr(loose, "number", 2.5),
-        lambda loose: setattr(loose, "more", 1),
-        lambda loose: delattr(loose, "number"),
-        lambda loose: setattr(loose, "slotted", False),
-        lambda loose: loose.nested["a"].append(1),
-        lambda loose: loose.nested["a"][0].add("c"),
-        lambda loose: loose.nested["b"].__setitem__(0, 7),
-        lambda loose: setattr(loose, "tensors", [torch.zeros(2)]),
-    ],
-)
-def test_a_mutable_result_must_keep_its_contents(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
-    x, piece, loose = randn(backend, 2, 3), Changing(), Loose()
-    loose.number, loose.nan, loose.slotted = 1.5, float("nan"), True
-    loose.nested = {"a": Listed([{"b"}]), "b": bytearray(b"text"), "cycle": loose}
-    loose.tensors = [torch.zeros(2)]
-    piece.result = lambda h: (loose, h.mul_(2))
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
-        found, h = made.add_eager(piece, x * 2)
-        y = h * found.number
-    loose.nan, loose.number = float("nan"), 3 / 2  # other objects of the same value
-    made.replay()
-    same(y, x * 6)
-    change(loose)
-    with pytest.raises(CaptureError, match=r"Loose object .* with other contents, at") as caught:
-        made.replay()
-    assert "key_fn; a runner has none" in caught.value.remedy
-
-
-def append(_: Tensor, given: Any) -> None:
-    given["list"].append(1.5)
-
-
-def replace_item(_: Tensor, given: Any) -> None:
-    given["list"][0] = object()
-
-
-def append_captured(x: Tensor, given: Any) -> None:
-    given["list"].append(x * 2)
-
-
-def set_key(x: Tensor, given: Any) -> None:
-    given["key"] = x
-
-
-def add_to_set(_: Tensor, given: Any) -> None:
-    given["tuple"][0].add("new")
-
-
-def swap(_: Tensor, given: Any) -> None:
-    given["list"].reverse()
-
-
-@pytest.mark.parametrize("function", [append, replace_item, append_captured, set_key, add_to_set, swap])
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_piece_that_puts_values_into_what_it_was_given(
-    backend: GraphBackend, function: Callable[[Tensor, Any], None], captured: bool
-) -> None:
-    """Whether the list is the model's own or is built anew for each replay, because captured tensors are inside."""
-    x = randn(backend, 2, 3)
-    piece = eager_break_during_capture(function)
+@pytest.mark.gpu
+def test_attention_in_a_piece_while_a_side_stream_is_forked() -> None:
+    backend = select_backend("cuda")
+    x, side = randn(backend, 2, 8, 64, 16), torch.cuda.Stream()
+    attend = eager_break_during_capture(F.scaled_dot_product_attention)
 
     def forward() -> Tensor:
         h = x * 2
-        piece(h, {"list": [h if captured else "first", "second"], "tuple": ({"old"},)})
-        return h + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z = h * 3
+        y = attend(h, h, h)
+        torch.cuda.current_stream().wait_stream(side)
+        return y + z
 
-    with pytest.raises(CaptureError, match=f"eager piece {function.__name__} puts values into a list") as caught:
+    with pytest.raises(CaptureError, match=r"eager piece .*attention.* side stream that was not joined"):
         capture(backend, forward)
-    assert f"{__file__}:" in caught.value.message
-    assert "Return the values" in caught.value.remedy
-
-
-def test_a_piece_may_take_values_out_of_what_it_was_given(backend: GraphBackend) -> None:
-    x, left = randn(backend, 2, 3), list[int]()
-
-    @eager_break_during_capture
-    def consume(h: Tensor, given: list[Any], more: dict[str, Any]) -> Tensor:
-        left.append(len(given))
-        del given[1]
-        return h * more.pop("factor") + given[0]
-
-    made, y = capture(backend, lambda: consume(x * 2, [x + 1, x + 2, 3], {"factor": 2, "rest": x + 3}) * 2)
-    x.add_(1)
-    made.replay()
-    same(y, (x * 4 + x + 1) * 2)
-    assert left == [3] * 3
-
-
-class Stateful(nn.Module):
-    """A piece hands out state, and the segment behind it writes there."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.attribute = way, torch.zeros(3)
-        self.register_buffer("buffer", torch.zeros(3))
-        self.parameter = nn.Parameter(torch.zeros(3))
-        self.inner = nn.Module()
-        self.inner.register_buffer("buffer", torch.zeros(3))
-
-    @eager_break_during_capture
-    def state(self) -> Tensor:
-        """Of the kind that ``way`` names."""
-        if self.way == "made anew":  # state before it ran, but not what it returns
-            self.attribute = self.attribute + 1
-        kinds = {
-            "buffer": self.buffer,
-            "parameter": self.parameter,
-            "inner": self.inner.buffer,
-            "view": self.buffer[1:],
-        }
-        return kinds.get(self.way, self.attribute)
-
-    @eager_break_during_capture
-    def delayed(self, x: Tensor) -> Tensor:
-        """What it was called with the time before; state before it runs, but not afterwards."""
-        before, self.attribute = self.attribute, x.clone()
-        return before
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.way == "delayed":
-            return self.delayed(x[0] * 2) + x
-        return self.state().add_(x[0, -1]) + x[:, -1:]
-
-    def now(self) -> list[Tensor]:
-        """All state."""
-        return [self.buffer, self.parameter.detach(), self.inner.buffer]
-
-
-@pytest.mark.parametrize("way", ["buffer", "parameter", "inner", "view", "attribute", "made anew", "delayed"])
-def test_state_that_a_piece_hands_out(backend: GraphBackend, way: str) -> None:
-    """A segment writes to state itself; what is made anew on each call is copied."""
-    model, other = Stateful(way).to(backend.device), Stateful(way).to(backend.device)
-    model.attribute, other.attribute = (m.attribute.to(backend.device) for m in (model, other))
-    x = randn(backend, 2, 3)
-    made, output = capture(backend, lambda: model(x))
-    with torch.no_grad():
-        other(x)
-        same(output, other(x))
-        for seed in range(3):
-            x.copy_(randn(backend, 2, 3, seed=seed))
-            made.replay()
-            if way == "made anew":  # the segment writes to the slot, and the next replay does not see it
-                continue
-            same(output, other(x))
-            same(model.now(), other.now())
-            same(model.attribute, other.attribute)
-
-
-def test_state_that_moved_is_refused(backend: GraphBackend) -> None:
-    model, x = Stateful("buffer").to(backend.device), randn(backend, 2, 3)
-    made, _ = capture(backend, lambda: model(x))
-    model.buffer = model.buffer.clone()
-    with pytest.raises(CaptureError, match="at capture it was its own argument's memory, or a module's"):
-        made.replay()
-
-
-class Box:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def test_results_that_a_graph_cannot_read_are_refused(backend: GraphBackend) -> None:
-    x = randn(backend, 2, 3)
-    results: list[tuple[Any, str]] = [
-        (lambda h: Box(h * 2), "Box, whose tensors cannot be reached"),
-        (lambda h: h.to_sparse(), "torch.sparse_coo"),
-        (lambda h: torch.empty_like(h, device="meta"), "on meta"),
-    ]
-    for function, said in results:
-        piece = eager_break_during_capture(function)
-        with pytest.raises(CaptureError, match=said):
-            capture(backend, functools.partial(piece, x))
-
-
-def test_an_error_of_a_piece_on_replay_passes(backend: GraphBackend) -> None:
-    x, piece = randn(backend, 2, 3), Changing()
-    piece.result = lambda h: h * 2
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
-        y = made.add_eager(piece, x * 2) + 1
-    piece.result = explode
-    with forward_context(PIECEWISE, BatchDescriptor(2)) as context:
-        context.derived["mine"] = 1
-        with pytest.raises(Boom):
-            made.replay()
-        assert context.derived == {"mine": 1}
-    piece.result = lambda h: h * 2
-    made.replay()
-    same(y, x * 4 + 1)
-
-
-# --- memory ---------------------------------------------------------------------------------------------------
-
-
-def test_without_slots_a_replay_would_be_stale(backend: GraphBackend) -> None:
-    """The same capture by hand, where the fresh tensor itself goes on to the next segment."""
-    x, pool = randn(backend, 64, 64), backend.new_pool()
-    with backend.session(), torch.no_grad():
-        h = x * 2
-        first, second = backend.new_graph(pool), backend.new_graph(pool)
-        with backend.capturing(first):
-            h = x * 2
-        backend.replay(first)
-        fresh = doubled(h)
-        with backend.capturing(second):
-            stale = fresh + 1
-    made, y = capture(backend, lambda: doubled(x * 2) + 1, pool)
-    before = x * 4 + 1
-    x.add_(1)
-    backend.replay(first)
-    held = doubled(h)  # what the piece returns now lies elsewhere
-    assert held.data_ptr() != fresh.data_ptr()
-    backend.replay(second)
-    same(stale, before)
-    made.replay()
-    same(y, x * 4 + 1)
 
 
 def layered(x: Tensor) -> Tensor:
@@ -1081,42 +754,6 @@ def test_arguments_and_slots_leave_their_blocks_to_later_segments() -> None:
     assert pool_bytes(12) == pool_bytes(3)
 
 
-def test_memory_from_elsewhere_is_held_by_the_piece(backend: GraphBackend) -> None:
-    x, seen = randn(backend, 64, 64), []
-    cache = torch.zeros(64, 64, device=backend.device)
-
-    @eager_break_during_capture
-    def store(h: Tensor, caches: dict[str, Tensor]) -> Tensor:
-        seen.append(caches)
-        return caches["cache"].copy_(h)
-
-    caches = {"cache": cache}
-    made, _ = capture(backend, lambda: store(x * 2, caches) + 1)
-    address = cache.data_ptr()
-    del cache
-    caches.pop("cache", None)
-    x.add_(1)
-    with pytest.raises(KeyError):
-        made.replay()  # a dict without captured tensors is the very dict, with what is in it now
-    assert seen[-1] is caches
-    caches["cache"] = torch.zeros(64, 64, device=backend.device)
-    if caches["cache"].data_ptr() != address:
-        with pytest.raises(CaptureError, match="argument's memory"):
-            made.replay()
-
-    cache = torch.zeros(64, 64, device=backend.device)
-    held = [cache]
-    kept, z = capture(backend, lambda: eager_break_during_capture(Tensor.copy_)(held[0], x * 2) + 1)
-    del cache, held[:]
-    others = [torch.full((64, 64), 7.0, device=backend.device) for _ in range(8)]
-    kept.replay()
-    same(z, x * 2 + 1)
-    assert all(bool((other == 7).all()) for other in others)
-
-
-# --- the forward context --------------------------------------------------------------------------------------
-
-
 def test_pieces_run_in_the_context_of_the_replaying_call(backend: GraphBackend) -> None:
     seen: list[tuple[Any, dict[str, Any]]] = []
 
@@ -1162,625 +799,3 @@ def test_a_capture_works_without_a_context(backend: GraphBackend) -> None:
     made, y = capture(backend, lambda: piece(x + 1) + 1)
     made.replay()
     same(y, (x + 1) * 2 + 1)
-
-
-# --- the wrapper ----------------------------------------------------------------------------------------------
-
-
-def test_the_wrapper_captures_once_for_each_key(backend: GraphBackend) -> None:
-    calls: list[int] = []
-
-    def forward(x: Tensor, *, bias: float = 1.0) -> Tensor:
-        calls.append(len(x))
-        return doubled(x * 2) + bias
-
-    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend, options=CUDAGraphOptions(num_of_warmups=2))
-    x = randn(backend, 4, 6)
-    assert wrapper.runtime_mode is PIECEWISE
-    same(wrapper(x), x * 4 + 1)  # no context: as it is
-    with forward_context(FULL, BatchDescriptor(4)):
-        same(wrapper(x), x * 4 + 1)  # another mode: as it is
-    assert not wrapper.entries
-    calls.clear()
-    with torch.no_grad():
-        for seed in range(3):
-            x.copy_(randn(backend, 4, 6, seed=seed))
-            with forward_context(PIECEWISE, BatchDescriptor(4)):
-                same(wrapper(x), x * 4 + 1)
-    assert calls == [4, 4, 4], "two warm-ups and the capture"
-    entry = wrapper.entries[BatchDescriptor(4)]
-    assert isinstance(entry.graph, BreakableCUDAGraphCapture)
-    assert entry.segments == entry.graph.graphs
-    assert (len(entry.segments), entry.eager_pieces) == (2, 1)
-    assert entry.capture_seconds > 0
-    wrapper.reset()
-    assert not wrapper.entries
-    with pytest.raises(CaptureError, match="was reset"):
-        entry.graph.replay()
-
-
-def test_a_call_that_captures_runs_the_forward_once(backend: GraphBackend) -> None:
-    model, other, x = Counting().to(backend.device), Counting().to(backend.device), randn(backend, 2, 3)
-    wrapper = BreakableCUDAGraphWrapper(model, backend=backend, options=CUDAGraphOptions(num_of_warmups=0))
-    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(2)):
-        for _ in range(3):
-            same(wrapper(x), other(x))
-            same(model.count, other.count)
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_the_wrapper_copies_arguments_that_may_lie_anywhere(backend: GraphBackend, inference: bool) -> None:
-    """Segments and eager pieces alike read them from memory that each replay fills."""
-
-    def first_in_a_segment(x: Tensor, y: Tensor) -> Tensor:
-        return doubled(x * 2) + y
-
-    def first_in_a_piece(x: Tensor, y: Tensor) -> Tensor:
-        return doubled(doubled(x)) + x * y
-
-    def in_a_piece_alone(x: Tensor, y: Tensor) -> Tensor:
-        return doubled(x) + y
-
-    def in_no_segment(x: Tensor, y: Tensor) -> Tensor:
-        return doubled(x)
-
-    def handed_back(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x.t()
-
-    def written_to(x: Tensor, y: Tensor) -> Tensor:
-        x.mul_(2)
-        add_in_place(x)
-        return x + y
-
-    forwards = (first_in_a_segment, first_in_a_piece, in_a_piece_alone, in_no_segment, handed_back, written_to)
-    pool, y = backend.new_pool(), randn(backend, 64, 64)
-    options = CUDAGraphOptions(copied_arguments=(0,), num_of_warmups=0)  # a warm-up would write to the caller's tensor
-    wrappers = [BreakableCUDAGraphWrapper(f, backend=backend, pool=pool, options=options) for f in forwards]
-    plain = BreakableCUDAGraphWrapper(first_in_a_segment, backend=backend, pool=pool)
-    held = [randn(backend, 64, 64, seed=seed) for seed in range(4)]  # all at once, so that each lies elsewhere
-    with torch.inference_mode(inference), torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(64)):
-        for step in range(8):
-            y.copy_(randn(backend, 64, 64, seed=100 + step))
-            for wrapper, forward in zip(wrappers, forwards, strict=True):
-                x = held[step % 4]
-                found = wrapper(x, y)
-                same(found, forward(x.clone(), y))
-                same(x, randn(backend, 64, 64, seed=step % 4))
-        plain(held[0], y)
-        with pytest.raises(AddressError, match=r"args\[0\]"):
-            plain(held[1], y)
-
-
-def test_key_fn_adds_to_the_key(backend: GraphBackend) -> None:
-    def forward(x: Tensor, flag: bool) -> Tensor:
-        return doubled(x * 2) + 1 if flag else doubled(x) - 1
-
-    x = randn(backend, 4, 6)
-    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag: flag)
-    with torch.no_grad():
-        for flag in (True, False, True, False):
-            x.add_(1)
-            with forward_context(PIECEWISE, BatchDescriptor(4)):
-                same(wrapper(x, flag), forward(x, flag))
-        assert set(wrapper.entries) == {(BatchDescriptor(4), True), (BatchDescriptor(4), False)}
-        for value in (x, (1, (x[0],))):
-            told = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag, value=value: value)
-            with pytest.raises(CgplanError, match="a tensor"), forward_context(PIECEWISE, BatchDescriptor(4)):
-                told(x, True)
-            assert not told.entries
-        unhashable = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag: [flag])
-        with pytest.raises(CgplanError, match="key_fn returned"), forward_context(PIECEWISE, BatchDescriptor(4)):
-            unhashable(x, True)
-    wrapper.reset()
-    assert not wrapper.entries
-
-
-def test_a_failed_capture_of_the_wrapper_is_tried_again(backend: GraphBackend) -> None:
-    x, fail = randn(backend, 4, 6), [True]
-
-    def forward(x: Tensor) -> Tensor:
-        h = doubled(x * 2)
-        if fail[0]:
-            explode()
-        return h + 1
-
-    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend, options=CUDAGraphOptions(num_of_warmups=0))
-    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
-        with pytest.raises(Boom):
-            wrapper(x)
-        assert not wrapper.entries
-        fail[0] = False
-        same(wrapper(x), x * 4 + 1)
-        x.add_(1)
-        same(wrapper(x), x * 4 + 1)
-
-
-class Broken(nn.Module):
-    """Two layers with a module between them that the user's code does not know as a piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"mix": Mix(), "out": nn.Linear(6, 6)}) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer["out"](layer["mix"](x))
-        return x
-
-
-class Mix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.eager_runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.eager_runs += 1
-        return self.inner(x).softmax(1)
-
-
-def open_runner(backend: GraphBackend, model: Callable[..., Any], mode: str, sizes: list[int]) -> GraphRunner:
-    config = validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, "piecewise": "wrappers"},
-            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
-            "device": backend.device.type,
-        }
-    )
-    return CaptureSession(build_plan(config), model, backend, config).run()
-
-
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_a_session_with_a_breakable_model(backend: GraphBackend, mode: str) -> None:
-    """FULL outside and PIECEWISE inside, in one model and one pool, the report counting both."""
-    model = Broken().to(backend.device).eval()
-    with backend.session(), torch.no_grad():
-        model(randn(backend, 4, 6))  # workspaces of the capture stream, which stay
-    before = backend.memory().reserved
-    break_at_modules(model, ["layers.*.mix"])
-    wrapper = BreakableCUDAGraphWrapper(model, backend=backend)
-    runner = open_runner(backend, lambda x: wrapper(x), mode, [2, 4, 8])
-    records = {(r.mode, r.descriptor.num_tokens): r for r in runner.report.records}
-    found = records[PIECEWISE, 4]
-    assert (found.graphs, found.eager_pieces) == (2, 2)  # mix comes first: its empty segment is dropped
-    assert found.nodes is not None
-    assert found.nodes >= 2
-    mixed = [size for size in (2, 4, 8) if (PIECEWISE, size) in records]
-    assert sorted(key.num_tokens for key in wrapper.entries) == mixed == [2, 4, 8]
-    if mode == "FULL_AND_PIECEWISE":
-        assert (records[FULL, 4].graphs, records[FULL, 4].eager_pieces) == (1, 0)
-    mix = model.layers[0]["mix"]
-    mix.eager_runs = 0
-    for index, tokens in enumerate((3, 8, 1, 4, 2, 7)):
-        x = randn(backend, tokens, 6, seed=tokens)
-        uniform = bool(index % 2) and mode == "FULL_AND_PIECEWISE"
-        runs = mix.eager_runs
-        output = runner(x=x, uniform_decode=uniform).clone()
-        assert mix.eager_runs - runs == (0 if uniform else 1)
-        same(output, runner.run_eagerly(x=x, uniform_decode=uniform))
-    with (
-        pytest.raises(SealedError),
-        torch.no_grad(),
-        forward_context(PIECEWISE, BatchDescriptor(5), scope=runner._graphed.scope),
-    ):
-        wrapper(randn(backend, 5, 6))
-    runner.close()
-    assert not wrapper.entries
-    del runner, output
-    gc.collect()
-    backend.release_cached()
-    assert backend.memory().reserved <= before
-
-
-def test_a_failed_session_frees_the_segments(backend: GraphBackend) -> None:
-    model = Broken().to(backend.device).eval()
-    break_at_modules(model, ["layers.*.mix"])
-
-    def fails_for_two(x: Tensor) -> Tensor:
-        y = model(x)
-        if len(x) == 2 and get_forward_context().runtime_mode is PIECEWISE:
-            raise Boom
-        return y
-
-    wrapper = BreakableCUDAGraphWrapper(fails_for_two, backend=backend)
-    with backend.session(), torch.no_grad():
-        model(randn(backend, 4, 6))  # workspaces of the capture stream, which stay
-    before = backend.memory().reserved
-    with pytest.raises(CaptureError, match="capture of PIECEWISE num_tokens=2 failed"):
-        open_runner(backend, wrapper, "PIECEWISE", [2, 4])
-    gc.collect()
-    backend.release_cached()
-    assert not wrapper.entries
-    assert backend.memory().reserved <= before
-    same(model(randn(backend, 3, 6)).shape, torch.Size([3, 6]))
-
-
-# --- breaks at modules ----------------------------------------------------------------------------------------
-
-
-def test_breaks_at_modules_come_and_go(backend: GraphBackend) -> None:
-    model = Broken().to(backend.device).eval()
-    x = randn(backend, 4, 6)
-    breaks = break_at_modules(model, ["layers.*.mix", "layers.1.*"])
-    assert breaks.names == ("layers.0.mix", "layers.1.mix", "layers.1.out")
-    made, y = capture(backend, lambda: model(x))
-    assert kinds(made) == "eSee"
-    assert [item.name for item in made.segments if isinstance(item, EagerPiece)] == list(breaks.names)
-    x.add_(1)
-    made.replay()
-    with torch.no_grad():
-        same(y, model(x))
-    breaks.remove()
-    breaks.remove()
-    made, _ = capture(backend, lambda: model(x))
-    assert kinds(made) == "S"
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_the_outer_of_two_matching_modules_is_the_piece(backend: GraphBackend) -> None:
-    model = Broken().to(backend.device).eval()
-    x = randn(backend, 4, 6)
-    break_at_modules(model, ["layers.*.mix", "layers.*.mix.inner"])
-    made, _ = capture(backend, lambda: model(x))
-    assert [item.name for item in made.segments if isinstance(item, EagerPiece)] == ["layers.0.mix", "layers.1.mix"]
-
-
-def test_a_forward_that_the_user_replaced_comes_back(backend: GraphBackend) -> None:
-    model = nn.Sequential(nn.ReLU(), nn.ReLU())
-    model[1] = model[0]  # one module, two names
-    own = model[0].forward = lambda x: x * 5
-    breaks = break_at_modules(model, "*")
-    assert breaks.names == ("0",)
-    x = randn(backend, 2, 3)
-    made, y = capture(backend, lambda: model(x))
-    assert made.num_eager_breaks == 2
-    same(y, x * 5 * 5)
-    breaks.remove()
-    assert model[0].forward is own
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_handles_on_one_module_go_in_any_order(backend: GraphBackend, order: tuple[int, int]) -> None:
-    model = Broken().to(backend.device).eval()
-    own = model.layers[1].mix.forward = functools.partial(type(model.layers[1].mix).forward, model.layers[1].mix)
-    handles = break_at_modules(model, ["layers.*.mix"]), break_at_modules(model, ["layers.1.*"])
-    x = randn(backend, 4, 6)
-    counts = []
-    for handle in (None, *(handles[i] for i in order)):
-        if handle is not None:
-            handle.remove()
-            handle.remove()
-        counts.append(capture(backend, lambda: model(x))[0].num_eager_breaks)
-    assert counts == [3, 2, 0]
-    assert vars(model.layers[1].mix).pop("forward") is own
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_a_forward_that_was_put_over_a_break_stays(backend: GraphBackend) -> None:
-    model, x = nn.Sequential(nn.ReLU()), randn(backend, 2, 3)
-    breaks = break_at_modules(model, ["0"])
-    under = model[0].forward
-    over = model[0].forward = lambda x: under(x) + 1
-    assert capture(backend, lambda: model(x))[0].num_eager_breaks == 1
-    breaks.remove()
-    assert model[0].forward is over
-    made, y = capture(backend, lambda: model(x))
-    assert made.num_eager_breaks == 0
-    same(y, x.relu() + 1)
-
-
-def by_modules(model: nn.Module, backend: GraphBackend, *patterns: str) -> GraphRunner:
-    return cgplan.capture(
-        model,
-        {"input": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
-        compilation={
-            "cudagraph_mode": "PIECEWISE",
-            "cudagraph_capture_sizes": [2],
-            "splitting_modules": list(patterns),
-        },
-        device=backend.device.type,
-    )
-
-
-def test_a_runner_that_is_dropped_takes_its_breaks_along(backend: GraphBackend) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).to(backend.device)
-    runner, other = by_modules(model, backend, "0", "1"), by_modules(model, backend, "1")
-    del runner
-    gc.collect()
-    assert ["forward" in vars(module) for module in model] == [False, True]
-    other.close()
-    del other
-    model.runner = by_modules(model, backend, "0")  # a cycle: the model holds what breaks it
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_copies_and_pickles_have_no_breaks(backend: GraphBackend) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).to(backend.device)
-    model[1].forward = nn.functional.gelu  # the user's, and under a break
-    x = randn(backend, 2, 6)
-    with torch.no_grad():
-        wanted = model(x)
-    break_at_modules(model, ["0", "1"])
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
-        made, y = capture(backend, functools.partial(copied, x))
-        assert made.num_eager_breaks == 0
-        same(y, wanted)
-        with torch.no_grad():
-            copied[0].weight.zero_()
-            copied[0].bias.zero_()
-            same(copied(x), copied[2].bias.expand(2, 6))
-    made, y = capture(backend, lambda: model(x))
-    assert made.num_eager_breaks == 2
-    same(y, wanted)
-
-
-class Wrapping(nn.Module):
-    """Holds a wrapper of its own layer, as the wrapper's docstring says."""
-
-    def __init__(self, kind: type[CUDAGraphWrapper], backend: GraphBackend) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.run = kind(self.layer, PIECEWISE, backend=backend)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x) + 1
-
-
-@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-def test_a_copied_wrapper_has_captured_nothing(backend: GraphBackend, kind: type[CUDAGraphWrapper]) -> None:
-    model = Wrapping(kind, backend).to(backend.device)
-    x = randn(backend, 2, 6)
-    with forward_context(PIECEWISE, BatchDescriptor(2)):
-        model(x)
-        copied = copy.deepcopy(model)
-        assert type(copied.run) is kind
-        assert not copied.run.entries
-        assert copied.run.runnable is copied.layer
-        assert copied.run.backend is backend
-        with torch.no_grad():
-            copied.layer.weight.zero_()
-            copied.layer.bias.zero_()
-            wanted = model.layer(x) + 1
-            first = copied(x).clone()
-            same(copied(x), torch.ones_like(x))
-            same(first, torch.ones_like(x))
-            same(model(x), wanted)
-    assert len(model.run.entries) == len(copied.run.entries) == 1
-
-
-def test_a_wrapper_of_a_traced_module_is_copied_as_a_wrapper(backend: GraphBackend) -> None:
-    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6)))
-    wrapper = CUDAGraphWrapper(traced, PIECEWISE, backend=backend)
-    copied = copy.deepcopy(wrapper)
-    assert type(copied) is CUDAGraphWrapper
-    assert copied.runnable is not traced
-    assert copied.graph is copied.runnable.graph
-    with pytest.raises(AttributeError, match="no attribute '__len__'"):
-        wrapper.__len__()
-    assert CUDAGraphWrapper(doubled, PIECEWISE).__name__ == "doubled"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "hint"),
-    [
-        ("layers.*.mixx", r"Did you mean layers\.\*\.mix"),
-        ("layer.*.mix", r"layers\.\*\.mix"),
-        ("layers.mix", r"layers\.\*\.mix"),
-        ("*.mix", "layers"),
-        ("layers.*", None),
-        ("zzzzzz", r"The model has layers, layers\.\*, layers\.\*\.mix"),
-    ],
-)
-def test_a_pattern_that_matches_nothing(pattern: str, hint: str | None) -> None:
-    model = Broken()
-    if hint is None:  # `*` stands for one component, no more
-        assert break_at_modules(model, [pattern]).names == ("layers.0", "layers.1")
-        return
-    with pytest.raises(ConfigError, match="no submodule matches") as caught:
-        break_at_modules(model, ["layers.*.mix", pattern])
-    assert pattern in caught.value.message
-    assert re.search(hint, caught.value.remedy)
-    assert all("forward" not in vars(module) for module in model.modules()), "nothing is changed"
-
-
-def test_breaks_need_a_module() -> None:
-    with pytest.raises(ConfigError, match="the model is a function"):
-        break_at_modules(lambda x: x, ["*"])  # type: ignore[arg-type]
-
-
-# --- what ends up where, before any capture ------------------------------------------------------------------
-
-
-def splitting(backend: GraphBackend, mode: str = "PIECEWISE", **compilation: Any) -> Config:
-    return validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8], **compilation},
-            "device": backend.device.type,
-        }
-    )
-
-
-@pytest.mark.parametrize("way", [{"splitting_ops": ["aten::softmax"]}, {"splitting_modules": ["layers.*.mix"]}])
-def test_a_split_is_described_as_the_session_reports_it(backend: GraphBackend, way: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    model = Broken().to(backend.device).eval()
-    config, before = splitting(backend, **way), backend.memory().reserved
-    found = describe_split(model, config, backend)
-    assert found is not None
-    if "splitting_ops" in way:
-        assert (found.route, found.segments, found.eager_pieces) == ("ops", 3, 2)
-        assert found.eager == {"aten::softmax": 2}
-        assert found.captured == {"aten::linear": 4}
-    else:
-        assert (found.route, found.segments, found.eager_pieces) == ("modules", None, None)
-        assert found.eager == {"layers.0.mix": 1, "layers.1.mix": 1}
-        assert model.layers[0]["mix"].eager_runs == 0, "nothing runs"
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert backend.memory().reserved <= before + 2 * MIB
-    assert describe_split(model, splitting(backend, compiler="inductor", **way), backend) == found
-    torch._dynamo.reset()
-    reported = CaptureSession(build_plan(config), model, backend, config).run().report.split
-    assert reported is not None
-    if "splitting_modules" in way:  # known once it has run
-        assert reported.captured == {"aten::addmm": 2}, "the others are in the modules"
-        assert reported.eager_operators["aten::_softmax"] == 2
-        reported = reported.model_copy(update={"captured": {}, "eager_operators": {}})
-    assert reported == found
-    torch._dynamo.reset()
-
-
-def test_only_modules_that_break_are_described(backend: GraphBackend) -> None:
-    model = Broken().to(backend.device).eval()
-    config = splitting(backend, splitting_modules=["layers", "layers.*.mix", "layers.*.mix.inner"])
-    found = describe_split(model, config, backend)
-    assert found is not None
-    assert found.eager == {"layers.0.mix": 1, "layers.1.mix": 1}, "a list is not called, and inner is in mix"
-    with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
-        assert runner.report.split is not None
-        assert runner.report.split.eager == found.eager
-        assert runner.report.warnings[0] == "modules that splitting_modules names were never called: layers"
-
-
-def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:
-    torch._dynamo.reset()
-    model, softmax = Broken().to(backend.device).eval(), splitting(backend, splitting_ops=["aten::softmax"])
-    before = backend.memory().reserved
-    assert describe_split(model, splitting(backend, "FULL"), backend) is None
-    with pytest.raises(ConfigError, match="'aten::topk' does not occur"):
-        describe_split(model, splitting(backend, splitting_ops=["aten::topk"]), backend)
-    with pytest.raises(ConfigError, match="no submodule matches"):
-        describe_split(model, splitting(backend, splitting_modules=["layer.*"]), backend)
-    torch._dynamo.reset()
-    with pytest.raises(CaptureError, match="depends on the number of rows"):
-        describe_split(lambda x: x.softmax(1) if len(x) > 4 else x, softmax, backend)
-    torch._dynamo.reset()
-    with pytest.raises(ModelError, match="unexpected keyword argument 'x'"):
-        describe_split(lambda y: y.softmax(1), softmax, backend)
-    assert backend.memory().reserved <= before + 2 * MIB
-    torch._dynamo.reset()
-
-
-# --- the reference decoder ------------------------------------------------------------------------------------
-
-BLOCKS, REQS = 6, 4
-SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "head_dim": 16, "block_size": 4, "num_blocks": 64}
-
-
-class Drawn(NamedTuple):
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-    batch: ExampleBatch
-
-
-def draw(model: Decoder, chooser: random.Random) -> Drawn:
-    """A decode, prefill or mixed batch, padded to a capture size; decode batches run by FULL graphs."""
-    kind, reqs = chooser.choice(["decode", "prefill", "mixed"]), chooser.randint(1, REQS)
-    contexts = [0 if kind == "prefill" else chooser.randint(0, 12) for _ in range(reqs)]
-    queries = [1 if kind == "decode" else chooser.randint(1, 6) for _ in range(reqs)]
-    if kind == "mixed":
-        queries[0] = 1
-    used, seed = sum(queries), chooser.randrange(1000)
-    if kind == "decode":
-        size = 2 if used <= 2 else 4
-        key = BatchDescriptor(size, size, uniform=True)
-    else:
-        size = 8 if used <= 8 else 24
-        key = BatchDescriptor(size)
-    padded_reqs = key.num_reqs or REQS
-    batch = example_batch(model, contexts, queries, num_tokens=size, num_reqs=padded_reqs, max_blocks=BLOCKS, seed=seed)
-    return Drawn(FULL if kind == "decode" else PIECEWISE, key, batch)
-
-
-def caches(model: Decoder) -> list[Tensor]:
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("_cache")]
-
-
-def fill(static: ExampleBatch, batch: ExampleBatch) -> None:
-    static.input_ids.copy_(batch.input_ids)
-    static.positions.copy_(batch.positions)
-    for name, tensor in batch.metadata.items():
-        static.metadata[name].copy_(tensor)
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
-def test_the_decoder_with_its_attention_broken_out(backend: GraphBackend, dtype: str) -> None:
-    """FULL graphs for decode, segments for prefill and mixed batches, one pool: logits and caches as eagerly."""
-    with torch.device(backend.device):
-        model = build(**SMALL, num_layers=3, dtype=dtype)
-    chooser = random.Random(7)
-    for cache in caches(model):
-        cache.normal_()
-    pool = backend.new_pool()
-    breaks = break_at_modules(model, ["layers.*.self_attn"])
-    piecewise = BreakableCUDAGraphWrapper(model, backend=backend, pool=pool)
-    both = CUDAGraphWrapper(piecewise, FULL, backend=backend, pool=pool)
-    statics: dict[BatchDescriptor, ExampleBatch] = {}
-    modes: list[CUDAGraphMode] = []
-    for _ in range(30):
-        mode, key, batch = draw(model, chooser)
-        static = statics.setdefault(key, batch)
-        fill(static, batch)
-        before = [cache.clone() for cache in caches(model)]
-        with torch.no_grad(), forward_context(descriptor=key, metadata=batch.metadata):
-            wanted = model(batch.input_ids, batch.positions)
-        written = [cache.clone() for cache in caches(model)]
-        for cache, value in zip(caches(model), before, strict=True):
-            cache.copy_(value)
-        with torch.no_grad(), forward_context(mode, key, static.metadata):
-            found = both(static.input_ids, static.positions)
-        same(found, wanted)
-        for cache, value in zip(caches(model), written, strict=True):
-            same(cache[:-1], value[:-1])  # the last block takes what padding rows write, in any order
-        modes.append(mode)
-    assert set(modes) == {FULL, PIECEWISE}
-    assert len(modes) - len(statics) > 20, "most batches were replays"
-    for entry in piecewise.entries.values():
-        assert (len(entry.segments), entry.eager_pieces) == (4, 3)
-    both.reset()
-    piecewise.reset()
-    breaks.remove()
-
-
-# --- while somebody looks at a forward -------------------------------------------------------------------------
-
-
-@eager_break_during_capture
-def halved(x: Tensor) -> Tensor:
-    return x * 0.5
-
-
-def test_what_is_captured_inside_of_a_piece_is_whole_while_the_forward_is_looked_at(backend: GraphBackend) -> None:
-    """A piece may capture something of its own (a runner inside of it that captures lazily); FULL graphs hold what
-    breaks elsewhere.
-    """
-    x, made = randn(backend, 4, 6), {}
-
-    @eager_break_during_capture
-    def piece() -> None:
-        graph = backend.new_graph(backend.new_pool())
-        with backend.session(), torch.no_grad():
-            halved(x)
-            with backend.capturing(graph):
-                made["output"] = halved(x) + 1
-        made["graph"] = graph
-
-    assert find_host_sync(piece, backend.device) is None
-    x.copy_(randn(backend, 4, 6, seed=1))
-    backend.replay(made["graph"])
-    same(made["output"], x * 0.5 + 1)
-    backend.reset(made["graph"])
-
-
-def test_a_look_that_did_not_begin_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Any) -> None:
-        raise RuntimeError("no mode today")
-
-    monkeypatch.setattr(TorchDispatchMode, "__enter__", fail)
-    with pytest.raises(RuntimeError, match="no mode today"), Onlooker():
-        pass
-    assert not is_probing()

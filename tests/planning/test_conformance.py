@@ -1,4 +1,4 @@
-"""The answers that vLLM 0.33.0's own dispatcher gives, for 60 configurations and 2,400 dispatches."""
+"""The answers that vLLM 0.33.0's own dispatcher gives, for 100 configurations and 4,000 dispatches."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,9 @@ from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, build_plan
 
-VECTORS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[1] / "data" / "dispatch_vllm_0_33.jsonl").read_text().splitlines()
-]
+DATA = Path(__file__).parents[1] / "data"
+FILES = ("dispatch_vllm_0_33.jsonl", "dispatch_vllm_0_33_maxima.jsonl")
+VECTORS = [json.loads(line) for name in FILES for line in (DATA / name).read_text().splitlines()]
 
 
 def to_config(peer: dict[str, Any]) -> Config:
@@ -35,8 +34,8 @@ def to_config(peer: dict[str, Any]) -> Config:
 
 
 def test_all_vectors_are_there() -> None:
-    assert len(VECTORS) == 60
-    assert sum(len(vector["dispatch"]) for vector in VECTORS) == 2400
+    assert len(VECTORS) == 100
+    assert sum(len(vector["dispatch"]) for vector in VECTORS) == 4000
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
@@ -48,19 +47,8 @@ def test_plan_and_dispatch_equal_the_peer(vector: dict[str, Any]) -> None:
     assert captured == [[mode, d] for mode, descriptors in vector["capture_descs"] for d in descriptors]
     dispatcher = CudagraphDispatcher(plan)
     for asked in vector["dispatch"]:
-        mode, descriptor = dispatcher.dispatch(
-            asked["num_tokens"],
-            uniform_decode=asked["uniform_decode"],
-            num_active_loras=asked["num_active_loras"],
-            invalid_modes={CUDAGraphMode[name] for name in asked["invalid_modes"]},
-        )
+        batch = (asked["num_tokens"], asked["uniform_decode"], asked["num_active_loras"])
+        invalid = {CUDAGraphMode[name] for name in asked["invalid_modes"]}
+        mode, descriptor = dispatcher.dispatch(*batch, invalid_modes=invalid)
         assert [mode.name, descriptor._asdict()] == asked["answer"], asked
-        assert (mode is CUDAGraphMode.NONE) == (
-            dispatcher.explain(
-                asked["num_tokens"],
-                asked["uniform_decode"],
-                asked["num_active_loras"],
-                invalid_modes={CUDAGraphMode[name] for name in asked["invalid_modes"]},
-            )
-            is not None
-        )
+        assert (mode is CUDAGraphMode.NONE) == (dispatcher.explain(*batch, invalid_modes=invalid) is not None)

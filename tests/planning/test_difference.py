@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans
 
 from cgplan.config import Config
 from cgplan.errors import PlanMismatchError
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.costs import KeyCost, PlanCost
+from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.difference import FieldChange, Figure, compare, fitted, mismatches, unused_settings
-from cgplan.planning.plan import Lane, Machine, Predicted
+from cgplan.planning.plan import Lane, Machine
 
 H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
 
@@ -24,11 +24,10 @@ def config_of(**sections: Any) -> Config:
 
 
 def priced(plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv") -> Plan:
-    cost = PlanCost(tuple(KeyCost(each, 0, 0.5) for _ in plan.keys), 100, 0)
+    keys = tuple(KeyCost(each, 0, 0.5) for _ in plan.keys)
+    cost = Predicted(keys=keys, static_bytes=100, workspace_bytes=0, source=source, estimated=False)
     evidence = {"expected_us": {"plan": expected_us}, "traffic_source": traffic}
-    return plan.model_copy(
-        update={"predicted": Predicted.of(cost, source=source, estimated=False), "evidence": evidence}
-    )
+    return plan.model_copy(update={"predicted": cost, "evidence": evidence})
 
 
 # --- two plans ------------------------------------------------------------------------------------------------
@@ -46,6 +45,7 @@ def test_sizes_are_compared_lane_by_lane() -> None:
     assert compare(old, new).graphs == Figure(old=3, new=3)
 
 
+@settings(max_examples=40)
 @given(old=plans(), new=plans())
 def test_added_and_removed_turn_one_plan_into_the_other(old: Plan, new: Plan) -> None:
     before, after = old.lanes(), new.lanes()
@@ -66,15 +66,10 @@ def test_figures_come_from_predictions_and_evidence() -> None:
     assert found.seconds == Figure(old=1.5, new=1.0)
     assert found.expected_us.change == -50.0
     assert found.notes == ()
-
-
-def test_absent_figures_stay_absent() -> None:
-    found = compare(plan_of("FULL", [1]), priced(plan_of("FULL", [1, 2]), 10, 5.0))
-    assert (found.memory.old, found.memory.new) == (None, 120)
-    assert found.memory.change is None
-    assert found.seconds.change is None
-    assert found.expected_us == Figure(old=None, new=5.0)
-    assert found.notes == ("the first plan was not made for traffic, so that it expects no step time",)
+    absent = compare(plan_of("FULL", [1]), new)
+    assert (absent.memory.old, absent.memory.new, absent.memory.change) == (None, 2100, None)
+    assert absent.expected_us == Figure(old=None, new=1650.0)
+    assert absent.notes == ("the first plan was not made for traffic, so that it expects no step time",)
 
 
 def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
@@ -86,47 +81,58 @@ def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
     )
 
 
-def test_settings_that_differ_are_named() -> None:
-    old = plan_of("FULL", [1, 2], seqs=256)
-    new = plan_of("FULL", [1, 4], seqs=64, attention_support="UNIFORM_BATCH")
-    assert compare(old, new).settings == (
-        FieldChange(name="mode", old="FULL", new="FULL_AND_PIECEWISE"),
-        FieldChange(name="compilation.attention_support", old="ALWAYS", new="UNIFORM_BATCH"),
-        FieldChange(name="scheduler.max_num_seqs", old=256, new=64),
-    )
+PLAN = plan_of("FULL", [4])
+LIMITED = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
 
 
-def test_plans_without_a_configuration_are_compared_by_their_bounds() -> None:
-    old = plan_of("FULL", [4]).model_copy(update={"config": None})
-    assert compare(old, plan_of("FULL", [4], seqs=7)).settings == (FieldChange(name="max_num_seqs", old=256, new=7),)
-
-
-def test_budgets_that_differ_are_named() -> None:
-    old = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
-    new = build_plan(config_of(budget={"memory": "2GiB", "capture_time": "5s"}))
-    assert compare(old, new).settings == (
-        FieldChange(name="budget.memory", old=1 << 30, new=2 << 30),
-        FieldChange(name="budget.capture_time", old=None, new=5.0),
-        FieldChange(name="budget.max_graphs", old=4, new=None),
-    )
-    assert compare(old, old).settings == ()
-    assert compare(old.model_copy(update={"budget": None}), new).settings == (), "nothing is known of it"
-
-
-def test_machines_that_differ_are_named() -> None:
-    old = plan_of("FULL", [4]).model_copy(update={"machine": H200})
-    new = plan_of("FULL", [4]).model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})})
-    assert compare(old, new).settings == (FieldChange(name="driver", old="580.1", new="590.2"),)
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        (
+            plan_of("FULL", [1, 2], seqs=256),
+            plan_of("FULL", [1, 4], seqs=64, attention_support="UNIFORM_BATCH"),
+            [
+                ("mode", "FULL", "FULL_AND_PIECEWISE"),
+                ("compilation.attention_support", "ALWAYS", "UNIFORM_BATCH"),
+                ("scheduler.max_num_seqs", 256, 64),
+            ],
+        ),
+        # without a configuration: by bounds
+        (PLAN.model_copy(update={"config": None}), plan_of("FULL", [4], seqs=7), [("max_num_seqs", 256, 7)]),
+        (
+            LIMITED,
+            build_plan(config_of(budget={"memory": "2GiB", "capture_time": "5s"})),
+            [
+                ("budget.memory", 1 << 30, 2 << 30),
+                ("budget.capture_time", None, 5.0),
+                ("budget.max_graphs", 4, None),
+            ],
+        ),
+        (LIMITED.model_copy(update={"budget": None}), LIMITED, []),
+        (
+            PLAN.model_copy(update={"machine": H200}),
+            PLAN.model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})}),
+            [("driver", "580.1", "590.2")],
+        ),
+    ],
+)
+def test_settings_that_differ_are_named(old: Plan, new: Plan, changes: list[tuple[str, Any, Any]]) -> None:
+    assert [(change.name, change.old, change.new) for change in compare(old, new).settings] == changes
 
 
 # --- a plan and what it is captured for -----------------------------------------------------------------------
 
 
-def test_a_plan_fits_its_own_configuration() -> None:
-    config = config_of(scheduler={"max_num_seqs": 8})
+def test_a_plan_fits_its_own_configuration_on_any_machine_but_with_measured_figures() -> None:
+    config, other = config_of(scheduler={"max_num_seqs": 8}), Machine(gpu="NVIDIA L4", driver="1", torch="2")
     plan = build_plan(config)
-    assert mismatches(plan, config) == ()
     assert fitted(plan, config, H200) == plan
+    measured = plan.model_copy(update={"machine": H200})
+    assert [change.name for change in mismatches(measured, config, other)] == ["gpu", "driver", "torch"]
+    assert mismatches(measured, config) == ()
+    without = plan.model_copy(update={"config": None})
+    assert mismatches(without, config) == ()
+    assert [change.name for change in mismatches(without, Config())] == ["config_hash"]
 
 
 @pytest.mark.parametrize(
@@ -199,15 +205,6 @@ def test_each_field_that_differs_is_named_with_both_values() -> None:
     assert "again" in caught.value.remedy
 
 
-def test_a_machine_matters_where_figures_were_measured_on_one() -> None:
-    other = Machine(gpu="NVIDIA L4", driver="1", torch="2")
-    plan = build_plan(Config())
-    assert mismatches(plan, Config(), other) == ()
-    measured = plan.model_copy(update={"machine": H200})
-    assert [change.name for change in mismatches(measured, Config(), other)] == ["gpu", "driver", "torch"]
-    assert mismatches(measured, Config()) == ()
-
-
 def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
     plan = build_plan(config_of(scheduler={"max_num_seqs": 8}))
     found = fitted(plan, Config(), force=True)
@@ -217,13 +214,6 @@ def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
         "the plan was made for something else and was forced: scheduler.max_num_seqs: 8 in the plan, 256 now",
     )
     assert fitted(build_plan(Config()), Config(), force=True).warnings == (), "nothing had to be forced"
-
-
-def test_a_plan_without_a_configuration_is_told_by_its_digest() -> None:
-    plan = build_plan(Config()).model_copy(update={"config": None})
-    assert mismatches(plan, Config()) == ()
-    other = config_of(scheduler={"max_num_seqs": 8})
-    assert [change.name for change in mismatches(plan, other)] == ["config_hash"]
 
 
 def test_the_json_form_has_all_of_it() -> None:

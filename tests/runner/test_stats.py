@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +18,15 @@ from hypothesis import strategies as st
 import cgplan
 from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, build_plan
 from cgplan.backends import GraphBackend
-from cgplan.errors import CgplanError, InputError, TrafficError
+from cgplan.buffers.batch import Batch as Rows
+from cgplan.errors import CgplanError, TrafficError
 from cgplan.planning import MissReason
 from cgplan.runner import stats as stats_module
+from cgplan.runner.routing import Route
 from cgplan.runner.stats import BatchCount, RunnerStats, StatsCollector, StatsRecord
 from cgplan.traffic.files import read_traffic
-from cgplan.traffic.histogram import Batch, Traffic
+from cgplan.traffic.histogram import StepShape as Batch
+from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.vllm_log import log_traffic
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -38,6 +42,17 @@ def open_runner(backend: GraphBackend, *, reqs: bool = True, **compilation: Any)
     return cgplan.capture(
         lambda x: x * 2, {"x": ROWS}, metadata=metadata, compilation=compilation, device=backend.device.type
     )
+
+
+def count_of(
+    stats: RunnerStats,
+    tokens: int,
+    reqs: int | None,
+    mode: CUDAGraphMode,
+    descriptor: BatchDescriptor,
+    reason: MissReason | None = None,
+) -> BatchCount:
+    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), mode, descriptor, reason)
 
 
 def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
@@ -112,7 +127,7 @@ def test_the_table_is_vllms_and_the_planner_reads_it(called: GraphRunner, tmp_pa
         "| 8               | 8             | 0            | NONE         | 1     |\n"
         "| 9               | 9             | 0            | NONE         | 1     |\n"
     )
-    read = log_traffic(table, tmp_path / "server.log", called.config)
+    read = log_traffic(table, tmp_path / "server.log", called.plan)
     assert read.by_tokens() == {1: 1, 3: 3, 7: 1, 8: 2, 9: 1}
     assert read.by_tokens(uniform=True)[3] == 3
 
@@ -132,14 +147,13 @@ def test_any_table_is_read_back(tmp_path_factory: pytest.TempPathFactory, steps:
     for tokens, mode, calls in steps:
         reason = MissReason.TOO_LARGE if mode == "NONE" else None
         descriptor = BatchDescriptor(tokens + (0 if reason else tokens % 5))
-        count = stats.count_of(tokens, None, False, 0, CUDAGraphMode[mode], descriptor, reason)
-        count.calls += calls
+        count_of(stats, tokens, None, CUDAGraphMode[mode], descriptor, reason).calls += calls
         wanted[tokens] += calls
     if not steps:
         with pytest.raises(TrafficError):
-            log_traffic(stats.table(), Path("x.log"), Config())
+            log_traffic(stats.table(), Path("x.log"), PLAN)
         return
-    assert log_traffic(stats.table(), Path("x.log"), Config()).by_tokens() == dict(sorted(wanted.items()))
+    assert log_traffic(stats.table(), Path("x.log"), PLAN).by_tokens() == dict(sorted(wanted.items()))
     assert stats.traffic().by_tokens() == dict(sorted(wanted.items()))
 
 
@@ -157,15 +171,15 @@ def test_traffic_is_exact_and_can_be_planned_for(called: GraphRunner) -> None:
 def test_the_planner_reads_saved_statistics(called: GraphRunner, tmp_path: Path) -> None:
     path = tmp_path / "stats.json"
     path.write_text(called.stats.json())
-    traffic = read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+    traffic = read_traffic(path, PLAN)
     assert traffic.histogram == called.stats.traffic().histogram
     path.write_text(called.stats.json().replace('"batches": [', '"batches": [[7, 1],', 1))
     with pytest.raises(TrafficError, match=r"stats.json: not saved traffic: histogram.0"):
-        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+        read_traffic(path, PLAN)
     called.stats.reset()
     path.write_text(called.stats.json())
     with pytest.raises(TrafficError, match=r"stats\.json: statistics of a runner: no batch") as caught:
-        read_traffic(path, config=Config(), step_time=lambda _: 1.0)
+        read_traffic(path, PLAN)
     assert str(caught.value).count("stats.json") == 1
 
 
@@ -194,11 +208,11 @@ def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphB
     path = tmp_path / "stats.json"
     for saved in (runner.stats.json(), runner.stats.traffic().model_dump_json()):
         path.write_text(saved)
-        found = read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        found = read_traffic(path, runner.plan)
         assert dict(found.histogram) == {Batch(3, 3, True, 3): 1}
     path.write_text(Traffic.of({Batch(3, 3, True, 4): 1}, "made up").model_dump_json())
     with pytest.raises(TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"):
-        read_traffic(path, config=runner.config, step_time=lambda _: 1.0)
+        read_traffic(path, runner.plan)
     runner.close()
 
 
@@ -226,7 +240,7 @@ def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(backend: G
     for size in (3, 20):
         runner(x=torch.zeros(size, 2, device=backend.device))
     (tmp_path / "stats.json").write_text(runner.stats.json())
-    found = read_traffic(tmp_path / "stats.json", config=Config(), step_time=lambda _: 1.0).histogram
+    found = read_traffic(tmp_path / "stats.json", PLAN).histogram
     assert [(batch.num_tokens, batch.num_reqs, batch.uniform, calls) for batch, calls in found] == [
         (3, 3, True, 1),
         (20, 8, False, 1),
@@ -248,7 +262,7 @@ def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytes
     monkeypatch.setattr(stats_module, "MOST_BATCHES", 5)
     stats = RunnerStats(PLAN)
     for reqs in (1, 2, 3, 4, 5, 6, 7, 2):
-        stats.count_of(8, reqs, False, 0, FULL, BatchDescriptor(8, 8), None).calls += 1
+        count_of(stats, 8, reqs, FULL, BatchDescriptor(8, 8)).calls += 1
     counts = {count.num_reqs: count.calls for count in stats.counts}
     assert counts == {1: 1, 2: 2, 3: 1, 4: 1, 5: 1, None: 2}
     assert stats.replays == {(FULL, BatchDescriptor(8, 8)): 8}
@@ -257,29 +271,23 @@ def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytes
 
 
 def test_numbers_are_read_while_other_threads_add_to_them() -> None:
-    """As a server of metrics does. Here a new batch comes whenever a count is looked at."""
-    stats = RunnerStats(PLAN)
+    """As a server of metrics does."""
+    stats, most = RunnerStats(PLAN), 3000
 
-    class Meanwhile(BatchCount):
-        @property  # type: ignore[override]
-        def calls(self) -> int:
-            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
-            return 7
+    def add() -> None:
+        for tokens in range(1, most + 1):
+            count_of(stats, tokens, None, FULL, BatchDescriptor(most)).calls += 1
 
-        @calls.setter
-        def calls(self, value: int) -> None:
-            stats.count_of(len(stats._counts) + 1, None, False, 0, FULL, BatchDescriptor(512), None)
-
-    asked = (1, None, False, 0, FULL, BatchDescriptor(2), None)
-    stats._counts[asked] = Meanwhile(*asked)
-    assert stats.calls == stats.real_tokens == stats.padded_rows == 7
-    assert stats.traffic().total == stats.traffic((0, {})).total == 7
-    assert stats.mark()[1][asked] == 7
-    assert "| 1               | 2             | 1            | FULL         | 7     |" in stats.table()
-    assert stats.record().replays[0].calls == 7
-    assert 'num_tokens="2",runner="runner",uniform="false"} 7.0' in stats.prometheus()
+    thread = threading.Thread(target=add)
+    thread.start()
+    while thread.is_alive():
+        for read in (stats.record, stats.table, stats.prometheus, stats.mark, lambda: stats.calls):
+            read()
+    thread.join()
+    assert stats.calls == stats.traffic().total == most
+    assert sum(stats.mark()[1].values()) == most
     stats.reset()
-    assert len(stats._counts) > 10
+    assert stats.calls == 0
 
 
 def test_json_holds_everything(called: GraphRunner) -> None:
@@ -385,16 +393,6 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     call(called, 8, 8)
     assert registry.get_sample_value("cgplan_tokens_total", labels) == 50
     assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
-
-
-def test_metrics_of_what_has_no_numbers(called: GraphRunner) -> None:
-    stats = called.stats
-    for wrong, kind in (({"a": called}, "GraphRunner"), (stats, "RunnerStats"), ({None: stats}, "NoneType")):
-        with pytest.raises(InputError, match=f"and a {kind} was given") as caught:
-            StatsCollector(wrong)  # type: ignore[arg-type]
-        assert "runner.stats" in caught.value.remedy
-    with pytest.raises(InputError):
-        called.stats.prometheus(None)  # type: ignore[arg-type]
 
 
 def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,25 +5,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_of
 
-from cgplan.config import Config
 from cgplan.errors import StepTimeError, TrafficError
-from cgplan.traffic import simulation
-from cgplan.traffic.histogram import Batch
-from cgplan.traffic.simulation import NO_ADAPTER, Limits, Request, StepTime, simulate
+from cgplan.traffic.histogram import StepShape
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, SchedulerBounds, StepTime, simulate
 
 
-def steps_of(requests: list[Request], limits: Limits, step_time: StepTime = lambda batch: 10.0) -> dict[Batch, float]:
-    return dict(simulate(requests, limits, step_time).histogram)
+def steps_of(
+    requests: list[Request], bounds: SchedulerBounds, step_time: StepTime = lambda batch: 10.0
+) -> dict[StepShape, float]:
+    return dict(simulate(RequestTrace(requests), bounds, step_time).histogram)
 
 
-def decode(tokens: int, loras: int = 0) -> Batch:
-    return Batch(tokens, tokens, True, loras)
+def decode(tokens: int, loras: int = 0) -> StepShape:
+    return StepShape(tokens, tokens, True, loras)
+
+
+def mixed(tokens: int, reqs: int, loras: int = 0) -> StepShape:
+    return StepShape(tokens, reqs, False, loras)
 
 
 # --- the reference: a running list, a waiting list, one step at a time -----------------------------------------
@@ -36,12 +40,12 @@ class Running:
     decodes: int
 
 
-def one_by_one(requests: list[Request], limits: Limits, step_time: StepTime) -> dict[Batch, float]:
+def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: StepTime) -> dict[StepShape, float]:
     """As the scheduler does it: each running request is looked at in each step."""
     coming = sorted(requests, key=lambda request: round(request.arrival_us * 1000))
     waiting: list[Request] = []
     running: list[Running] = []
-    counts: Counter[Batch] = Counter()
+    counts: Counter[StepShape] = Counter()
     now = 0
     while coming or waiting or running:
         while coming and round(coming[0].arrival_us * 1000) <= now:
@@ -49,11 +53,11 @@ def one_by_one(requests: list[Request], limits: Limits, step_time: StepTime) -> 
         if not waiting and not running:
             now = round(coming[0].arrival_us * 1000)
             continue
-        given = schedule(waiting, running, limits)
+        given = schedule(waiting, running, bounds)
         chunks = [tokens for request, tokens in given if request.prompt]
-        every = all(tokens == limits.query_len for _, tokens in given)
+        every = all(tokens == bounds.query_len for _, tokens in given)
         loras = {request.adapter for request, _ in given} - {NO_ADAPTER}
-        batch = Batch(sum(tokens for _, tokens in given), len(given), every and not chunks, len(loras))
+        batch = StepShape(sum(tokens for _, tokens in given), len(given), every and not chunks, len(loras))
         counts[batch] += 1
         now += max(1, round(step_time(batch) * 1000))
         for request, tokens in given:
@@ -65,26 +69,26 @@ def one_by_one(requests: list[Request], limits: Limits, step_time: StepTime) -> 
     return dict(counts)
 
 
-def schedule(waiting: list[Request], running: list[Running], limits: Limits) -> list[tuple[Running, int]]:
+def schedule(waiting: list[Request], running: list[Running], bounds: SchedulerBounds) -> list[tuple[Running, int]]:
     """Tokens that each running request gets in this step; requests that are admitted join the running ones."""
-    left, given = limits.max_num_batched_tokens, []
+    left, given = bounds.max_num_batched_tokens, []
     for request in running:
-        tokens = min(request.prompt or limits.query_len, left)
+        tokens = min(request.prompt or bounds.query_len, left)
         left -= tokens
         if tokens:
             given.append((request, tokens))
     for request in list(waiting):
-        if not left or len(running) == limits.max_num_seqs:
+        if not left or len(running) == bounds.max_num_seqs:
             break
         loras = {other.adapter for other, _ in given} - {NO_ADAPTER}
         if (
             request.adapter not in loras | {NO_ADAPTER}
-            and limits.max_loras is not None
-            and len(loras) >= limits.max_loras
+            and bounds.max_loras is not None
+            and len(loras) >= bounds.max_loras
         ):
             continue
         waiting.remove(request)
-        advance = limits.accepted_tokens or limits.query_len
+        advance = bounds.accepted_tokens or bounds.query_len
         new = Running(
             request.adapter, request.context_tokens, math.ceil(max(request.generated_tokens - 1, 0) / advance)
         )
@@ -99,9 +103,9 @@ GRID = st.integers(0, 90).map(lambda tens: 10.0 * tens)  # so that steps end whe
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Request], Limits]:
+def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
     query_len = draw(st.integers(1, 4))
-    limits = Limits(
+    bounds = SchedulerBounds(
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.integers(1, 24)),
         query_len=query_len,
@@ -111,119 +115,102 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], Limits]:
     adapters = st.just(NO_ADAPTER) | st.integers(0, 4)
     arrivals = draw(st.lists(GRID | st.floats(0, 3000), max_size=14, min_size=1))
     requests = [Request(time, draw(st.integers(1, 40)), draw(st.integers(0, 30)), draw(adapters)) for time in arrivals]
-    return requests, limits
+    return requests, bounds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(case=cases(), fixed=st.just(10.0) | st.floats(0.0005, 300), slope=st.just(0.0) | st.floats(0, 20))
 def test_equal_steps_added_at_once_are_one_step_after_the_other(
-    case: tuple[list[Request], Limits], fixed: float, slope: float
+    case: tuple[list[Request], SchedulerBounds], fixed: float, slope: float
 ) -> None:
-    requests, limits = case
+    requests, bounds = case
 
-    def step_time(batch: Batch) -> float:
+    def step_time(batch: StepShape) -> float:
         return fixed + slope * batch.num_tokens
 
-    assert steps_of(requests, limits, step_time) == one_by_one(requests, limits, step_time)
+    assert steps_of(requests, bounds, step_time) == one_by_one(requests, bounds, step_time)
 
 
+@settings(max_examples=60)
 @given(case=cases())
-def test_all_tokens_are_run(case: tuple[list[Request], Limits]) -> None:
-    requests, limits = case
-    found = simulate(requests, limits, lambda batch: 10.0)
+def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None:
+    requests, bounds = case
+    found = simulate(RequestTrace(requests), bounds, lambda batch: 10.0)
     prompts = sum(request.context_tokens for request in requests)
-    decodes = sum(limits.decode_steps(request) for request in requests)
+    decodes = sum(bounds.decode_steps(request) for request in requests)
     run = sum(batch.num_tokens * weight for batch, weight in found.histogram)
-    assert run <= prompts + decodes * limits.query_len
+    assert run <= prompts + decodes * bounds.query_len
     assert run >= prompts + decodes, "a request at the edge of the tokens gets 1 at least"
-    assert all(batch.num_tokens <= limits.max_num_batched_tokens for batch, _ in found.histogram)
-    assert all(batch.num_reqs <= limits.max_num_seqs for batch, _ in found.histogram)
-    assert all(batch.num_active_loras <= (limits.max_loras or 9) for batch, _ in found.histogram)
+    assert all(batch.num_tokens <= bounds.max_num_batched_tokens for batch, _ in found.histogram)
+    assert all(batch.num_reqs <= bounds.max_num_seqs for batch, _ in found.histogram)
+    assert all(batch.num_active_loras <= (bounds.max_loras or 9) for batch, _ in found.histogram)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_one_request_is_prefilled_in_chunks_and_then_decodes() -> None:
-    found = steps_of([Request(5.0, 20, 4)], Limits(8, 8))
-    assert found == {Batch(8, 1): 2, Batch(4, 1): 1, decode(1): 3}, "the prefill yields the first of 4 tokens"
+PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
 
 
-@pytest.mark.parametrize("generated", [0, 1])
-def test_a_request_that_generates_at_most_one_token_ends_with_its_prefill(generated: int) -> None:
-    assert steps_of([Request(0, 3, generated)], Limits(8, 8)) == {Batch(3, 1): 1}
+@pytest.mark.parametrize(
+    ("requests", "bounds", "steps"),
+    [
+        # a prefill in chunks; it yields the first of 4 tokens
+        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {mixed(8, 1): 2, mixed(4, 1): 1, decode(1): 3}),
+        # at most one token: the request ends with its prefill
+        ([Request(0, 3, 0)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
+        ([Request(0, 3, 1)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
+        # requests beyond max_num_seqs wait
+        ([Request(0, 1, 3)] * 5, SchedulerBounds(2, 64), {mixed(2, 2): 2, decode(2): 4, mixed(1, 1): 1, decode(1): 2}),
+        # a step with prefill is mixed, and decodes come first
+        ([Request(0, 1, 9), Request(0, 30, 1)], SchedulerBounds(4, 8), {mixed(8, 2): 4, mixed(3, 2): 1, decode(1): 4}),
+        # query_len tokens of each decoding request
+        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3), {mixed(10, 2): 1, StepShape(6, 2, True): 2}),
+        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3, None, 1.5), {mixed(10, 2): 1, StepShape(6, 2, True): 4}),
+        # decodes that do not fit wait their turn and are not uniform
+        ([Request(0, 2, 3)] * 3, SchedulerBounds(4, 8, 3, None, 1.0), {mixed(6, 3): 1, mixed(8, 3): 2}),
+        # an adapter too many lets others pass; without a bound all run
+        (
+            PASSING,
+            SchedulerBounds(8, 64, max_loras=1),
+            {mixed(3, 3, 1): 1, decode(3, 1): 2, mixed(1, 1, 1): 1, decode(1, 1): 2},
+        ),
+        (PASSING, SchedulerBounds(8, 64), {mixed(4, 4, 2): 1, decode(4, 2): 2}),
+    ],
+)
+def test_steps_by_hand(requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]) -> None:
+    assert steps_of(requests, bounds) == steps
 
 
 def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
     first = Request(0, 1, 11)  # its prefill begins at 0 us, its decode steps at 10, 20, ... 100 us
-    limits = Limits(8, 64)
-    assert steps_of([first, Request(30.0, 7, 1)], limits) == {Batch(1, 1): 1, decode(1): 9, Batch(8, 2): 1}
-    at_90 = steps_of([first, Request(90.0, 7, 3)], limits)
-    assert at_90 == {Batch(1, 1): 1, decode(1): 8 + 1, Batch(8, 2): 1, decode(2): 1}
-    at_100 = steps_of([first, Request(90.001, 7, 3)], limits)
-    assert at_100 == {Batch(1, 1): 1, decode(1): 9 + 2, Batch(8, 2): 1}
+    bounds = SchedulerBounds(8, 64)
+    assert steps_of([first, Request(30.0, 7, 1)], bounds) == {StepShape(1, 1): 1, decode(1): 9, StepShape(8, 2): 1}
+    at_90 = steps_of([first, Request(90.0, 7, 3)], bounds)
+    assert at_90 == {StepShape(1, 1): 1, decode(1): 8 + 1, StepShape(8, 2): 1, decode(2): 1}
+    at_100 = steps_of([first, Request(90.001, 7, 3)], bounds)
+    assert at_100 == {StepShape(1, 1): 1, decode(1): 9 + 2, StepShape(8, 2): 1}
 
 
 def test_slower_steps_make_larger_batches() -> None:
     requests = [Request(100.0 * i, 1, 50) for i in range(40)]
-    fast = simulate(requests, Limits(64, 512), lambda batch: 10.0)
-    slow = simulate(requests, Limits(64, 512), lambda batch: 100.0)
+    fast, slow = (
+        simulate(RequestTrace(requests), SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0)
+    )
     assert fast.max_tokens < slow.max_tokens
-
-
-def test_requests_beyond_max_num_seqs_wait() -> None:
-    found = steps_of([Request(0, 1, 3)] * 5, Limits(2, 64))
-    assert found == {Batch(2, 2): 2, decode(2): 4, Batch(1, 1): 1, decode(1): 2}
-
-
-def test_a_step_with_prefill_is_mixed_and_decodes_come_first() -> None:
-    found = steps_of([Request(0, 1, 9), Request(0, 30, 1)], Limits(4, 8))
-    assert found == {Batch(8, 2): 4, Batch(3, 2): 1, decode(1): 4}
-
-
-def test_decode_steps_hold_query_len_tokens_of_each_request() -> None:
-    limits = Limits(4, 64, query_len=3)
-    assert steps_of([Request(0, 5, 7)] * 2, limits) == {Batch(10, 2): 1, Batch(6, 2, True): 2}
-    few = Limits(4, 64, query_len=3, accepted_tokens=1.5)
-    assert steps_of([Request(0, 5, 7)] * 2, few) == {Batch(10, 2): 1, Batch(6, 2, True): 4}
-
-
-def test_decodes_that_do_not_fit_wait_their_turn_and_are_not_uniform() -> None:
-    found = steps_of([Request(0, 2, 3)] * 3, Limits(4, 8, query_len=3, accepted_tokens=1.0))
-    assert found == {Batch(6, 3): 1, Batch(8, 3): 2}
-
-
-def test_an_adapter_too_many_lets_others_pass() -> None:
-    requests = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
-    found = steps_of(requests, Limits(8, 64, max_loras=1))
-    assert found == {Batch(3, 3, False, 1): 1, decode(3, 1): 2, Batch(1, 1, False, 1): 1, decode(1, 1): 2}
-    both = steps_of(requests, Limits(8, 64))
-    assert both == {Batch(4, 4, False, 2): 1, decode(4, 2): 2}, "without a bound all run, with 2 distinct adapters"
 
 
 def test_long_requests_cost_no_more_than_short_ones() -> None:
     """A step at a time, this would take hours."""
-    found = steps_of([Request(0, 10**9, 10**9), Request(0, 1, 10**9)], Limits(2, 1024))
+    found = steps_of([Request(0, 10**9, 10**9), Request(0, 1, 10**9)], SchedulerBounds(2, 1024))
     assert sum(found.values()) > 10**9
     assert found[decode(2)] < 10**9
 
 
-def test_work_grows_with_requests_and_not_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = Counter[str]()
-    next_step = simulation._Server.next_step
-
-    def counted(server: simulation._Server, now: int) -> Any:
-        looked["steps"] += 1
-        return next_step(server, now)
-
-    monkeypatch.setattr(simulation._Server, "next_step", counted)
-    traffic = simulate([Request(3000.0 * i, 500, 400) for i in range(500)], Limits(64, 2048), lambda batch: 10.0)
-    assert traffic.total > 100_000
-    assert looked["steps"] < 5 * 500, "an arrival, a prefill and an end each"
-
-
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
-    traffic = simulate([Request(0, 1, 1), Request(90.0, 1, 1)], Limits(2, 8), lambda batch: 10.0, source="two")
+    traffic = simulate(
+        RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"), SchedulerBounds(2, 8), lambda batch: 10.0
+    )
     assert traffic.total == 2
     assert traffic.source == "two"
     assert any("busy 20% of the time" in note for note in traffic.notes)
@@ -231,30 +218,24 @@ def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
 
 def test_order_of_the_list_does_not_matter() -> None:
     requests = [Request(50.0 * i, 1 + i, 5) for i in range(9)]
-    assert steps_of(requests, Limits(3, 8)) == steps_of(requests[::-1], Limits(3, 8))
+    assert steps_of(requests, SchedulerBounds(3, 8)) == steps_of(requests[::-1], SchedulerBounds(3, 8))
 
 
 def test_each_batch_is_asked_for_once() -> None:
-    asked: Counter[Batch] = Counter()
+    asked: Counter[StepShape] = Counter()
 
-    def step_time(batch: Batch) -> float:
+    def step_time(batch: StepShape) -> float:
         asked[batch] += 1
         return 10.0
 
-    simulate([Request(10.0 * i, 4, 5) for i in range(50)], Limits(8, 64), step_time)
+    simulate(RequestTrace([Request(10.0 * i, 4, 5) for i in range(50)]), SchedulerBounds(8, 64), step_time)
     assert set(asked.values()) == {1}
 
 
-def test_limits_come_from_the_configuration() -> None:
-    config = Config.model_validate(
-        {
-            "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 128},
-            "speculative": {"num_speculative_tokens": 2, "accepted_tokens": 1.5},
-            "lora": {"max_loras": 3},
-        }
-    )
-    assert Limits.of(config) == Limits(4, 128, 3, 3, 1.5)
-    assert Limits.of(Config()) == Limits(256, 8192)
+def test_bounds_are_those_of_the_plan() -> None:
+    plan = plan_of(spec=2, seqs=4, tokens=128, lora={"max_loras": 3})
+    assert SchedulerBounds.of(plan, 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
+    assert SchedulerBounds.of(plan_of()) == SchedulerBounds(256, 8192)
 
 
 # --- bad input -------------------------------------------------------------------------------------------------
@@ -266,18 +247,18 @@ def test_limits_come_from_the_configuration() -> None:
 )
 def test_requests_that_cannot_be(request_: Request) -> None:
     with pytest.raises(TrafficError, match="request 1 cannot be") as caught:
-        simulate([Request(0, 1, 1), request_], Limits(1, 1), lambda batch: 1.0)
+        simulate(RequestTrace([Request(0, 1, 1), request_]), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "a prompt of at least 1 token" in caught.value.remedy
 
 
 def test_no_requests() -> None:
     with pytest.raises(TrafficError, match="nothing: no requests") as caught:
-        simulate([], Limits(1, 1), lambda batch: 1.0, source="nothing")
+        simulate(RequestTrace([], "nothing"), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "at least one" in caught.value.remedy
 
 
 @pytest.mark.parametrize("length", [0.0, -1.0, float("nan"), float("inf")])
 def test_step_times_have_to_be_positive(length: float) -> None:
     with pytest.raises(StepTimeError, match="a step with 3 tokens lasts") as caught:
-        simulate([Request(0, 3, 1)], Limits(4, 8), lambda batch: length)
+        simulate(RequestTrace([Request(0, 3, 1)]), SchedulerBounds(4, 8), lambda batch: length)
     assert "above 0" in caught.value.remedy

@@ -1,0 +1,368 @@
+"""One look at an eager run of a forward: what it calls, reads, writes and draws, before anything is captured.
+
+Note [The look]
+    A dispatch mode sees each operator of one run on padding. Compiled functions run as they are written: under a
+    dispatch mode Dynamo would skip them, then and ever after. The look does not count as a warm-up: warm-ups come
+    after it and run everything as the capture will. Code between segments (eager pieces) runs on each replay, so it may
+    read, bind and seed as it likes. Not seen: kernels that do not pass PyTorch's dispatcher, and the code that a
+    forward runs for other sizes.
+
+Note [Rebound state]
+    ``self.cache = self.cache + x`` makes a new tensor on each call. A graph would always read the tensor that was there
+    at capture; ``self.step += 1`` is not run by a replay at all. So tensors that operators read and that are gone from
+    the model afterwards are refused. A second look decides, as the first run may be an exception: ``self.table =
+    self.table.to(device)``. A number is taken as read if it changes on each run and the numbers that operators are
+    given differ from run to run; else the report warns. Results that are only kept (``self.last = y``) are allowed.
+
+Note [Random state]
+    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. The generator's state is
+    compared before each operator with its state after the last one: a difference means that the forward set it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.host_sync import (
+    HostGuard,
+    Refusals,
+    as_written,
+    implemented_in_python,
+    is_composite,
+    probing,
+    refuse_host,
+)
+from cgplan.errors import CaptureError, HostSyncError
+from cgplan.graphs.ambient import number_of, random_state_kept
+from cgplan.graphs.model_state import ModelState
+
+Part = Literal["segment", "eager piece"]
+_COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
+_SEED = 0x5EED_0F_A_100C
+_NUMBERS = (bool, int, float, complex)
+
+
+def no_operators() -> dict[Part, Counter[str]]:
+    """Counts for a forward that was not looked at."""
+    return {"segment": Counter(), "eager piece": Counter()}
+
+
+@dataclass(slots=True)
+class Footprint:
+    """The findings of one look.
+
+    Attributes:
+        operators: Calls by name, for code in graphs and code between them; views and bare allocations left out.
+        host_sync: The first operator in graph code that needs the host.
+        reads: Paths of the model's tensors that graph code read, in order.
+        generators: Random generators that operators were given.
+        random: Where graph code set the state of a random generator.
+        breaks: Whether a function under ``eager_break_during_capture`` was called.
+        numbers: The numbers that operators in graph code were given, in order.
+        moved: Paths of numbers that changed outside of eager pieces.
+        error: The first line of what the forward raised.
+    """
+
+    operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
+    host_sync: HostSyncError | None = None
+    reads: dict[str, None] = field(default_factory=dict)
+    generators: dict[int, torch.Generator] = field(default_factory=dict)
+    random: str | None = None
+    breaks: bool = False
+    numbers: list[object] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
+    error: str | None = None
+
+
+class Look(TorchDispatchMode):
+    """The mode of a look.
+
+    Args:
+        state: The model before the look; storages are copied there before they are written.
+        names: Paths of tensors to look for, by id.
+        device: Where graphs run.
+        limit: Bytes of copies on the device, see ``ModelState.saving``.
+        part: The part that code outside of wrappers and eager pieces belongs to.
+        eager_ops: Operators that run between segments.
+        is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
+        numbers: Tells the model's numbers by path; absent: not looked at.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        state: ModelState,
+        names: Mapping[int, str],
+        device: torch.device,
+        limit: int,
+        part: Part = "segment",
+        eager_ops: Collection[str] = (),
+        *,
+        is_whole: bool = False,
+        numbers: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = Footprint()
+        self.refusals = Refusals(raises=False)
+        self._state, self._names, self._device, self._limit = state, names, device, limit
+        self._part: Part = part
+        self._is_whole, self._called = is_whole, set[int]()
+        self._eager_ops, self._key, self._inside = eager_ops, device.type.upper(), 0
+        self._numbers, self._last = numbers, numbers()
+        self._random: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._after: dict[int, torch.Tensor] = {}
+        for generator in (self._default(), *state.generators):
+            self._known(generator)
+            generator.manual_seed(_SEED)  # where no forward would set it
+        self._after = self._states()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note an operator, and run it."""
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._after = self._states()
+        name = func._schema.name
+        if implemented_in_python(func, self._key):
+            part: Part = "eager piece" if name in self._eager_ops else self._part
+            self._count(func, part)
+            self._inside += 1
+            try:
+                with self.in_part(part), self:
+                    key = getattr(torch._C.DispatchKey, self._key)
+                    return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+            finally:
+                self._inside -= 1
+        if is_composite(func):  # in inference mode these come whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        self._state.save_written(func, args, kwargs, self._limit)
+        if (generator := kwargs.get("generator")) is not None:
+            self._known(generator)
+        with self.in_part("eager piece" if name in self._eager_ops else self._part):
+            self._count(func, self._part)
+            if self._part == "segment":
+                self._note(func, args, kwargs)
+                self._compare()
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._after = self._states()
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        refuse_host(func, args, kwargs, self.refusals)
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, _NUMBERS):
+                    self.found.numbers.append(repr(leaf))
+            elif id(leaf) in self._names:
+                self.found.reads[self._names[id(leaf)]] = None
+            elif func is torch.ops.aten.lift_fresh.default and leaf.dim() == 0 and leaf.device.type == "cpu":
+                self.found.numbers.append(leaf.item())
+
+    def _count(self, func: Any, part: Part) -> None:
+        namespace, _, name = func._schema.name.partition("::")
+        is_view = torch.Tag.inplace_view in func.tags or (
+            not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
+        )
+        if not (self._inside or is_view or namespace in ("prim", "profiler") or name.startswith(_COMPUTES_NOTHING)):
+            self.found.operators[part][func._schema.name] += 1
+
+    @contextmanager
+    def in_part(self, part: Part) -> Iterator[None]:
+        """A block that is graph code or runs between graphs; a segment inside an eager piece is eager, too."""
+        before = self._part
+        if part == before:
+            yield
+            return
+        self._end_part(before)
+        self._part, self.refusals.is_on = part, part == "segment"
+        try:
+            yield
+        finally:
+            self._end_part(part)
+            self._part, self.refusals.is_on = before, before == "segment"
+
+    @contextmanager
+    def in_wrapper(self, wrapper: object, *, is_whole: bool) -> Iterator[None]:
+        """A block that a graph wrapper inside the model captures; counted once, as it is captured."""
+        before, again = self._is_whole, id(wrapper) in self._called
+        self._called.add(id(wrapper))
+        self._is_whole, self._inside = is_whole, self._inside + again
+        try:
+            with self.in_part("segment"):
+                yield
+        finally:
+            self._is_whole, self._inside = before, self._inside - again
+
+    def _end_part(self, part: Part) -> None:
+        with _disable_current_modes():
+            self._note_end(part)
+
+    def _note_end(self, part: Part) -> None:
+        now = self._numbers()
+        if part == "segment":
+            self.found.moved |= {path for path, value in now.items() if value != self._last.get(path, value)}
+            self._compare()
+        self._last, self._after = now, self._states()
+
+    def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an eager piece. It is handed copies of what it returns of the model's state, as graphs are."""
+        if self._is_whole:
+            return function(*args, **kwargs)
+        with self.in_part("eager piece"):
+            result = function(*args, **kwargs)
+        with _disable_current_modes():
+            return tree_map_only(torch.Tensor, lambda t: t.detach() if id(t) in self._names else t, result)
+
+    def _default(self) -> torch.Generator:
+        if self._device.type == "cuda":
+            return torch.cuda.default_generators[self._device.index or 0]
+        return torch.default_generator
+
+    def _known(self, generator: torch.Generator) -> None:
+        key = number_of(generator)
+        if key not in self._random:
+            self._random[key] = (generator, generator.get_state())
+            self._after[key] = self._random[key][1]
+            if key != number_of(self._default()):
+                self.found.generators[key] = generator
+
+    def _states(self) -> dict[int, torch.Tensor]:
+        return {key: generator.get_state() for key, (generator, _) in self._random.items()}
+
+    def _compare(self) -> None:
+        """Note a generator that is not where the last operator left it."""
+        for key, (generator, _) in self._random.items() if self.found.random is None else ():
+            if not torch.equal(self._after[key], generator.get_state()):
+                paths = (p.path for p in self._state.places.values() if p.value is generator)
+                name = next(
+                    paths, "torch's default generator" if key == number_of(self._default()) else "a torch.Generator"
+                )
+                self.found.random = f"{name}, before {blamed_line()}"
+
+    def finish(self) -> Footprint:
+        """The findings. Generators are where they were before the look."""
+        found = self.found
+        if found.error is None:
+            self._end_part(self._part)
+        for generator, before in self._random.values():
+            generator.set_state(before)
+        found.host_sync = self.refusals.first
+        return found
+
+
+def current_look() -> Look | None:
+    """The look that sees the next operator first: no other mode is inside of it, such as a tape's that records."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Look) else None
+
+
+def look(
+    call: Callable[[], object], state: ModelState, limit: int = 0, *, names: ModelState | None = None, **options: Any
+) -> Footprint:
+    """Run a forward eagerly, once, and note its footprint. An error of the forward is in ``Footprint.error``.
+
+    Args:
+        call: Runs the forward on padding.
+        state: The model before the look.
+        limit, options: As for ``Look``.
+        names: A later record, in which tensors have their paths; absent: ``state``.
+    """
+    known = {id(p.value): p.path for p in (names or state).places.values() if isinstance(p.value, torch.Tensor)}
+    device = state.device
+    with random_state_kept(device), probing(), as_written(), ExitStack() as stack:
+        mode = Look(state, known, device, limit, **options)
+        if device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
+            stack.enter_context(HostGuard(mode.refusals))
+        stack.enter_context(mode)
+        try:
+            call()
+        except Exception as error:
+            mode.found.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
+        finally:
+            stack.close()
+            mode.finish()
+            state.adopt_fresh()
+    return mode.found
+
+
+def examine(
+    call: Callable[[], object], state: ModelState, inputs: Sequence[torch.Tensor], limit: int, **options: Any
+) -> tuple[Footprint, list[str]]:
+    """Look at a forward ahead of its capture, see Note [Rebound state].
+
+    Args:
+        call, state, limit, options: As for ``look``.
+        inputs: Arguments of the forward, which the model may keep.
+
+    Returns:
+        The footprint, and warnings for the report.
+
+    Raises:
+        CaptureError: graph code reads state that it binds again, or sets the state of a random generator.
+    """
+    found = look(call, state, limit, **options)
+    if found.random is not None:
+        raise CaptureError(
+            f"the forward sets the state of {found.random}; a replay would not",
+            remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
+        )
+    first = ModelState.of(state.roots, state.device) if state.rebound() else state
+    if not _lost(found, state, first, inputs) and not _numbers_that_differ(state, first):
+        return found, []
+    again = look(call, state, limit, names=first, numbers=lambda: _numbers(first), **options)
+    second = ModelState.of(state.roots, state.device)
+    lost, moved = _lost(again, first, second, inputs), [path for path in _numbers(state) if path in again.moved]
+    frozen: list[str] = []
+    if moved:
+        third = look(call, state, limit, names=second, numbers=lambda: _numbers(second), **options)
+        frozen = [path for path in moved if path in third.moved] if third.numbers != again.numbers else []
+    if lost or frozen:
+        names = ", ".join(path.removeprefix("model.") for path in (*lost, *frozen)[:5])
+        raise CaptureError(
+            f"the forward reads {names} and binds it again on each call; a graph would always read what was there at "
+            "capture",
+            remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
+            "do it outside of the forward.",
+        )
+    names = ", ".join(path.removeprefix("model.") for path in moved[:5])
+    return found, [f"the forward changes {names}; replays do not, nor do they see it change"] if moved else []
+
+
+def _lost(found: Footprint, before: ModelState, now: ModelState, inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Paths of tensors that graph code read and that are gone from the model."""
+    given = set(map(id, inputs))
+    both = ((place.value, now.places[path].value) for path, place in before.places.items() if path in now.places)
+    stay = {id(old) for old, new in both if old is new}
+    return [path for path in found.reads if id(before.places[path].value) not in stay | given]
+
+
+def _numbers(state: ModelState) -> dict[str, object]:
+    """The numbers in a model now, by path."""
+    now = ModelState.of(state.roots, state.device) if state.rebound() else state
+    return {path: p.now() for path, p in now.places.items() if isinstance(p.value, _NUMBERS)}
+
+
+def _numbers_that_differ(before: ModelState, now: ModelState) -> bool:
+    numbers = (p for p in before.places.values() if isinstance(p.value, _NUMBERS))
+    return any(p.path in now.places and now.places[p.path].value != p.value for p in numbers)
+
+
+__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look"]

@@ -1,0 +1,68 @@
+"""`cgplan init`: a starting configuration that loads, plans and captures as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+from commands import good
+
+import cgplan
+from cgplan.config import load_config
+from cgplan.planning import build_plan
+from cgplan.reports import CaptureReport
+
+
+def started(home: Path, *arguments: str) -> tuple[str, cgplan.Config]:
+    text = good("init", *arguments).stdout
+    (home / "my.yaml").write_text(text)
+    config = load_config("my.yaml")
+    assert build_plan(config).capture_sizes == (1, 2, 4, 8, 16, 32)
+    return text, config
+
+
+def test_init_of_an_mlp_captures_as_it_is(home: Path) -> None:
+    text, config = started(home, "models.py:Net", "--kwargs", '{"width": 24}')
+    assert set(config.inputs) == {"x"}
+    assert (config.inputs["x"].shape, config.inputs["x"].dtype) == (("num_tokens", 8), "float32")
+    assert config.model is not None
+    assert config.model.kwargs == {"width": 24}
+    assert re.search(r"shape: \[num_tokens, 8\] +# guess: up is a Linear with in_features 8", text)
+    assert re.search(r"^  # scale: +# has a default", text, re.MULTILINE)
+    result = good("capture", "--config", "my.yaml", "--device", "cpu", "--json")
+    assert len(CaptureReport.model_validate_json(result.stdout).records) == 6
+
+
+def test_init_arguments_with_defaults_can_be_uncommented(home: Path) -> None:
+    text, _ = started(home, "models.py:Net")
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("  # scale:"))
+    lines[start : start + 4] = [line.replace("  # ", "  ", 1) for line in lines[start : start + 4]]
+    (home / "more.yaml").write_text("\n".join(lines))
+    assert set(load_config("more.yaml").inputs) == {"x", "scale"}
+
+
+def test_init_reads_images_and_indices(home: Path) -> None:
+    _, image = started(home, "models.py:Image")
+    assert image.inputs["pixels"].shape == ("num_tokens", 3, 224, 224)
+    assert image.inputs["pixels"].dtype == "bfloat16"
+    text, words = started(home, "models.py:Words")
+    assert (words.inputs["words"].dtype, words.inputs["words"].pad) == ("int64", 7)
+    assert words.inputs["words"].example == (0, 50)
+    assert words.inputs["offsets"].dtype == "float32"
+    assert re.search(r"offsets:\n +shape: \[num_tokens\] +# guess: nothing in the code told it", text)
+
+
+def test_init_does_not_pretend_where_the_forward_branches(home: Path) -> None:
+    text, config = started(home, "models.py:Branches")
+    assert config.inputs["x"].shape == ("num_tokens",)
+    assert "in_features" not in text
+    assert config.inputs["token_ids"].dtype == "int64"
+    assert "the forward says int, but inputs are tensors" in text
+
+
+def test_init_prints_only_yaml(home: Path) -> None:
+    result = good("init", "models.py:chatty")
+    assert set(yaml.safe_load(result.stdout)["inputs"]) == {"x"}
+    assert "the builder speaks" in result.stderr

@@ -1,0 +1,159 @@
+"""`cgplan inspect`: plans with the origin of each value, saved reports, and vLLM's options."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import good
+
+from cgplan.cli.inspect import origin_rows
+from cgplan.config import load_config, read_config
+from cgplan.planning import Plan, build_plan
+
+
+def test_inspect_shows_a_saved_report_again(home: Path) -> None:
+    captured = good("capture", "--config", "good.yaml", "--output", "run.json")
+    assert good("inspect", "run.json").stdout == captured.stdout
+    assert json.loads(good("inspect", "run.json", "--json").stdout) == json.loads((home / "run.json").read_text())
+
+
+def test_inspect_prints_a_plan_that_it_reads_again(home: Path) -> None:
+    printed = good("inspect", "--config", "good.yaml", "--json").stdout
+    assert Plan.from_json(printed) == build_plan(load_config("good.yaml"))
+    (home / "plan.json").write_text(printed)
+    assert good("inspect", "plan.json").stdout in good("inspect", "--config", "good.yaml").stdout
+
+
+def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Path) -> None:
+    asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
+    brief, whole = good(*asked).stdout, good(*asked, "--all").stdout
+    plan, _, values = brief.partition("\nValues set for good.yaml\n")
+    assert plan.startswith("Plan\n")
+    assert whole.partition("\nValues of good.yaml\n")[0] == plan
+    some = re.findall(r"^([\w.]+) +\S.* (?:line \d+|--set)$", values, re.MULTILINE)
+    assert {name.partition(".")[0] for name in some} == {"model", "device", "inputs", "compilation", "lora", "report"}
+    assert "compilation.on_miss" not in values
+    assert re.search(r"^compilation\.on_miss +eager +default$", whole, re.MULTILINE)
+    every = re.findall(r"^[\w.]+  ", whole.partition("\nValues of good.yaml\n")[2], re.MULTILINE)[1:]
+    assert f"and {len(every) - len(some)} defaults, listed with --all" in values
+    assert "listed with --all" not in whole
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_inspect_breaks_no_word_in_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("inspect", "--config", str(CONFIGS / name), "--all")
+    monkeypatch.setenv("COLUMNS", "300")
+    words = set(good(*command).stdout.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = good(*command).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert {word for word in shown.split() if word.strip("-") and word not in words} == set()
+
+
+def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
+    (home / "c.yaml").write_text(
+        "device: cpu\n"
+        "compilation:\n"
+        "  cudagraph_mode: FULL\n"
+        "  attention_support: UNIFORM_BATCH\n"
+        "  cudagraph_capture_sizes:\n"
+        "    - 16\n"
+        "    - 9999\n"
+        "lora: {max_loras: 2}\n"
+    )
+    loaded = read_config("c.yaml", ["scheduler.max_num_seqs=8", "lora={max_loras: 3}"])
+    rows = {row.key: (row.value, row.origin) for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert rows["device"] == ("cpu", "c.yaml:1")
+    assert rows["compilation.attention_support"] == ("UNIFORM_BATCH", "c.yaml:4")
+    assert rows["compilation.cudagraph_mode"] == (
+        "FULL -> FULL_AND_PIECEWISE (from attention_support is UNIFORM_BATCH)",
+        "c.yaml:3",
+    )
+    assert rows["compilation.cudagraph_capture_sizes"] == (
+        "[16, 9999] -> 16 (1) (from max_num_batched_tokens)",
+        "c.yaml:5",
+    )
+    assert rows["compilation.max_cudagraph_capture_size"] == ("16 (from cudagraph_capture_sizes)", "resolved")
+    assert rows["compilation.outputs"] == ("borrow", "default")
+    assert rows["scheduler.max_num_seqs"] == ("8", "--set")
+    assert rows["lora.max_loras"] == ("3", "--set")
+    assert rows["lora.rank"] == ("16", "default")
+    assert rows["report.sizes"] == ("16 (1) (from cudagraph_capture_sizes)", "resolved")
+    shown = good("inspect", "--config", "c.yaml").stdout
+    assert re.search(r"^compilation\.attention_support +UNIFORM_BATCH +line 4$", shown, re.MULTILINE)
+    assert "9999 above scheduler.max_num_batched_tokens" in shown
+
+
+def test_inspect_names_the_line_of_a_merged_value(home: Path) -> None:
+    text = "scheduler: &base\n  max_num_seqs: 8\nspeculative: {}\nreport: {}\n"
+    shared = "inputs:\n  x: &x\n    shape: [num_tokens]\n    dtype: float32\n    pad: 0\n  y:\n    <<: *x\n    pad: 1\n"
+    (home / "c.yaml").write_text(text + shared)
+    loaded = read_config("c.yaml")
+    rows = {row.key: row.origin for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert (rows["inputs.y.pad"], rows["inputs.y.dtype"]) == ("c.yaml:12", "c.yaml:8")
+    assert rows["speculative.num_speculative_tokens"] == rows["report.repeats"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("sections", "sizes", "maximum"),
+    [
+        ({}, "ladder vllm up to 512", "max_num_seqs, max_num_batched_tokens"),
+        ({"speculative": {"num_speculative_tokens": 1}}, "ladder vllm", "num_speculative_tokens"),
+        ({"compilation": {"max_cudagraph_capture_size": 30}}, "ladder vllm up to 30", "the ladder's steps"),
+        ({"compilation": {"cudagraph_mode": "NONE"}}, "cudagraph_mode", "cudagraph_mode"),
+        ({"compilation": {"cudagraph_capture_sizes": "sglang"}}, "ladder sglang", "max_num_seqs"),
+        (
+            {
+                "compilation": {"cudagraph_capture_sizes": [2, 5], "cudagraph_mode": "FULL_DECODE_ONLY"},
+                "speculative": {"num_speculative_tokens": 1},
+            },
+            "num_speculative_tokens",
+            "cudagraph_capture_sizes",
+        ),
+    ],
+)
+def test_inspect_says_what_sizes_were_resolved_from(
+    home: Path, sections: dict[str, Any], sizes: str, maximum: str
+) -> None:
+    (home / "c.yaml").write_text(yaml.safe_dump(sections))
+    loaded = read_config("c.yaml")
+    values = {row.key: row.value for row in origin_rows(loaded, build_plan(loaded.config))}
+    assert sizes in values["compilation.cudagraph_capture_sizes"].rpartition("(from ")[2]
+    assert maximum in values["compilation.max_cudagraph_capture_size"].rpartition("(from ")[2]
+
+
+def test_inspect_shows_the_split(home: Path) -> None:
+    command = ("inspect", "--config", "good.yaml", "--split")
+    assert "no PIECEWISE graph is planned" in good(*command).stdout
+    options = ("--set", "compilation.cudagraph_mode=PIECEWISE", "--set", "compilation.splitting_modules=[up]")
+    split = good(*command, *options)
+    assert "eager up" in " ".join(split.stdout.split())
+    assert "--split" not in split.stderr
+    assert "a capture, and --split, show which" in good(*command[:-1], *options).stderr
+    assert "--split" not in good(*command[:-1], *options[:2]).stderr, "no names"
+
+
+def test_inspect_shows_what_vllm_would_capture(home: Path) -> None:
+    options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-speculative-tokens", "1")
+    lora = ("--max-loras", "2", "--specialize-active-lora")
+    result = good("inspect", "--vllm", '{"cudagraph_capture_sizes": [2, 8], "backend": "eager"}', *options, *lora)
+    rows = {
+        line.split()[0]: re.split(r"  +", line)[1:] for line in result.stdout.splitlines() if "." in line.split(" ")[0]
+    }
+    assert rows["compilation.cudagraph_mode"] == ["FULL_AND_PIECEWISE", "vLLM's default"]
+    assert rows["compilation.cudagraph_capture_sizes"] == ["[2, 8]", "--vllm"]
+    assert rows["scheduler.max_num_seqs"] == ["4", "--max-num-seqs"]
+    assert rows["speculative.num_speculative_tokens"] == ["1", "--num-speculative-tokens"]
+    assert rows["lora.max_loras"] == ["2", "--max-loras"]
+    assert rows["lora.specialize_active_lora"] == ["true", "--specialize-active-lora"]
+    assert "report.sizes" not in rows
+    assert "8 PIECEWISE, 8 FULL uniform" in result.stdout
+    assert "note: backend does not change what is captured" in result.stderr

@@ -1,0 +1,271 @@
+"""Options and exit codes of all commands: what is refused, and what standard error says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import cgplan_command, good, refused, use_traffic
+
+import cgplan
+from cgplan import errors
+from cgplan.config import load_config
+from cgplan.planning import build_plan
+
+REPO = Path(__file__).parents[2]
+
+
+def test_version() -> None:
+    assert good("--version").stdout == f"cgplan {cgplan.__version__}\n"
+
+
+def test_no_arguments_show_the_help() -> None:
+    shown = good().stdout
+    assert shown == good("--help").stdout
+    for command in ("capture", "bench", "inspect", "schema", "init", "plan"):
+        assert re.search(rf"^  {command}  .*\.$", shown, re.MULTILINE), f"{command} has no whole sentence in the help"
+
+
+@pytest.mark.parametrize("command", ["capture", "bench", "inspect", "schema", "init", "plan", "plan diff"])
+def test_help_of_each_command_has_an_example(command: str) -> None:
+    assert f"Example:\n    cgplan {command} " in good(*command.split(), "--help").stdout
+
+
+def test_python_dash_m(home: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "cgplan", "capture", "--config", "missing.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == errors.ConfigFileError.exit_code
+    assert done.stderr.startswith("error: no such file: missing.yaml\n  remedy: ")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["capture", "--help"],
+        ["schema"],
+        ["inspect", "--config", "good.yaml"],
+        ["inspect", "plan.json"],
+        ["plan", "--config", "good.yaml", "--plot", "plan.svg", "--emit", "vllm"],
+        ["plan", "diff", "plan.json", "plan.json"],
+        ["inspect", "--vllm", "{}", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"],
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(home: Path, arguments: list[str]) -> None:
+    (home / "plan.json").write_text(build_plan(load_config("good.yaml")).model_dump_json())
+    code = (
+        "import sys\nfrom cgplan.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, *sys.modules, file=sys.stderr)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout
+    end, *modules = done.stderr.splitlines()[-1].split()
+    assert end == "0"
+    assert "torch" not in modules
+    assert "cgplan.reports" not in modules or "--help" not in arguments, "the help is shown at once"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "run.json", "--config", "good.yaml"],
+        ["inspect", "run.json", "--set", "device=cpu"],
+        ["capture"],
+        ["capture", "--config", "good.yaml", "--nonsense"],
+        ["capture", "--config", "good.yaml", "--force"],
+        ["bench", "--config", "good.yaml", "--seed", "1"],
+        ["inspect", "--vllm", "{}", "--config", "good.yaml"],
+        ["inspect", "--vllm", "{}", "--set", "device=cpu"],
+        ["inspect", "--config", "good.yaml", "--max-num-seqs", "4"],
+        ["inspect", "run.json", "--costs", "estimate"],
+        ["inspect", "run.json", "--all"],
+        ["plan"],
+        ["plan", "diff", "plan.json"],
+        ["plan", "--config", "good.yaml", "diff", "a.json", "b.json"],
+        ["plan", "--config", "good.yaml", "--emit", "tgi"],
+        ["plan", "--config", "good.yaml", "--emit", "vllm", "--json"],
+        ["plan", "--config", "good.yaml", "--traffic", "a.csv", "--speedup", "0"],
+        ["schema", "--format", "xml"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
+    result = cgplan_command(*arguments)
+    assert result.exit_code == 2
+    assert "Error" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--json", "diff", "plan.json", "plan.json"),
+            "--json is not an option of `cgplan plan diff`, or stands",
+        ),
+        (("--traffic", "x.csv", "diff", "plan.json", "plan.json"), "--traffic is not an option of `cgplan plan diff`"),
+        (("plan.json",), "plan.json stands without an option: give --config FILE"),
+        (("--config", "good.yaml", "plan.json"), "plan.json stands without an option: give --config FILE"),
+        (("dif", "plan.json", "plan.json"), "Did you mean 'diff'?"),
+    ],
+)
+def test_arguments_of_plan_that_would_be_passed_over(home: Path, arguments: tuple[str, ...], said: str) -> None:
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    result = cgplan_command("plan", *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        (("plan", "--config", "{}"), errors.ConfigFileError),
+        (("plan", "--config", "good.yaml", "--traffic", "{}"), errors.TrafficError),
+        (("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "{}"), errors.StepTimeError),
+        (("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--costs", "{}"), errors.ReportError),
+        (("plan", "--config", "good.yaml", "--costs", "{}"), errors.ReportError),
+        (("plan", "diff", "{}", "plan.json"), errors.ReportError),
+        (("plan", "diff", "plan.json", "{}"), errors.ReportError),
+        (("capture", "--config", "good.yaml", "--plan", "{}"), errors.ReportError),
+        (("inspect", "{}"), errors.ReportError),
+        (("inspect", "--config", "good.yaml", "--costs", "{}"), errors.ReportError),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_files_that_cannot_be_read_are_named(
+    home: Path, option: tuple[str, ...], error: type[errors.CgplanError]
+) -> None:
+    use_traffic(home)
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    (home / "binary.dat").write_bytes(b"good\n\xff\xfe\x00")
+    (home / "folder").mkdir()
+    (home / "digits.json").write_text('{"kind": ' + "1" * 5000 + "}")
+    for name in ("binary.dat", "folder", "missing.dat", "digits.json"):
+        if name != "digits.json" or error is errors.ReportError:
+            assert name in refused(error, *(part.format(name) for part in option))
+
+
+def test_traceback_is_shown_on_demand(home: Path) -> None:
+    result = cgplan_command(*use_model("raising"), "--traceback")
+    assert result.exit_code == errors.ModelError.exit_code
+    trace, _, message = result.stderr.rpartition("error: ")
+    assert 'raise KeyError("weights are missing")' in trace
+    assert trace.index("KeyError") < trace.index("cgplan.errors.ModelError")
+    assert "remedy: " in message
+
+
+def test_interrupt(home: Path) -> None:
+    result = cgplan_command(*use_model("interrupted"))
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "interrupted"
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_internal_error_is_one_line_and_advice(home: Path, monkeypatch: pytest.MonkeyPatch, show: bool) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a defect\nof two lines")
+
+    monkeypatch.setattr("cgplan.cli.capture.build_plan", broken)
+    result = cgplan_command("capture", "--config", "good.yaml", *(["--traceback"] if show else []))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-2] == "internal error: RuntimeError: a defect"
+    assert "--traceback" in result.stderr.splitlines()[-1]
+    assert ("Traceback" in result.stderr) == show
+
+
+def use_model(target: str) -> tuple[str, ...]:
+    return ("capture", "--config", "good.yaml", "--set", f"model.target=models.py:{target}")
+
+
+CAPTURE = ("capture", "--config", "good.yaml")
+PLAN = ("plan", "--config", "good.yaml")
+X = "{shape: [num_tokens, 8], dtype: float32, pad: 0}"
+
+
+def set_to(**values: str) -> tuple[str, ...]:
+    """``--set`` for each value, of keys with two underscores for the dot."""
+    return tuple(part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}"))
+
+
+def target(name: str) -> tuple[str, ...]:
+    return (*CAPTURE, *set_to(model__target=name))
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "words"),
+    [
+        ("ConfigFileError", ("capture", "--config", "god.yaml"), ["no such file: god.yaml", "Did you mean good.yaml?"]),
+        ("ConfigError", (*PLAN, *set_to(compilation__on_mis="error")), ["--set", "did you mean 'on_miss'"]),
+        ("ConfigError", (*PLAN, *set_to(report="{")), ["--set report: the value is not YAML"]),
+        ("ConfigError", (*CAPTURE, "--device", "gpu"), ["error: --device: found 'gpu', expected auto"]),
+        ("ConfigError", (*PLAN, "--max-graphs", "0", *set_to(budget__max_graphs="3")), ["--max-graphs: found 0, exp"]),
+        ("ConfigError", (*PLAN, "--memory", "0"), ["--memory: found 0, which pays for no graph; leave it out"]),
+        ("ConfigError", (*PLAN, "--memory", "2 apples"), ["--memory: found '2 apples', expected a number of bytes"]),
+        ("ConfigError", (*PLAN, "--memory", "{a: 1"), ["--memory: the value is not YAML: expected ',' or '}'"]),
+        ("ConfigError", (*PLAN, "--capture-time", "soon"), ["--capture-time: found 'soon', expected a number of sec"]),
+        ("ConfigError", (*PLAN, *set_to(budget__capture_time="0s")), ["--set budget.capture_time: found 0, which"]),
+        ("ConfigError", (*PLAN, "--speedup", "2"), ["there is none"]),
+        ("ConfigError", (*PLAN, "--step-times", "times.csv"), ["there is none"]),
+        ("ConfigError", (*CAPTURE, *set_to(model="null")), ["good.yaml: there is no `model`"]),
+        ("ConfigError", ("bench", *CAPTURE[1:], *set_to(inputs="{}")), ["no input has a dimension that counts"]),
+        ("ConfigError", ("bench", *CAPTURE[1:], "--against", "eager,baer"), ["unknown peer 'baer'", "mean 'bare'?"]),
+        ("ConfigError", ("init", "models.py:build", "--kwargs", "[1, 2]"), ["--kwargs '[1, 2]' is not a mapping"]),
+        ("ConfigError", ("init", "models.py:build", "--kwargs", "{a: "), ["--kwargs '{a: ' is not YAML"]),
+        ("ConfigError", ("init", "models.py:build", "--kwargs", "{a: 2026-13-01}"), ["is not a valid timestamp"]),
+        ("ConfigError", ("inspect", "--vllm", '{"cudagraph_capture_size": [1]}'), ["mean 'cudagraph_capture_sizes'?"]),
+        ("PlanError", (*PLAN, *set_to(compilation__cudagraph_capture_sizes="[8, 16]",
+                                      scheduler__max_num_batched_tokens="3")), ["no capture size is left", "8, 16"]),
+        ("ModeError", (*CAPTURE, *set_to(compilation__attention_support="NEVER")), ["FULL", "PIECEWISE or NONE"]),
+        ("ModelError", target("no_such_package.models:build"), ["no_such_package"]),
+        ("ModelError", target("nowhere.py:build"), ["no file nowhere.py"]),
+        ("ModelError", target("models.py:biuld"), ["no `biuld`", "Did you mean `build`?"]),
+        ("ModelError", target("models.py:not_callable"), ["int, which is not callable"]),
+        ("ModelError", target("models.py:not_a_model"), ["returned int, which is not callable"]),
+        ("ModelError", target("models.py"), ["malformed"]),
+        ("ModelError", target("models.py:raising"), ["KeyError", "weights are missing", "models.py:"]),
+        ("ModelError", ("init", "models.py:build", "--kwargs", "{widht: 3}"), ["widht"]),
+        ("ModelError", (*CAPTURE, *set_to(inputs=f"{{x: {X.replace('8', '9')}}}")),
+         ["the model failed eagerly", "num_tokens=4", "models.py:"]),
+        ("ModelError", (*CAPTURE, *set_to(inputs=f"{{z: {X}}}")), ["the model failed eagerly", "'z'"]),
+        ("OutputShapeError", target("models.py:scalar"), ["output 0 of the model has shape []"]),
+        ("HostSyncError", target("models.py:syncing"), ["item", "return x * x.sum().item()"]),
+        ("CaptureMemoryError", target("models.py:hungry"),
+         ["num_tokens=2", "tried to allocate 5 GiB", "Lower compilation.max_cudagraph_capture_size"]),
+        ("OutputPathError", (*PLAN, "--plot", "plan.pdf"), ["a picture ends in .svg or .png"]),
+        ("OutputPathError", (*PLAN, "--plot", "none/plan.svg"), ["there is no folder none"]),
+        ("OutputPathError", (*PLAN, "--plot", "it.svg", "--output", "./it.svg"), ["it.svg is to hold both"]),
+        ("OutputPathError", (*PLAN, "--output", "good.yaml"), ["good.yaml is an input of the plan"]),
+        ("ReportError", (*PLAN, "--costs", ""), ["--costs is empty"]),
+        ("ReportError", ("inspect", "good.yaml"), ["cgplan inspect --config good.yaml"]),
+        ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["a configuration, it seems"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)  # fmt: skip
+def test_mistakes_end_with_a_message_and_a_remedy(
+    home: Path, error: str, arguments: tuple[str, ...], words: list[str]
+) -> None:
+    before = {path: path.read_text() for path in home.iterdir() if path.is_file()}
+    message = refused(getattr(errors, error), *arguments)
+    for word in words:
+        assert word in message
+    assert {path: path.read_text() for path in home.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(home: Path) -> None:
+    message = refused(errors.BackendError, *CAPTURE, "--device", "cuda")
+    assert "torch sees no GPU" in message
+    assert "device: cpu" in message

@@ -1,0 +1,275 @@
+"""`cgplan plan` and `cgplan plan diff`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import HISTOGRAM, REQUESTS, cgplan_command, good, refused, use_traffic
+
+from cgplan import errors
+from cgplan.config import load_config
+from cgplan.planning import Plan, build_plan
+from cgplan.reports import load_report, render_text
+
+
+def test_plan_shows_and_saves_the_plan(home: Path) -> None:
+    result = good("plan", "--config", "good.yaml", "--output", "plan.json")
+    plan = load_report("plan.json")
+    assert isinstance(plan, Plan)
+    assert plan.model_copy(update={"notes": (), "lint": ()}) == build_plan(load_config("good.yaml"))
+    assert result.stdout == render_text(plan) + "\n"
+    assert "saved plan.json" in result.stderr
+    assert good("plan", "--config", "good.yaml", "--json").stdout == (home / "plan.json").read_text()
+
+
+def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
+    narrow = ("--set", "scheduler.max_num_batched_tokens=2", "--set", "compilation.attention_support=UNIFORM_BATCH")
+    result = good("plan", "--config", "good.yaml", *narrow, "--emit", "vllm", "--output", "plan.json")
+    assert result.stdout == (
+        '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2], '
+        '"max_cudagraph_capture_size": 2}\'\n'
+    )
+    for line in (
+        "saved plan.json",
+        "note: cudagraph_mode FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH",
+        "warning: capture sizes 4 above scheduler.max_num_batched_tokens = 2 were dropped",
+        "note: made for --max-num-seqs 256 --max-num-batched-tokens 2",
+    ):
+        assert line in result.stderr
+    assert isinstance(load_report("plan.json"), Plan)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "json"])
+def test_plan_knows_each_engine(home: Path, engine: str) -> None:
+    assert "1, 2, 4" in good("plan", "--config", "good.yaml", "--emit", engine).stdout.replace("1 2 4", "1, 2, 4")
+
+
+def test_what_is_emitted_for_vllm_is_read_back_to_the_same_keys(home: Path) -> None:
+    settings = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--set", "scheduler.max_num_seqs=3")
+    emitted = good("plan", "--config", "good.yaml", *settings, "--emit", "vllm").stdout
+    value = shlex.split(emitted)[1]
+    again = good("inspect", "--vllm", value, "--max-num-seqs", "3", "--max-num-batched-tokens", "8192", "--json").stdout
+    assert Plan.from_json(again).keys == build_plan(load_config("good.yaml", settings[1::2])).keys
+
+
+def test_plan_draws_the_padding(home: Path) -> None:
+    result = good("plan", "--config", "good.yaml", "--plot", "plan.svg")
+    assert "saved plan.svg" in result.stderr
+    assert "capture size" in (home / "plan.svg").read_text()
+    assert "FULL: 4" in (home / "plan.svg").read_text()
+    good("plan", "--config", "good.yaml", "--plot", "plan.png")
+    assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
+    given = ("--max-graphs", "2", "--set", "budget.max_graphs=3", "--memory", "1GiB", "--capture-time", "2min")
+    plan = Plan.model_validate_json(good("plan", "--config", "good.yaml", *given, "--json").stdout)
+    assert plan.budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
+    noted = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--json").stderr
+    assert "warning: budget.memory did not bound this plan: without traffic" in noted
+
+
+def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
+    """Sizes that batches have are best: 2 and 7 for two graphs, where 1 costs 129 instead of 100 microseconds."""
+    command = use_traffic(home)
+    saved = Plan.model_validate_json(good(*command, "--max-graphs", "2", "--json").stdout)
+    assert saved.capture_sizes == (2, 7)
+    two, seven = 100 + 200 / 7, 100 + 200 * 6 / 7
+    assert saved.expected_us == pytest.approx(0.8 * two + 0.2 * seven)
+    shown = good(*command, "--max-graphs", "3").stdout
+    assert "sizes 3 (1, 2, 7)" in " ".join(shown.split())
+    assert "Ladders on the same traffic" in shown
+    assert "vllm" in shown
+
+
+def test_a_saved_plan_for_traffic_shows_what_batches_are_padded_to(home: Path) -> None:
+    shown = good(*use_traffic(home), "--max-graphs", "2", "--output", "plan.json").stdout
+    table = [" ".join(line.split()) for line in good("inspect", "plan.json").stdout.splitlines()]
+    at = table.index("batch of (tokens) is padded to padding rows at most")
+    assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
+    assert good("inspect", "plan.json").stdout == shown
+    assert table.index("Why these graphs") > at
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("0", 100), ("wide", 100)])
+def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
+    command = use_traffic(home)
+    usual = good(*command).stdout
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = good(*command).stdout
+    widths = [len(line) for line in shown.splitlines()]
+    assert max(widths) <= widest
+    assert (shown == usual) == (widest == 100)
+    axis = next(line for line in shown.splitlines() if "+---" in line)
+    assert len(axis) == min(widest, 80), "the chart is drawn for the width"
+
+
+def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:
+    """A request a second of 3 tokens each: one runs at a time."""
+    use_traffic(home)
+    (home / "trace.csv").write_text(REQUESTS)
+    command = ("plan", "--config", "good.yaml", "--traffic", "trace.csv", "--step-times", "times.csv", "--json")
+    plan = Plan.model_validate_json(good(*command).stdout)
+    assert plan.capture_sizes == (1, 4)
+    assert plan.evidence is not None
+    assert plan.evidence["traffic_weight"] == 60
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+def test_plan_for_traffic_that_no_graph_could_serve(home: Path, mode: str) -> None:
+    use_traffic(home)
+    (home / "mixed.csv").write_text("num_tokens,count,num_reqs,uniform\n10,5,2,false\n")
+    command = ("plan", "--config", "good.yaml", "--traffic", "mixed.csv", "--step-times", "times.csv")
+    options = ("--set", f"compilation.cudagraph_mode={mode}")
+    plan = Plan.model_validate_json(good(*command, *options, "--json").stdout)
+    assert plan.keys == ()
+    assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
+
+
+def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
+    use_traffic(home)
+    good("bench", "--config", "good.yaml", "--output", "bench.json")
+    command = ("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "bench.json", "--json")
+    notes = " ".join(Plan.model_validate_json(good(*command).stdout).evidence["times_notes"])
+    assert "not of a GPU" in notes
+    assert "another configuration" not in notes
+    notes = " ".join(
+        Plan.model_validate_json(good(*command, "--set", "scheduler.max_num_seqs=64").stdout).evidence["times_notes"]
+    )
+    assert "measured with another configuration" in notes
+
+
+@contextmanager
+def piped(*files: Path) -> Iterator[list[str]]:
+    """Paths under which each file can be read once, as a shell's ``<(cat FILE)`` gives them."""
+    ends = [os.pipe() for _ in files]
+    for (_, writing), file in zip(ends, files, strict=True):
+        os.write(writing, file.read_bytes())
+        os.close(writing)
+    yield [f"/dev/fd/{reading}" for reading, _ in ends]
+    for reading, _ in ends:
+        os.close(reading)
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no paths of pipes here")
+@pytest.mark.parametrize("traffic", [HISTOGRAM, REQUESTS], ids=["histogram", "requests"])
+def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path, traffic: str) -> None:
+    command = use_traffic(home)[:3]
+    (home / "traffic.csv").write_text(traffic)
+    good("bench", "--config", "good.yaml", "--output", "bench.json")
+    bench = json.loads((home / "bench.json").read_text())
+    for record in bench["records"]:
+        record["eager"]["median"] *= 100  # so that graphs are worth having on a busy machine, too
+    (home / "bench.json").write_text(json.dumps(bench))
+    names = ("traffic.csv", "bench.json", "bench.json")
+
+    def options(paths: Sequence[str]) -> list[str]:
+        pairs = zip(("--traffic", "--step-times", "--costs"), paths, strict=True)
+        return [part for pair in pairs for part in pair]
+
+    from_files = Plan.model_validate_json(good(*command, *options(names), "--json").stdout)
+    with piped(*(home / name for name in names)) as paths:
+        from_pipes = Plan.model_validate_json(good(*command, *options(paths), "--json").stdout)
+    assert from_pipes.keys == from_files.keys != ()
+    assert from_pipes.expected_us == from_files.expected_us
+    assert from_pipes.predicted is not None
+
+
+def test_plan_says_that_there_is_no_traffic(home: Path) -> None:
+    shown = " ".join(good("plan", "--config", "good.yaml").stdout.split())
+    assert "note there is no traffic to plan for, so nothing was optimised" in shown
+    assert "Give --traffic FILE, or a `traffic` section" in shown
+    result = good("plan", "--config", "good.yaml", "--emit", "vllm")
+    assert "note: there is no traffic to plan for" in result.stderr
+    assert "no traffic to plan for" not in good(*use_traffic(home)).stdout
+    bounded = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--set", "budget.reserve=1GiB").stdout
+    assert "budget.memory did not bound this plan" in " ".join(bounded.split())
+
+
+@pytest.mark.parametrize("traffic", [True, False], ids=["traffic", "list"])
+def test_everything_is_said_once(home: Path, traffic: bool) -> None:
+    """Standard output holds the emission alone, standard error all notes; a report and `--json` have them likewise."""
+    mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    good("capture", "--config", "good.yaml", *mode, "--output", "run.json")
+    changes = ("--set", "scheduler.max_num_seqs=64", *mode)
+    command = use_traffic(home) if traffic else ("plan", "--config", "good.yaml")
+    command = (*command, "--costs", "run.json", *changes, "--max-graphs", "2")
+    emitted = good(*command, "--emit", "vllm")
+    option, value, *rest = shlex.split(emitted.stdout)
+    assert (option, rest) == ("--compilation-config", [])
+    assert json.loads(value)["cudagraph_mode"] in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
+    said = emitted.stderr.splitlines()
+    assert len(said) == len(set(said))
+    about = [line for line in said if line.startswith("note: the costs of run.json")]
+    assert len(about) == 2
+    in_json = good(*command, "--json").stderr.splitlines()
+    assert [line for line in said if line in in_json] == in_json
+    shown = good(*command)
+    words = " ".join(shown.stdout.split())
+    assert [words.count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert shown.stderr == ""
+    inspected = ("inspect", "--config", "good.yaml", "--costs", "run.json", *changes)
+    assert good(*inspected, "--json").stderr.splitlines() == about
+    shown = good(*inspected)
+    assert [" ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert shown.stderr == ""
+
+
+def test_plan_diff(home: Path) -> None:
+    good("plan", "--config", "good.yaml", "--output", "old.json")
+    sizes = ("--set", "compilation.cudagraph_capture_sizes=[1, 8]")
+    good("plan", "--config", "good.yaml", *sizes, "--output", "new.json")
+    shown = good("plan", "diff", "old.json", "new.json").stdout
+    assert shown.startswith("old.json -> new.json\n")
+    assert re.search(r"^FULL +8 +2, 4 +1$", shown, re.MULTILINE)
+    assert re.search(r"^graphs +3 +2 +-1 +-33\.3%$", shown, re.MULTILINE)
+    assert "settings the same" in " ".join(shown.split())
+    good("plan", "--config", "good.yaml", "--memory", "2GiB", "--max-graphs", "3", "--output", "bounded.json")
+    shown = good("plan", "diff", "old.json", "bounded.json").stdout
+    assert re.search(r"^  budget.memory +absent -> 2.0 GiB$", shown, re.MULTILINE)
+    assert re.search(r"^  budget.max_graphs +absent -> 3$", shown, re.MULTILINE)
+    data = json.loads(good("plan", "diff", "old.json", "new.json", "--json").stdout)
+    assert data["lanes"][0]["removed"] == [2, 4]
+
+
+def test_plan_diff_reads_plans_only(home: Path) -> None:
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    assert "run.json is a capture report, not a plan" in refused(
+        errors.ReportError, "plan", "diff", "run.json", "run.json"
+    )
+    message = refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
+    assert "no such file: none.json" in message
+    assert "Did you mean run.json?" in message
+
+
+def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:
+    Path("h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
+    traffic = ("plan", "--config", "good.yaml", "--traffic", "h.csv")
+    for option in ("--memory", "--capture-time", "--plot", "--output"):
+        result = cgplan_command(*traffic, option, "")
+        assert result.exit_code == 2
+        assert f"{option} is empty" in result.stderr
+    for over in ("h.csv", "good.yaml"):
+        result = cgplan_command(*traffic, "--output", over)
+        assert result.exit_code == 17
+        assert f"{over} is an input of the plan" in result.stderr
+    assert Path("h.csv").read_text().startswith("num_tokens")
+    nothing = good(*traffic, "--set", "compilation.cudagraph_mode=NONE").stdout
+    assert "nothing is captured: the resolved cudagraph_mode is NONE" in nothing
+    none = good(*traffic[:3], "--set", "compilation.cudagraph_mode=NONE", "--plot", "it.svg")
+    assert "it.svg was not drawn: there is no graph" in none.stderr
+    assert not Path("it.svg").exists()
+
+
+def test_what_is_emitted_comes_with_the_notes_of_its_evidence(home: Path) -> None:
+    use_traffic(home)
+    said = good("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--emit", "vllm").stderr
+    assert "note: no step times were given: these are of another model than yours" in said
+    assert "note: uniform decode was guessed" in said

@@ -1,0 +1,135 @@
+"""The commands in process, and the models and the configuration that their tests use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from cgplan import errors
+from cgplan.cli.main import app
+
+MODELS = """
+import pathlib
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up = nn.Linear(8, width)
+        self.down = nn.Linear(width, 4)
+
+    def forward(self, x, scale=None):
+        y = self.down(torch.relu(self.up(x)))
+        return y if scale is None else y * float(scale)
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.stem = nn.Conv2d(3, 2, 7, stride=7, dtype=torch.bfloat16)
+
+    def forward(self, pixels):
+        return self.stem(self.drop(pixels)).flatten(1)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=7)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, words, offsets):
+        return self.drop(self.table(words)) + offsets[:, None]
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x, token_ids, n: int):
+        return self.up(x) if x.sum() > 0 else x
+
+def build(width=16):
+    return Net(width)
+
+def marking(path):
+    pathlib.Path(path).write_text("built")
+    return Net()
+
+def chatty():
+    print("the builder speaks")
+    net = Net()
+    def forward(x):
+        print("the model speaks")
+        return net(x)
+    return forward
+
+def raising():
+    raise KeyError("weights are missing")
+
+def interrupted():
+    raise KeyboardInterrupt
+
+def not_a_model():
+    return 3
+
+def scalar():
+    return lambda x: x.sum()
+
+def syncing():
+    def forward(x):
+        return x * x.sum().item()
+    return forward
+
+def hungry():
+    def forward(x):
+        if x.shape[0] == 2:
+            raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+        return x * 2
+    return forward
+
+not_callable = 7
+"""
+
+
+CONFIG: dict[str, Any] = {
+    "model": {"target": "models.py:build"},
+    "device": "cpu",
+    "inputs": {"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
+    "compilation": {"cudagraph_capture_sizes": [1, 2, 4]},
+    "report": {"repeats": 3, "warmups": 1, "sizes": [1, 3, 9]},
+}
+
+
+def cgplan_command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def good(*arguments: str) -> Result:
+    result = cgplan_command(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(error: type[errors.CgplanError], *arguments: str) -> str:
+    """What standard error says of a command that ends with ``error``: a message with a remedy, and no traceback."""
+    result = cgplan_command(*arguments)
+    assert result.exit_code == error.exit_code, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    message = result.stderr[result.stderr.index("error: ") :]
+    assert "remedy: " in message
+    return message
+
+
+HISTOGRAM = "num_tokens,count\n1,500\n2,300\n7,200\n"
+REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{second},4,3\n" for second in range(20))
+TABLE = "mode,num_tokens,microseconds\neager,1,1000\neager,16,1000\nFULL,1,100\nFULL,8,300\nFULL,16,900\n"
+
+
+def use_traffic(home: Path) -> tuple[str, ...]:
+    (home / "traffic.csv").write_text(HISTOGRAM)
+    (home / "times.csv").write_text(TABLE)
+    return "plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "times.csv"

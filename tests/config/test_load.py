@@ -1,0 +1,194 @@
+"""Configuration files: what is read, overrides, and where each value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgplan.config import Config, LoadedConfig, load_config, read_config
+from cgplan.errors import ConfigError, ConfigFileError
+from cgplan.modes import CUDAGraphMode
+
+
+def test_an_empty_file_is_all_defaults(write: Any) -> None:
+    assert load_config(write("")) == Config()
+    assert load_config(write("# nothing\n")) == Config()
+
+
+def test_a_missing_file_names_the_nearest(write: Any) -> None:
+    path: Path = write("")
+    with pytest.raises(ConfigFileError) as caught:
+        load_config(path.with_name("cc.yaml"))
+    assert "no such file" in caught.value.message
+    assert "c.yaml?" in caught.value.remedy
+    with pytest.raises(ConfigFileError, match="no such file"):
+        load_config(path.parent / "nowhere" / "c.yaml")
+
+
+def test_a_folder_and_bytes_are_no_yaml_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError, match="cannot read"):
+        load_config(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"a: \xff\xfe\n")
+    with pytest.raises(ConfigFileError, match=r"b\.yaml:1: not UTF-8 text"):
+        load_config(tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "complaint"),
+    [
+        ("device: cpu\na: b: c\n", ":2:5", "mapping values are not allowed"),
+        ("scheduler: [1, 2\n", ":2:1", "expected ',' or ']'"),
+        ("device: 'cpu\n", ":2:1", "unexpected end of stream"),
+        ("a: 1\n---\nb: 2\n", ":2:1", "another document"),
+        ("device: *missing\n", ":1:9", "undefined alias"),
+        ("device: !!python/object:os.system {}\n", ":1:9", "could not determine a constructor"),
+        ("device: cpu\n\tx: 1\n", ":2:1", "cannot start any token"),
+        ("? [a, b]\n: 1\n", ":1:3", "key"),
+        ("device: cpu\n? {a: 1}\n: 1\n", ":2:3", "key"),
+        ("model: &a\n  kwargs: *a\n", ":1", "alias refers to itself"),
+    ],
+)
+def test_text_that_is_not_yaml(refusal: Any, text: str, where: str, complaint: str) -> None:
+    message = refusal(text, kind=ConfigFileError)
+    assert f"c.yaml{where}" in message
+    assert complaint in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x: \x01\n", "not valid YAML"),
+        ("device: !!int abc\n", "c.yaml:1:9: not valid YAML: 'abc' is not a valid int"),
+        ("\ndevice: 2024-13-45\n", "c.yaml:2:9: not valid YAML: '2024-13-45' is not a valid timestamp"),
+        ("device: !!int ''\n", "'' is not a valid int"),
+        ("device: !!float _\n", "'_' is not a valid float"),
+        ("device: !!bool abc\n", "'abc' is not a valid bool"),
+        ("device: !!timestamp abc\n", "'abc' is not a valid timestamp"),
+        (f"device: {'9' * 5000}\n", f"'{'9' * 40}' is not a valid int"),
+        (f"device: {'[' * 3000}\n", "nested too deeply"),
+    ],
+)
+def test_values_that_yaml_itself_refuses(write: Any, refusal: Any, text: str, expected: str) -> None:
+    assert expected in refusal(text, kind=ConfigFileError)
+    given = text.partition(": ")[2].strip()
+    with pytest.raises(ConfigError, match="--set device: the value is n"):
+        read_config(write(""), [f"device={given}"])
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- 1\n", "list"), ("hello\n", "str"), ("3\n", "int")])
+def test_a_document_that_is_no_mapping(refusal: Any, text: str, kind: str) -> None:
+    assert f"holds a {kind}, not a mapping" in refusal(text, kind=ConfigFileError)
+
+
+def test_a_key_that_stands_twice(refusal: Any) -> None:
+    text = "scheduler:\n  max_num_seqs: 1\n  max_num_batched_tokens: 8\n  max_num_seqs: 2\n"
+    message = refusal(text, kind=ConfigFileError)
+    assert "c.yaml:4" in message
+    assert "'max_num_seqs' stands twice (first in line 2)" in message
+
+
+def test_overrides_win_and_are_yaml(write: Any) -> None:
+    path = write("compilation:\n  cudagraph_mode: NONE\n  cudagraph_capture_sizes: [1]\n")
+    loaded = read_config(
+        path,
+        ["compilation.cudagraph_mode=FULL", "compilation.cudagraph_capture_sizes=[2, 4]", "lora.max_loras=3"],
+    )
+    assert loaded.config.compilation.cudagraph_mode is CUDAGraphMode.FULL
+    assert loaded.config.compilation.cudagraph_capture_sizes == (2, 4)
+    assert loaded.config.lora is not None
+    assert loaded.config.lora.max_loras == 3
+    assert loaded.origin("compilation.cudagraph_capture_sizes.0") == "--set"
+    assert read_config(path, ["device=cpu", "device=cuda"]).config.device == "cuda", "the last one wins"
+    sizes = read_config(path, ["compilation.cudagraph_capture_sizes="]).config.compilation.cudagraph_capture_sizes
+    assert sizes is None, "an empty value takes the key back"
+
+
+@pytest.mark.parametrize("word", ["off", "'off'", "Off", "false"])
+def test_off_is_a_word(write: Any, word: str) -> None:
+    """YAML reads it as false."""
+    setting = f"address_check: {word}"
+    assert load_config(write(f"compilation: {{{setting}}}")).compilation.address_check == "off"
+    assert read_config(write("{}"), [f"compilation.address_check={word}"]).config.compilation.address_check == "off"
+
+
+def test_an_override_of_a_section_replaces_it_and_its_origins(write: Any) -> None:
+    loaded = read_config(write("lora:\n  max_loras: 1\n  rank: 4\n"), ["lora={max_loras: 2}"])
+    assert loaded.config.lora is not None
+    assert (loaded.config.lora.max_loras, loaded.config.lora.rank) == (2, 16)
+    assert loaded.origin("lora.max_loras") == loaded.origin("lora.rank") == "--set"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("device", "not of the form key=value"),
+        ("=cpu", "not of the form key=value"),
+        ("a..b=1", "not of the form key=value"),
+        ("device=[", "--set device: the value is not YAML: expected the node content, but found '<stream end>'"),
+        ("device.x=1", "--set device.x: device is not a section"),
+        ("device=gpu", "--set device: found 'gpu'"),
+        ("scheduler.max_seqs=1", "--set unknown key 'scheduler.max_seqs' (did you mean 'max_num_seqs'?)"),
+    ],
+)
+def test_bad_overrides(refusal: Any, override: str, expected: str) -> None:
+    assert expected in refusal("device: cpu\n", override)
+
+
+ALIASED = """\
+inputs:
+  x: &tokens
+    shape: [num_tokens]
+    dtype: int64
+    pad: 0
+  y: *tokens
+  z:
+    pad: -1
+    <<: *tokens
+"""
+
+
+def test_each_value_has_its_origin(write: Any) -> None:
+    loaded = read_config(write("device: cpu\n\nscheduler:\n  max_num_seqs: 4\n"), ["report.repeats=2"])
+    assert isinstance(loaded, LoadedConfig)
+    assert loaded.origin("device") == "c.yaml:1"
+    assert loaded.origin("scheduler.max_num_seqs") == "c.yaml:4"
+    assert loaded.origin("scheduler.max_num_batched_tokens") == "default"
+    assert loaded.origin("report.repeats") == "--set"
+    assert loaded.origin("compilation.cudagraph_mode") == "default"
+    assert loaded.base_dir.is_absolute()
+
+
+def test_aliases_and_merge_keys(write: Any) -> None:
+    loaded = read_config(write(ALIASED))
+    inputs = loaded.config.inputs
+    assert inputs["y"] == inputs["x"]
+    assert inputs["z"] == inputs["x"].model_copy(update={"pad": -1})
+    assert loaded.origin("inputs.x.dtype") == "c.yaml:4"
+    assert loaded.origin("inputs.y.dtype") == "c.yaml:4"
+    assert loaded.origin("inputs.z.dtype") == "c.yaml:4", "a merged value stands where it was written"
+    assert loaded.origin("inputs.z.pad") == "c.yaml:8", "the key's own value wins, wherever the merge stands"
+    assert not [key for key in loaded.origins if "<<" in key]
+
+
+def test_several_merges_the_first_wins(write: Any) -> None:
+    text = ALIASED + "  w:\n    <<: [{pad: 7}, *tokens]\n"
+    loaded = read_config(write(text))
+    assert loaded.config.inputs["w"].pad == 7
+    assert loaded.origin("inputs.w.pad") == "c.yaml:11"
+    assert loaded.origin("inputs.w.dtype") == "c.yaml:4"
+
+
+def test_a_mistake_in_a_merged_value_points_at_its_line(refusal: Any) -> None:
+    text = ALIASED.replace("pad: 0", "pad: no idea").replace("  y: *tokens\n", "")
+    assert "line 5: inputs.x.pad: found 'no idea'" in refusal(text)
+    wrong = ALIASED.replace("    pad: -1\n", "    pad: -1\n    dtype: int65\n")
+    assert "line 9: inputs.z.dtype: found 'int65'" in refusal(wrong)
+
+
+def test_an_override_of_an_aliased_value_changes_that_one_alone(write: Any) -> None:
+    inputs = read_config(write(ALIASED), ["inputs.x.pad=5"]).config.inputs
+    assert (inputs["x"].pad, inputs["y"].pad) == (5, 0)
+    inputs = read_config(write(ALIASED), ["inputs.y.pad=5"]).config.inputs
+    assert (inputs["x"].pad, inputs["y"].pad) == (0, 5)

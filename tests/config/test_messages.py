@@ -1,0 +1,129 @@
+"""Messages of refused values: the line, the key, the allowed values, the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgplan.config import Config, Input, load_config, validate_config
+from cgplan.errors import ConfigError
+
+ONE = "{shape: num_tokens, dtype: int64, pad: 0}"
+RATE = "request_rate: 5"
+LENGTHS = "prompt_median: 9, prompt_p95: 99, output_median: 8, output_p95: 88"
+BYTES = "expected a number of bytes, or one with a unit (B, kB, MB, GB, KiB, MiB, GiB), such as 2GiB or 512MiB"
+SECONDS = "expected a number of seconds, or one with a unit (ms, s, min), such as 30s or 2min"
+REFUSED = [
+    ("compilation:\n  cudagraph_mod: FULL", "line 2: unknown key 'compilation.cudagraph_mod' (did you mean 'cuda"),
+    ("\n\nshceduler: {}", "line 3: unknown key 'shceduler' (did you mean 'scheduler'?)"),
+    ("cudagraph_mode: FULL", "line 1: unknown key 'cudagraph_mode' (it belongs under 'compilation')"),
+    ("prompt_median: 4", "unknown key 'prompt_median' (it belongs under 'traffic')"),
+    ("report:\n  zzz: 1", "(allowed here: sizes, repeats, warmups, nvtx)"),
+    ("inputs:\n  x:\n    dtype: int8\n    shape: [1]\n    pads: 0", "line 5: unknown key 'inputs.x.pads' (did you"),
+    ("inputs:\n  x: {shape: [2], dtype: int8}", "line 2: 'inputs.x.pad' is missing"),
+    ("lora:\n  rank: 4", "line 1: 'lora.max_loras' is missing"),
+    ("scheduler:\n  max_num_seqs: many", "line 2: scheduler.max_num_seqs: found 'many', expected a valid integer"),
+    ("scheduler:\n  max_num_seqs: 0", "line 2: scheduler.max_num_seqs: found 0, expected greater than or equal"),
+    ("scheduler: {max_num_seqs: 1.0}", "found 1.0"),
+    ("scheduler: {max_num_seqs: true}", "found True"),
+    ("scheduler: 3", "line 1: scheduler: found 3"),
+    ("inputs:", "line 1: inputs: found None"),
+    ("compilation: {cudagraph_copy_inputs: 1}", "found 1, expected a valid boolean"),
+    ("compilation: {splitting_modules: a.*}", "splitting_modules: found 'a.*', expected a list"),
+    ("compilation: {outputs: borow}", "found 'borow', expected 'borrow' or 'clone'"),
+    ("compilation: {cudagraph_mode: FULL_DECODE}", "did you mean FULL_DECODE_ONLY?"),
+    ("compilation: {attention_support: 3}", "unknown attention_support 3"),
+    ("compilation:\n  cudagraph_mode:", "line 2: compilation.cudagraph_mode: cudagraph_mode has no value"),
+    ("compilation: {attention_support: null}", "line 1: compilation.attention_support: attention_support has no"),
+    ("compilation: {state_copy: lots}", f"line 1: compilation.state_copy: found 'lots', {BYTES}"),
+    ("compilation: {address_check: on}", "address_check"),
+    ("device: gpu", "line 1: device: found 'gpu'"),
+    ("model: {target: a:b, output_rows: rows}", "found 'rows', expected 'num_tokens' or 'num_reqs'"),
+    (f"inputs: {{x: {ONE}}}\nmetadata: {{x: {ONE}}}", "'x' is both an input and metadata"),
+    (f"inputs: {{uniform_decode: {ONE}}}", "'uniform_decode' is a word of the runner's call"),
+    (f"inputs: {{self: {ONE}}}", "'self' is a word of the runner's call"),
+    ("compilation: {cudagraph_capture_sizes: []}", "cudagraph_capture_sizes: the list of capture sizes is empty"),
+    ("compilation: {cudagraph_capture_sizes: [1, 0]}", "_sizes.1: a capture size must be at least 1, found 0"),
+    ("compilation: {cudagraph_capture_sizes: [1, 2.5]}", "a capture size must be a whole number, found 2.5"),
+    ("compilation: {cudagraph_capture_sizes: [true]}", "a capture size must be a whole number, found True"),
+    ("compilation: {cudagraph_capture_sizes: ['4']}", "a capture size must be a whole number, found '4'"),
+    ("compilation: {cudagraph_capture_sizes: sglan}", "unknown ladder 'sglan'; choose one of vllm, sglang, trtllm,"),
+    ("compilation: {cudagraph_capture_sizes: 8}", "compilation.cudagraph_capture_sizes: found 8"),
+    ("budget: {memory: 2 gigs}", f"line 1: budget.memory: found '2 gigs', {BYTES}"),
+    ("budget: {memory: 2GIBS}", f"found '2GIBS', {BYTES}; did you mean GiB?"),
+    ("budget: {memory: 1e9}", f"found '1e9', {BYTES}"),
+    ("budget: {memory: -1GiB}", f"found '-1GiB', {BYTES}"),
+    ("budget: {memory: true}", f"found True, {BYTES}"),
+    ("budget: {memory: 1.5}", "found 1.5, a part of a byte; add a unit, as in 1.5GiB"),
+    ("budget: {memory: -5}", f"found -5, which is not between 0 and 1.1259e+15 bytes; {BYTES}"),
+    ("budget: {memory: .nan}", "found nan, which is not between 0 and"),
+    ("budget: {memory: 9999999GiB}", "found '9999999GiB', which is not between 0 and"),
+    ("budget: {memory: 0}", "budget.memory: found 0, which pays for no graph; leave it out for no bound"),
+    ("budget: {memory: 0.1B}", "budget.memory: found 0, which pays for no graph"),
+    ("budget: {capture_time: 2mins}", f"found '2mins', {SECONDS}; did you mean min?"),
+    ("budget: {capture_time: 2m}", f"found '2m', {SECONDS}"),
+    ("budget: {capture_time: .inf}", "found inf, which is not between 0 and 1e+06 seconds"),
+    ("budget: {capture_time: 0s}", "budget.capture_time: found 0, which pays for no graph"),
+    ("budget: {max_graphs: 2.5}", "budget.max_graphs: found 2.5"),
+    ("traffic: {}", "'traffic.request_rate' is missing"),
+    (f"traffic: {{request_rate: 0, {LENGTHS}}}", "traffic.request_rate: found 0"),
+    (f"traffic: {{{RATE}, {LENGTHS}, num_requests: 9999999}}", "found 9999999, expected less than or equal to 1048576"),
+    (f"traffic: {{{RATE}, {LENGTHS}, lora_share: 0.5}}", "lora_share is 0.5, but there is no `lora` section; add"),
+    (f"traffic: {{{RATE}, {LENGTHS}, lora_share: 1.5}}", "traffic.lora_share: found 1.5"),
+    (f"traffic: {{{RATE}, {LENGTHS}}}".replace("99", "3"), "prompt_p95 is 3, which is below prompt_median = 9"),
+    (f"traffic: {{{RATE}, {LENGTHS}}}".replace("88", "3"), "output_p95 is 3, which is below output_median = 8"),
+    ("speculative: {num_speculative_tokens: -1}", "found -1"),
+    ("speculative: {accepted_tokens: 1.5}", "speculative: accepted_tokens is 1.5, but with 0 draft tokens a request"),
+    ("speculative: {num_speculative_tokens: 3, accepted_tokens: 0.5}", "speculative.accepted_tokens: found 0.5"),
+    ("speculative: {num_speculative_tokens: 3, accepted_tokens: .inf}", "advances by 4 at most"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), REFUSED, ids=range(len(REFUSED)))
+def test_messages_name_the_line_the_key_and_what_is_allowed(refusal: Any, text: str, expected: str) -> None:
+    message = refusal(f"{text}\n")
+    assert "c.yaml" in message
+    assert expected in message
+    assert "pydantic" not in message
+
+
+def test_all_mistakes_are_listed_at_once(refusal: Any) -> None:
+    message = refusal("device: gpu\nscheduler:\n  max_num_seqs: 0\n  max_num_tokens: 3\n")
+    assert message.count("\n  - ") == 3
+    assert "line 1" in message
+    assert "line 3" in message
+    assert "line 4: unknown key 'scheduler.max_num_tokens' (did you mean 'max_num_batched_tokens'?)" in message
+
+
+def test_models_made_in_python_raise_our_errors() -> None:
+    with pytest.raises(ConfigError, match="Input: cannot read the dimension 'batch'"):
+        Input(shape=("batch", 3), dtype="float32", pad=0)
+    with pytest.raises(ConfigError, match="'pad' is missing"):
+        Input(shape=("num_tokens",), dtype="float32")
+    with pytest.raises(ConfigError, match="did you mean 'cudagraph_capture_sizes'"):
+        Config(compilation={"cudagraph_capture_size": [1]})
+    with pytest.raises(ConfigError, match=r"unknown key 'compilation.cudagraph_mod' \(did you mean 'cudagraph_mode'"):
+        validate_config({"compilation": {"cudagraph_mod": "FULL"}})
+
+
+def test_a_value_by_option_that_contradicts_the_file_is_remedied_by_a_command(tmp_path: Path) -> None:
+    """Of two values that cannot both stand, the one in the file gives way, and the remedy says by which option."""
+    sizes, most = "compilation.cudagraph_capture_sizes", "compilation.max_cudagraph_capture_size"
+    files = {"most.yaml": ("max_cudagraph_capture_size: 256", f"{sizes}=[1, 4]", most),
+             "sizes.yaml": ("cudagraph_capture_sizes: [1, 4]", f"{most}=8", sizes)}  # fmt: skip
+    for name, (line, override, other) in files.items():
+        path = tmp_path / name
+        path.write_text(f"compilation:\n  {line}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, [override])
+        assert caught.value.remedy == f"Add --set {other}=null, which takes back what {name}:2 says."
+        config = load_config(path, [override, f"{other}=null"])
+        assert getattr(config.compilation, other.removeprefix("compilation.")) is None
+    both = tmp_path / "both.yaml"
+    both.write_text("compilation:\n  max_cudagraph_capture_size: 256\n  cudagraph_capture_sizes: [1, 4]\n")
+    for path, overrides in ((both, []), (tmp_path / "most.yaml", [f"{sizes}=[1]", f"{most}=2"])):
+        with pytest.raises(ConfigError, match="remove one of the two") as caught:
+            load_config(path, overrides)
+        assert "--set" not in (caught.value.remedy or "")

@@ -1,0 +1,168 @@
+"""The sections of a configuration: defaults, shapes, paddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgplan.config import Config, Dim, Input, load_config, validate_config
+from cgplan.errors import ConfigError
+from cgplan.modes import AttentionSupport, CUDAGraphMode
+
+
+def test_defaults() -> None:
+    config = Config()
+    assert config.compilation.cudagraph_mode is CUDAGraphMode.FULL
+    assert config.compilation.attention_support is AttentionSupport.ALWAYS
+    assert config.compilation.cudagraph_capture_sizes is None
+    assert config.scheduler.max_num_seqs == 256
+    assert config.query_len == 1
+    assert (config.model, config.lora, dict(config.inputs)) == (None, None, {})
+
+
+def test_a_whole_file(write: Any) -> None:
+    config = load_config(
+        write(
+            """
+model:
+  target: my_model.py:build
+  kwargs: {layers: 2}
+  output_rows: num_reqs
+device: cuda:1
+inputs:
+  x: {shape: [num_tokens, 3], dtype: torch.float16, pad: 0, example: normal}
+metadata:
+  starts: {shape: [num_reqs + 1], dtype: int32, pad: last, example: spread}
+  flags: {shape: num_tokens, dtype: bool, pad: false}
+compilation:
+  cudagraph_mode: full_and_piecewise
+  cudagraph_capture_sizes: [1, 2]
+  attention_support: uniform_batch
+scheduler: {max_num_seqs: 4}
+lora: {max_loras: 2}
+speculative: {num_speculative_tokens: 1}
+"""
+        )
+    )
+    assert config.model is not None
+    assert config.model.kwargs == {"layers": 2}
+    assert config.inputs["x"].dtype == "float16"
+    assert config.metadata["starts"].row_dim == 0
+    assert config.metadata["flags"].pad is False
+    assert config.compilation.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    assert config.compilation.cudagraph_capture_sizes == (1, 2)
+    assert config.query_len == 2
+    assert config == Config.model_validate(config.model_dump(mode="json")), "its own dump reads back equal"
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().device = "cpu"
+
+
+def test_sizes_and_a_maximum_may_agree(write: Any) -> None:
+    text = "compilation:\n  cudagraph_capture_sizes: [8, 1]\n  max_cudagraph_capture_size: 8\n"
+    assert load_config(write(text)).compilation.max_cudagraph_capture_size == 8
+
+
+TRAFFIC = "request_rate: 5, prompt_median: 9, prompt_p95: 99, output_median: 8, output_p95: 88"
+
+
+def test_synthetic_traffic(write: Any) -> None:
+    config = load_config(write(f"traffic: {{{TRAFFIC}}}\n"))
+    assert config.traffic is not None
+    assert (config.traffic.num_requests, config.traffic.seed, config.traffic.lora_share) == (10_000, 0, 0.0)
+    assert validate_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "dim"),
+    [
+        (7, Dim(None, 0, 7)),
+        ("num_tokens", Dim("num_tokens", 1, 0)),
+        (" num_reqs ", Dim("num_reqs", 1, 0)),
+        ("num_reqs + 1", Dim("num_reqs", 1, 1)),
+        ("num_reqs+1", Dim("num_reqs", 1, 1)),
+        ("2 * num_tokens", Dim("num_tokens", 2, 0)),
+        ("2*num_tokens+3", Dim("num_tokens", 2, 3)),
+    ],
+)
+def test_dimensions(text: int | str, dim: Dim) -> None:
+    assert Dim.parse(text) == dim
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tokens", "num_tokens - 1", "num_tokens * 2", "0 * num_tokens", "num_tokens + num_reqs", 0, -1, "8"]
+)
+def test_dimensions_that_cannot_be_read(text: int | str) -> None:
+    with pytest.raises(ValueError, match=r"dimension|factor"):
+        Dim.parse(text)
+
+
+@given(
+    factor=st.integers(1, 9),
+    offset=st.integers(0, 9),
+    symbol=st.sampled_from(["num_tokens", "num_reqs"]),
+    tokens=st.integers(0, 999),
+    reqs=st.integers(0, 999),
+)
+def test_dimension_size_and_count_are_inverse(factor: int, offset: int, symbol: str, tokens: int, reqs: int) -> None:
+    dim = Dim.parse(f"{factor} * {symbol} + {offset}")
+    count = tokens if symbol == "num_tokens" else reqs
+    size = dim.size(tokens, reqs)
+    assert size == factor * count + offset
+    assert dim.count(size) == count
+    for other in range(max(size - factor, 0), size):
+        assert dim.count(other) != count
+    assert dim.count(offset - 1) is None
+    if factor > 1:
+        assert dim.count(size + 1) is None
+
+
+def test_shapes_say_which_dimension_counts_rows() -> None:
+    assert Input(shape=(3, "num_tokens"), dtype="int64", pad=0).row_dim == 1
+    assert Input(shape=(3, 4), dtype="int64", pad=0).row_dim is None
+    assert Input(shape=(), dtype="int64", pad=0).dims == ()
+    assert Input.model_validate({"shape": "num_reqs", "dtype": "int64", "pad": 0}).shape == ("num_reqs",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"shape": ["num_tokens", "num_reqs"]}, "only one dimension may count rows"),
+        ({"shape": [2], "pad": "last"}, "pad: last needs a dimension that counts rows"),
+        ({"pad": 1.5}, "pad 1.5 is not a value of dtype int64"),
+        ({"pad": float("nan")}, "pad nan is not a value of dtype int64"),
+        ({"pad": "zero"}, "found 'zero', expected a number, true, false, or `last`"),
+        ({"pad": None}, "found None"),
+        ({"pad": 300, "dtype": "int8"}, "pad 300 is not a value of dtype int8"),
+        ({"pad": -1, "dtype": "uint8"}, "pad -1 is not a value of dtype uint8"),
+        ({"pad": 2**31, "dtype": "int32"}, "is not a value of dtype int32"),
+        ({"pad": 2**63, "dtype": "int64"}, "is not a value of dtype int64"),
+        ({"pad": -1e9, "dtype": "float16"}, "is not a value of dtype float16"),
+        ({"dtype": "int65"}, "found 'int65'"),
+        ({"dtype": None}, "dtype"),
+        ({"example": [3, 3]}, "low must be below high"),
+        ({"example": "gauss"}, "found 'gauss'"),
+        ({"example": [1, 2, 3]}, "found [1, 2, 3]"),
+    ],
+)
+def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": "int64", "pad": 0, **spec}}})
+    assert expected in caught.value.message
+    assert "inputs.x" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        ("int8", -128), ("uint8", 255), ("int64", -1), ("int64", 2.0), ("bool", True), ("float16", -65504.0),
+        ("float32", float("nan")), ("float16", float("-inf")), ("bfloat16", -1e30), ("float8_e4m3fn", 0),
+    ],
+)  # fmt: skip
+def test_paddings_that_fit(dtype: str, pad: float) -> None:
+    assert validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": dtype, "pad": pad}}}).inputs["x"]

@@ -1,0 +1,51 @@
+"""Amounts with units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cgplan.config import Config, load_config, validate_config
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5 KiB", 1536),
+        ("2GB", 2 * 10**9),
+        ("3 MB", 3 * 10**6),
+        ("7kB", 7000),
+        ("10 B", 10),
+        ("10", 10),
+        ("' 2gib '", 2 << 30),
+        ("1048576", 1 << 20),
+        ("1_000", 1000),
+        ("4.0", 4),
+        ("0.1GiB", 107374182),
+    ],
+)
+def test_bytes_have_units(write: Any, text: str, size: int) -> None:
+    for section, key in (("budget", "memory"), ("budget", "reserve"), ("compilation", "state_copy")):
+        config = load_config(write(f"{section}: {{{key}: {text}}}\n"))
+        assert getattr(getattr(config, section), key) == size
+        assert validate_config(config.model_dump(mode="json")) == config, "its own dump reads back equal"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("2min", 120), ("500 ms", 0.5), ("0.1s", 0.1), ("45", 45), ("1.5", 1.5), ("2 MIN", 120)],
+)
+def test_times_have_units(write: Any, text: str, seconds: float) -> None:
+    config = load_config(write(f"budget: {{capture_time: {text}}}\n"))
+    assert config.budget.capture_time == seconds
+    assert validate_config(config.model_dump(mode="json")) == config
+
+
+def test_no_budget_and_no_reserve_are_the_default(write: Any) -> None:
+    budget = load_config(write("budget: {reserve: 0}\n")).budget
+    assert (budget.memory, budget.capture_time, budget.max_graphs, budget.reserve) == (None, None, None, 0)
+    assert Config().budget.reserve is None
+    assert Config().traffic is None

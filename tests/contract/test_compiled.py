@@ -1,0 +1,100 @@
+"""Models with parts under torch.compile: compiled ahead of each capture, never inside one, and left compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from checks import Tally
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import GraphRunner, Input
+from cgplan.backends import GraphBackend
+
+EVENTS = Tally()
+IS_CAPTURING = Tally()
+
+
+def counting(gm: Any, _: Any) -> Callable[..., Any]:
+    EVENTS.append("compiled while capturing" if IS_CAPTURING and IS_CAPTURING[-1]() else "compiled")
+
+    def run(*args: Any) -> Any:
+        EVENTS.append("ran")
+        return gm(*args)
+
+    return run
+
+
+class Norm(nn.Module):
+    """As nano-vllm's layers: methods of a class under torch.compile."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    @torch.compile(backend=counting)
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)  # type: ignore[no-any-return]
+
+
+@torch.compile(backend=counting)
+def silu_and_mul(x: Tensor) -> Tensor:
+    y, z = x.chunk(2, -1)
+    return nn.functional.silu(y) * z
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Norm(8), nn.Linear(8, 16), nn.Linear(8, 8)
+        self.out = torch.compile(nn.Linear(8, 8), backend=counting)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.down(silu_and_mul(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    EVENTS.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    return cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [1, 2, 4], "outputs": "clone", **compilation},
+        device=backend.device.type,
+    )
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("warmups", [0, 1])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_compiled_parts_are_captured_and_stay_compiled(
+    backend: GraphBackend, mode: str, warmups: int, policy: str
+) -> None:
+    torch.manual_seed(0)
+    model = Layers().to(backend.device).eval()
+    pieces = {"splitting_modules": ["down"]} if mode == "PIECEWISE" else {}
+    IS_CAPTURING[:] = [backend.is_capturing]
+    options = {"cudagraph_mode": mode, "cudagraph_num_of_warmups": warmups, "capture_policy": policy, **pieces}
+    with closing(open_runner(backend, model, **options)) as runner:
+        batches = [torch.randn(rows, 8, device=backend.device) for rows in (3, 1, 2, 4, 9)]
+        found = [runner(x=x) for x in batches]
+        assert "compiled" in EVENTS
+        assert "compiled while capturing" not in EVENTS
+        for x, y in zip(batches, found, strict=True):
+            torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-6)
+        EVENTS.clear()
+        model(batches[0])
+        assert EVENTS == ["ran"] * 3, "what was compiled is neither skipped nor compiled again"

@@ -1,0 +1,372 @@
+"""Outputs: whose memory they lie in, whose tensor objects they are, and which rows they have."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from checks import same
+from torch import Tensor
+
+import cgplan
+from cgplan import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    CUDAGraphOptions,
+    CUDAGraphWrapper,
+    GraphRunner,
+    Input,
+    forward_context,
+)
+from cgplan.backends import GraphBackend
+from cgplan.errors import OutputShapeError
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+SQUARE = {"x": Input(shape=("num_tokens", 3), dtype="float32", pad=0)}
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def square(backend: GraphBackend) -> Tensor:
+    return torch.arange(9.0, device=backend.device).view(3, 3)
+
+
+def open_runner(
+    backend: GraphBackend,
+    model: Callable[..., Any] = double,
+    specs: dict[str, Input] = SQUARE,
+    compilation: dict[str, Any] | None = None,
+    **sections: Any,
+) -> GraphRunner:
+    compilation = {"cudagraph_capture_sizes": [4, 8], **(compilation or {})}
+    return cgplan.capture(model, specs, compilation=compilation, device=backend.device.type, **sections)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "unsqueeze_": lambda t: t.unsqueeze_(1),
+    "t_": lambda t: t.t_(),
+    "requires_grad_": lambda t: t.requires_grad_(),
+}
+
+
+def test_outputs_are_new_tensor_objects_in_containers_of_their_own(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: {"y": [x * 2, (x + 1, 3)]})
+    x = square(backend)
+    first, second = runner(x=x), runner(x=x)
+    assert first["y"][0] is not second["y"][0]
+    assert first["y"][0].data_ptr() == second["y"][0].data_ptr(), "borrowed: the next call overwrites it"
+    first["y"].clear()
+    first.clear()
+    same(second, {"y": [x * 2, (x + 1, 3)]})
+    same(runner(x=x), second)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
+def test_outputs_changed_in_place(backend: GraphBackend, change: str, mode: Callable[[], Any]) -> None:
+    for model in (double, lambda x: {"y": [x * 2, (x + 1, 3)]}):
+        runner, x = open_runner(backend, model), square(backend)
+        wanted = runner.run_eagerly(x=x)
+        with mode():
+            for _ in range(2):
+                output = runner(x=x)
+                held = output if isinstance(output, Tensor) else output["y"][0]
+                CHANGES[change](held)
+        same(runner(x=x), wanted)
+        again = runner(x=x)
+        leaf = again if isinstance(again, Tensor) else again["y"][0]
+        assert leaf is not held
+        assert not leaf.requires_grad
+        leaf.add_(1)
+        same(runner(x=x), wanted)
+
+
+def test_models_that_return_no_tensor(backend: GraphBackend) -> None:
+    total = torch.zeros(3, device=backend.device)
+    for returned in (None, (), {"a": 3}):
+
+        def model(x: Tensor, returned: Any = returned) -> Any:
+            total.add_(x.sum(0))
+            return returned
+
+        runner = open_runner(backend, model)
+        total.zero_()
+        for _ in range(3):
+            assert runner(x=square(backend)) == returned
+        same(total, square(backend).sum(0) * 3)
+
+
+def test_outputs_of_classes_that_pytree_knows(backend: GraphBackend) -> None:
+    made = torch.return_types.max
+
+    def model(x: Tensor) -> Any:
+        return made((x * 2, x + 1)), (x * 3, None, "text")
+
+    runner, x = open_runner(backend, model), square(backend)
+    for _ in range(2):
+        pair, rest = runner(x=x)
+        assert type(pair) is made
+        same((pair.values, pair.indices), (x * 2, x + 1))
+        same(rest[0], x * 3)
+        assert rest[1:] == (None, "text")
+        pair.values.t_()
+
+
+@pytest.mark.parametrize("change", ["unsqueeze_", "t_"])
+def test_views_of_static_buffers_changed_in_place(backend: GraphBackend, change: str) -> None:
+    for mode, uniform in (("FULL", None), ("PIECEWISE", None), ("FULL_DECODE_ONLY", False)):  # the last runs eagerly
+        compilation: dict[str, Any] = {"cudagraph_mode": mode}
+        model: Callable[..., Any] = double
+        if mode == "PIECEWISE":
+            model, compilation["splitting_modules"] = Pieces(Doubled()), ["piece"]
+        runner, x = open_runner(backend, model, compilation=compilation), square(backend)
+        for count in (1, 2):
+            with runner.stage(3, uniform_decode=uniform) as buffers:
+                assert buffers["x"].shape == (3, 3), count
+                buffers["x"].copy_(x)
+                CHANGES[change](buffers["x"])
+            same(buffers.output, x * 2)
+            CHANGES[change](runner.input_views(3)["x"])
+            same(runner(x=x, uniform_decode=uniform), x * 2)
+            same(runner.run_eagerly(x=x), x * 2)
+            assert runner.input_views(3)["x"].shape == (3, 3)
+
+
+class Pieces(torch.nn.Module):
+    def __init__(self, piece: torch.nn.Module) -> None:
+        super().__init__()
+        self.piece = piece
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.piece(x)
+        return total * 1
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_a_buffer_of_fixed_shape_changed_in_place(backend: GraphBackend) -> None:
+    specs = {**SQUARE, "scale": Input(shape=(3,), dtype="float32", pad=0)}
+    runner = open_runner(backend, lambda x, scale: x * scale, specs=specs)
+    x, scale = square(backend), torch.tensor([1.0, 2.0, 3.0], device=backend.device)
+    with runner.stage(3) as buffers:
+        buffers["x"].copy_(x)
+        buffers["scale"].copy_(scale)
+        buffers["scale"].unsqueeze_(1)
+    same(buffers.output, x * scale)
+    runner.input_views(3)["scale"].unsqueeze_(1)
+    for _ in range(2):
+        same(runner(x=x, scale=scale), x * scale)
+
+
+def test_a_model_that_changes_its_inputs_shape_in_place(backend: GraphBackend) -> None:
+    """Each warm-up, capture and run gets a tensor of its own."""
+
+    def model(x: Tensor) -> Tensor:
+        x.unsqueeze_(1)
+        return (x * 2).squeeze(1)
+
+    runner, x = open_runner(backend, model), square(backend)
+    same(runner(x=x), x * 2)
+    same(runner.run_eagerly(x=x), x * 2)
+
+
+class Chain(torch.nn.Module):
+    """A segment, and one that writes into what the first one made and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = CUDAGraphWrapper(lambda x: x * 2, CUDAGraphMode.PIECEWISE)
+        self.second = CUDAGraphWrapper(lambda h: h.add_(1), CUDAGraphMode.PIECEWISE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        return y.unsqueeze_(1) * 3
+
+
+WRAPPERS = {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers", "outputs": "clone"}
+
+
+@pytest.mark.parametrize("policy", ["off", "first", "always"])
+def test_an_argument_that_comes_back_is_an_object_of_its_own(backend: GraphBackend, policy: str) -> None:
+    """What the code between segments does to it meets no later replay."""
+    runner = open_runner(backend, Chain(), compilation={**WRAPPERS, "address_check": policy})
+    for rows in (3, 3, 8, 1, 3):
+        x = torch.randn(rows, 3, device=backend.device)
+        same(runner(x=x), (x * 2 + 1)[:, None] * 3)
+    runner.close()
+
+
+def test_an_argument_that_comes_back_gives_its_memory_to_later_captures(backend: GraphBackend) -> None:
+    # 1 MiB a row: from there on CUDA's allocator takes segments of 20 MiB, which the sum of all sizes passes.
+    specs = {"x": Input(shape=("num_tokens", 1 << 18), dtype="float32", pad=0)}
+    used = []
+    for sizes in ([8], [8, 7, 6, 5, 4, 3]):
+        compilation = {**WRAPPERS, "cudagraph_capture_sizes": sizes}
+        runner = open_runner(backend, Chain(), specs=specs, compilation=compilation)
+        used.append(runner.report.pool_bytes)
+        runner.close()
+    assert used[0] == used[1]
+
+
+class Gives(torch.nn.Module):
+    """Returns memory that no graph owns, by an object that each eager call makes anew."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 3))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("input", "detached"):
+            x.mul_(2)
+            return x[:, :3] if self.kind == "input" else x.detach()
+        self.cache[: len(x)].copy_(x * 2)
+        return self.cache[: len(x)]
+
+
+@pytest.mark.parametrize("kind", ["input", "detached", "state"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_of_other_memory_are_handed_out_anew(backend: GraphBackend, kind: str, inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        model = Gives(kind).to(backend.device)
+        options = CUDAGraphOptions(num_of_warmups=0, address_check="always")
+        wrapped = CUDAGraphWrapper(model, CUDAGraphMode.FULL, backend=backend, options=options)
+        x = torch.ones(4, 3, device=backend.device)
+        for _ in range(4):
+            x.fill_(1)
+            with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
+                y = wrapped(x)
+            same(y.unsqueeze_(1).clone(), torch.full_like(x, 2)[:, None])
+    wrapped.reset()
+
+
+class Holds:
+    """No module: its cache is found in neither arguments nor modules."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cache = torch.zeros(8, 3, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.cache[: len(x)].copy_(x * 2)
+        return self.cache[: len(x)]
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "closure"])
+def test_views_of_memory_that_is_held_in_other_ways(backend: GraphBackend, kind: str) -> None:
+    held = Holds(backend.device)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "object": held,
+        "method": held.__call__,
+        "closure": lambda x: held(x),
+    }
+    wrapped = CUDAGraphWrapper(ways[kind], CUDAGraphMode.FULL, backend=backend)
+    x = torch.ones(4, 3, device=backend.device)
+    with torch.no_grad():
+        for turn in range(4):
+            x.fill_(turn)
+            with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
+                y = wrapped(x)
+            same(y.unsqueeze_(1).clone(), torch.full_like(x, 2 * turn)[:, None])
+    wrapped.reset()
+
+
+def test_outputs_are_borrowed_or_cloned(backend: GraphBackend) -> None:
+    x, y = square(backend), square(backend) + 5
+    for model, leaf in ((double, lambda out: out), (lambda x: {"y": [x * 2]}, lambda out: out["y"][0])):
+        for outputs, wanted in (("borrow", y * 2), ("clone", x * 2)):
+            runner = open_runner(backend, model, compilation={"outputs": outputs})
+            found = leaf(runner(x=x))
+            same(found, x * 2)
+            runner(x=y)
+            same(found, wanted)
+
+
+def test_an_output_may_be_the_next_input(backend: GraphBackend) -> None:
+    """It lies in graph memory, and is copied in before it is overwritten."""
+    runner, out = open_runner(backend), square(backend)
+    for _ in range(5):
+        out = runner(x=out)
+    same(out, square(backend) * 32)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_outputs_of_any_structure_are_sliced(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Any:
+        return {"a": [x, (x * 2, None)], "b": Pair(x + 1, 2.5), "c": OrderedDict(d=x[:, 0]), "e": 3}
+
+    runner, x = open_runner(backend, model), square(backend)
+    same(runner(x=x), model(x))
+    assert type(runner(x=x)["b"]) is Pair
+
+
+@pytest.mark.parametrize("where", ["inputs", "metadata"])
+def test_outputs_that_count_requests(backend: GraphBackend, where: str) -> None:
+    specs = {"x": Input(shape=("num_tokens",), dtype="float32", pad=0)}
+    lengths = {"lengths": Input(shape=("num_reqs",), dtype="int64", pad=0)}
+
+    def model(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return (forward_metadata() if lengths is None else lengths).float() + x.sum()
+
+    def forward_metadata() -> Tensor:
+        return cgplan.get_forward_context().metadata["lengths"]  # type: ignore[no-any-return]
+
+    runner = cgplan.capture(
+        model,
+        {**specs, **(lengths if where == "inputs" else {})},
+        metadata=lengths if where == "metadata" else None,
+        compilation={"cudagraph_capture_sizes": [8]},
+        scheduler={"max_num_seqs": 4},
+        output_rows="num_reqs",
+        device=backend.device.type,
+    )
+    two = torch.tensor([3, 2], device=backend.device)
+    same(runner(x=torch.ones(5, device=backend.device), lengths=two), two + 5.0)
+    assert runner.stats.padded_rows == 3
+
+
+@dataclass
+class Hidden:
+    y: Tensor
+
+
+class OwnDict(dict[str, Tensor]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (lambda x: x.sum(), r"shape \[\]; dimension 0 should have 8 rows"),
+        (lambda x: x.t().contiguous(), r"shape \[3, 8\]"),
+        (lambda x: (x, x[:1]), r"output 1 of the model has shape \[1, 3\]"),
+        (lambda x: Hidden(x * 2), "a Hidden, whose tensors cannot be reached"),
+        (lambda x: OwnDict(y=x * 2), "an? OwnDict, whose tensors cannot be reached"),
+        (lambda x: {x * 2}, "a set, whose tensors cannot be reached"),
+        (lambda x: (part for part in x.unbind(0)), "a generator, whose tensors cannot be reached"),
+    ],
+)
+def test_outputs_whose_padding_cannot_be_cut_off(
+    backend: GraphBackend, model: Callable[..., Any], complaint: str
+) -> None:
+    with pytest.raises(OutputShapeError, match=complaint) as caught:
+        open_runner(backend, model)
+    assert caught.value.remedy
+
+
+def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
+    for model, warned in ((lambda x: None, True), (double, False)):
+        assert any("returned no tensor" in w for w in open_runner(backend, model).report.warnings) is warned

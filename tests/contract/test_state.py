@@ -1,0 +1,260 @@
+"""A capture leaves the model as it found it, in all ways to capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import CaptureError, GraphRunner, Input
+from cgplan.backends import GraphBackend
+
+POLICIES = ["eager", "adaptive", "lazy"]
+
+
+class Counts(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.n = torch.zeros(1, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.add_(1)
+        return x + self.n
+
+
+def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    return cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [1, 2, 4], "outputs": "clone", **compilation},
+        device=backend.device.type,
+    )
+
+
+def answers(call: Callable[..., Tensor], device: torch.device, *sizes: int) -> list[float]:
+    found = []
+    for size in sizes:
+        (value,) = set(call(x=torch.zeros(size, 2, device=device)).flatten().tolist())
+        found.append(value)
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("warmups", [0, 2])
+def test_the_first_call_answers_like_a_fresh_model(backend: GraphBackend, policy: str, mode: str, warmups: int) -> None:
+    device = backend.device
+    piecewise = {"splitting_modules": ["inner"]} if mode == "PIECEWISE" else {}
+
+    class Model(Counts):
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.inner = nn.Softmax(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.inner(x) * 0
+
+    model = Model()
+    options = {"cudagraph_mode": mode, "cudagraph_num_of_warmups": warmups, "capture_policy": policy, **piecewise}
+    with closing(open_runner(backend, model, **options)) as runner:
+        if policy != "lazy":
+            assert "model (Model): 1 tensors" in runner.report.looked_at
+            assert [(place.path, place.nbytes, place.kept) for place in runner.report.state] == [
+                ("model.n", 4, "device")
+            ]
+        assert answers(runner, device, 4, 1, 2, 3, 9) == [1, 2, 3, 4, 5]
+        assert model.n.item() == 5
+        runner.recapture()
+        assert answers(runner, device, 1, 3) == [6, 7]
+        if policy == "adaptive":
+            runner.replan(apply=False)
+            assert answers(runner, device, 3) == [8]
+            runner.replan()
+            assert answers(runner, device, 3, 1) == [9, 10]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_capture_that_fails_leaves_nothing_of_its_warm_ups(backend: GraphBackend, policy: str) -> None:
+    class Asks(Counts):
+        def __init__(self) -> None:
+            super().__init__(backend.device)
+            self.log: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log.append(len(x))
+            y = super().forward(x)
+            return y * float(y.sum().item() != 0.125)
+
+    model = Asks()
+    if policy != "lazy":
+        with pytest.raises(CaptureError, match=r"aten::_local_scalar_dense needs the host inside a capture.*y\.sum"):
+            open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")
+        assert model.n.item() == 0
+        assert model.log == []
+        return
+    with closing(open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")) as runner:
+        assert answers(runner, backend.device, 3) == [1]
+        assert len(runner.report.failed) == 1
+        assert (model.n.item(), model.log) == (1, [3])
+
+
+def test_what_is_made_on_first_use_stays(backend: GraphBackend) -> None:
+    class Table(nn.Module):
+        table: Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = None
+            self.rows = torch.zeros(2, device=backend.device)
+            self.is_filled = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(2.0, device=x.device)
+            if not self.is_filled:
+                self.rows.copy_(self.table)
+                self.is_filled = True
+            return x + self.table + self.rows
+
+    for policy in POLICIES:
+        model = Table()
+        with closing(open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")) as runner:
+            for size in (1, 3, 4):
+                assert runner(x=torch.zeros(size, 2, device=backend.device))[0].tolist() == [0, 2]
+            assert model.is_filled
+
+
+def test_state_says_what_is_looked_at(backend: GraphBackend) -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.model = Counts(backend.device)
+            self.requests = [torch.zeros(1, device=backend.device)]
+
+        def forward_decode(self, x: Tensor) -> Tensor:
+            return self.model(x)  # type: ignore[no-any-return]
+
+    engine = Engine()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [4], "cudagraph_mode": "FULL", "address_check": "always"}
+    runner = cgplan.capture(
+        engine.forward_decode, inputs, compilation=compilation, device=backend.device.type, state=[engine.model]
+    )
+    with closing(runner):
+        assert answers(runner, backend.device, 3) == [1]
+        engine.requests[0] = torch.zeros(1, device=backend.device)
+        assert answers(runner, backend.device, 3) == [2]
+        kept, engine.model.n = engine.model.n, torch.zeros(1, device=backend.device)
+        with pytest.raises(cgplan.AddressError, match=r"state\[0\]\.n"):
+            runner(x=torch.zeros(3, 2, device=backend.device))
+        assert kept.item() == 2
+
+
+def test_a_function_notices_a_moved_weight(backend: GraphBackend) -> None:
+    model = nn.Linear(2, 2).to(backend.device)
+    with closing(open_runner(backend, lambda x: model(x), cudagraph_mode="FULL")) as runner:
+        runner(x=torch.zeros(4, 2, device=backend.device))
+        kept, model.weight = model.weight, nn.Parameter(torch.zeros(2, 2, device=backend.device))
+        with pytest.raises(cgplan.AddressError, match=r"model\.<model>\.weight"):
+            runner(x=torch.zeros(2, 2, device=backend.device))
+        assert kept is not model.weight
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced", "nested"])
+def test_torchscript_models_are_captured(backend: GraphBackend, kind: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(backend.device).eval()
+    x = torch.randn(3, 2, device=backend.device)
+    model: Any = {
+        "scripted": lambda: torch.jit.script(plain),
+        "traced": lambda: torch.jit.trace(plain, x),
+        "nested": lambda: nn.Sequential(torch.jit.script(plain), nn.Identity()),
+    }[kind]()
+    call = (lambda x: model(x)) if kind != "scripted" else model
+    for mode in ("FULL",):
+        with closing(open_runner(backend, lambda x: call(x), cudagraph_mode=mode)) as runner:
+            torch.testing.assert_close(runner(x=x), plain(x), rtol=0, atol=0)
+
+
+SEEDS: dict[str, Callable[[torch.Generator], Any]] = {
+    "manual_seed": lambda _: torch.manual_seed(3),
+    "own": lambda g: g.manual_seed(3),
+    "set_state": lambda g: g.set_state(torch.Generator(g.device).get_state()),
+}
+
+
+@pytest.mark.parametrize("name", [*SEEDS, "fork_rng"])
+def test_a_forward_that_sets_the_random_state_is_refused(backend: GraphBackend, name: str) -> None:
+    class Seeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torch.Generator(backend.device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            generator = self.own if name in ("own", "set_state") else None
+            if name == "fork_rng":
+                with torch.random.fork_rng():
+                    y = x + torch.rand(x.shape, device=x.device)
+                return y + 1
+            y = x * 2
+            SEEDS[name](self.own)
+            return y + torch.rand(x.shape, device=x.device, generator=generator)
+
+    before = torch.get_rng_state()
+    match = "own" if name in ("own", "set_state") else "torch's default generator"
+    with pytest.raises(CaptureError, match=rf"the forward sets the state of .*{match}.*test_state\.py:\d+"):
+        open_runner(backend, Seeds(), cudagraph_mode="FULL")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("when", ["after the prompt", "before the prompt"])
+def test_a_decode_loop_with_a_static_cache_gives_the_tokens_of_the_loop_without_graphs(
+    backend: GraphBackend, when: str
+) -> None:
+    """The cache counts its tokens in the forward; padding tokens of captures must not."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(backend.device).eval()
+    prompt = torch.randint(0, 64, (1, 7), device=backend.device)
+
+    class Decode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.cache = transformers.StaticCache(config=config, max_cache_len=32)
+
+        def forward(self, token: Tensor, position: Tensor) -> Tensor:
+            kwargs = {"past_key_values": self.cache, "use_cache": True, "position_ids": position[None]}
+            return self.model(input_ids=token[None], **kwargs).logits[0]  # type: ignore[no-any-return]
+
+    def captured(decode: Decode) -> GraphRunner:
+        return cgplan.capture(
+            decode,
+            {name: Input(shape=("num_tokens",), dtype="int64", pad=0) for name in ("token", "position")},
+            compilation={"cudagraph_capture_sizes": [1], "cudagraph_mode": "FULL"},
+            device=backend.device.type,
+        )
+
+    def tokens(captures: bool) -> list[int]:
+        decode = Decode()
+        step: Any = captured(decode) if captures and when == "before the prompt" else decode
+        with torch.no_grad():
+            found = [int(decode(prompt[0], torch.arange(7, device=backend.device))[-1].argmax())]
+        step = captured(decode) if captures and step is decode else step
+        for position in range(7, 20):
+            given = (torch.tensor([value], device=backend.device) for value in (found[-1], position))
+            with torch.no_grad():
+                found.append(int(step(**dict(zip(("token", "position"), given, strict=True)))[-1].argmax()))
+        if captures:
+            assert sum(step.stats.replays.values()) == 13
+            step.close()
+        return found
+
+    assert tokens(captures=True) == tokens(captures=False)

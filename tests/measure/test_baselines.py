@@ -1,0 +1,472 @@
+"""`bench --against`: the same model and tensors run in other ways, in turns with the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import Tally, same
+from torch import Tensor, nn
+
+from cgplan import ConfigError, GraphRunner, build_plan, get_forward_context
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.config import Input, validate_config
+from cgplan.measure.baselines import BASELINES, Baseline, BenchBatch, bare, bench_baselines, reduce_overhead, used_bytes
+from cgplan.measure.bench import bench, example
+from cgplan.reports import BenchReport, render_text
+from cgplan.reports.records import PEERS, PeerRecord, check_peers
+from cgplan.runner.session import CaptureSession
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+WIDTH = 8
+X = Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)
+SHIFT = Input(shape=("num_tokens",), dtype="float32", pad=0, example=2)
+
+
+class Net(nn.Module):
+    """Attention between two layers, and a tensor that it holds beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.held = [torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)[:, None]
+        return self.after(nn.functional.scaled_dot_product_attention(y, y, y)[:, 0]) + self.held[0]
+
+
+def net(backend: GraphBackend) -> Net:
+    with torch.device(backend.device):
+        return Net().eval()
+
+
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], *, metadata: dict[str, Input] | None = None, **compilation: Any
+) -> GraphRunner:
+    config = validate_config(
+        {
+            "inputs": {"x": X},
+            "metadata": metadata or {},
+            "compilation": {"cudagraph_capture_sizes": [2, 4], **compilation},
+            "report": {"repeats": 6, "sizes": [3, 4]},
+            "device": backend.device.type,
+        }
+    )
+    return CaptureSession(build_plan(config), model, backend, config).run()
+
+
+def batch_of(backend: GraphBackend, rows: int) -> Tensor:
+    return torch.randn(rows, WIDTH, device=backend.device)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("eagr", "eager"),
+        ("Bare", "bare"),
+        ("reduce_overhead", "reduce-overhead"),
+        ("make_graphed_callable", "make_graphed_callables"),
+    ],
+)
+def test_an_unknown_peer_is_answered_with_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown peer '{wrong}'") as caught:
+        check_peers(["eager", wrong])
+    assert f"Did you mean {near!r}?" in caught.value.remedy
+    assert all(name in caught.value.remedy for name in PEERS)
+
+
+def test_peers_are_taken_once_in_the_order_given() -> None:
+    assert check_peers([" bare", "eager", "bare"]) == ("bare", "eager")
+    assert set(PEERS) == set(BASELINES) - {"cgplan"}
+    with pytest.raises(ConfigError, match="unknown peer ''"):
+        check_peers([""])
+
+
+def test_nothing_is_run_for_an_unknown_peer(backend: GraphBackend) -> None:
+    calls = []
+    runner = open_runner(backend, lambda x: calls.append(1) or x * 2)
+    calls.clear()
+    with pytest.raises(ConfigError):
+        bench(runner, against=("eager", "fast"))
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cudagraph_mode": "FULL_AND_PIECEWISE"},
+        {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["after"]},
+        {"cudagraph_copy_inputs": False},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_each_way_gives_the_models_numbers_and_the_runner_lives_on(
+    backend: GraphBackend, options: dict[str, Any]
+) -> None:
+    """Also a traced runner: whatever the peers compile, its trace is there afterwards."""
+    torch._dynamo.reset()
+    model = net(backend)
+    runner = open_runner(backend, model, **options)
+    report = bench(runner, against=("bare", "eager"), seed=5)
+    peers = report.peers
+    assert peers is not None
+    assert [way.name for way in peers.ways] == ["cgplan", "bare", "eager"]
+    assert [(r.name, r.num_tokens) for r in peers.records] == [
+        (w, n) for n in (3, 4) for w in ("cgplan", "bare", "eager")
+    ]
+    for record in peers.records:
+        assert record.deviation is not None
+        assert record.deviation < 1e-5
+        assert min(record.device.median, record.latency.median, record.host.median, record.first_call_seconds) > 0
+    for way in peers.ways:
+        assert way.failure is None
+        assert way.ready_seconds is not None
+        assert way.ready_seconds >= sum(r.first_call_seconds for r in peers.records if r.name == way.name)
+    assert peers.capture_seconds is not None
+    assert peers.ways[0].ready_seconds is not None
+    assert 0 < peers.capture_seconds < peers.ways[0].ready_seconds
+    assert (peers.seed, peers.keys) == (5, len(runner.plan.keys))
+    if "cudagraph_copy_inputs" not in options:
+        x = batch_of(backend, 3)
+        torch.testing.assert_close(runner(x=x), model(x).detach())
+    runner.close()
+
+
+def test_on_the_tape_the_peers_of_cuda_are_rows_that_say_so() -> None:
+    backend = select_backend("cpu")
+    report = bench(open_runner(backend, net(backend)), against=PEERS, seed=1)
+    assert report.peers is not None
+    assert {way.name: way.failure for way in report.peers.ways} == {
+        "cgplan": None,
+        "eager": None,
+        "bare": None,
+        "make_graphed_callables": "it needs CUDA, and this is cpu (tape)",
+        "reduce-overhead": "it needs CUDA, and this is cpu (tape)",
+    }
+    assert {r.name for r in report.peers.records} == {"cgplan", "eager", "bare"}
+    assert BenchReport.model_validate_json(report.model_dump_json()) == report
+    shown = render_text(report)
+    assert "random, seed 1; 5 rounds, 10 calls of each way and size" in shown
+    assert "reduce-overhead                -" in shown
+    assert "failed: it needs CUDA, and this is cpu (tape)" in shown
+    assert max(map(len, render_text(report, 80).splitlines())) <= 80
+
+
+def test_a_peer_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> None:
+    """The piece that needs the host runs eagerly in the runner; as one graph the model cannot be captured."""
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (x.abs().sum().item() > 0)
+
+    model = net(backend)
+    model.after = nn.Sequential(model.after, Asks())
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["after"]}
+    names = PEERS[:3] if backend.device.type == "cuda" else ("eager", "bare")
+    runner = open_runner(backend, model, **options)
+    report = bench(runner, against=names, seed=0)
+    assert report.peers is not None
+    failures = {way.name: way.failure for way in report.peers.ways}
+    assert failures["cgplan"] is failures["eager"] is None
+    for name in names[1:]:
+        assert "aten::_local_scalar_dense" in str(failures[name])
+        assert len(str(failures[name])) <= 160
+        assert report.peers.of(name, 4) is None
+    assert report.peers.of("eager", 4) is not None
+    assert not torch.equal(torch.rand(4, device=backend.device), torch.rand(4, device=backend.device))
+    x = batch_of(backend, 4)
+    torch.testing.assert_close(runner(x=x), model(x).detach())
+
+
+def test_a_long_reason_loses_its_middle() -> None:
+    """Messages begin with what happened, or end with it, as those with the user's line do."""
+    failing = Tally([False])
+
+    def forward(x: Tensor) -> Tensor:
+        if failing[0]:
+            raise ValueError("begin " + "x" * 300 + " end")
+        return x * 2
+
+    def fail(_: int, __: int, step: str) -> None:
+        failing[0] = "eager, alone" in step
+
+    report = bench(open_runner(select_backend("cpu"), forward), against=("eager",), seed=0, progress=fail)
+    assert report.peers is not None
+    reason = str(report.peers.ways[1].failure)
+    assert (reason[:17], reason[-4:], len(reason)) == ("ValueError: begin", " end", 160)
+
+
+def test_where_cgplan_fails_its_baselines_go_on(backend: GraphBackend) -> None:
+    failing = Tally([False])
+
+    def forward(x: Tensor) -> Tensor:
+        if failing[0]:
+            raise ValueError("no more")
+        return x * 2
+
+    def fail(_: int, __: int, step: str) -> None:
+        failing[0] = step == "cgplan, alone"
+
+    peers = bench(open_runner(backend, forward), against=("eager",), seed=0, progress=fail).peers
+    assert peers is not None
+    assert "ValueError: no more" in str(peers.ways[0].failure)
+    assert (peers.capture_seconds, peers.keys) == (None, 0)
+    assert {r.name for r in peers.records} == {"eager"}
+
+
+def test_models_that_read_metadata_find_it_in_each_way(backend: GraphBackend) -> None:
+    def forward(x: Tensor) -> Tensor:
+        context = get_forward_context()
+        shift = context.derive("shift", x.device, lambda: context.metadata["shift"] * 2)
+        return x + shift[:, None]
+
+    runner = open_runner(backend, forward, metadata={"shift": SHIFT})
+    peers = bench(runner, against=("eager", "bare"), seed=0).peers
+    assert peers is not None
+    assert [r.deviation for r in peers.records] == [0.0] * 6
+
+
+def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
+    """Else it would be compared with a runner that does more."""
+    model = net(backend)
+    runner = open_runner(backend, model)
+    x = batch_of(backend, 3)
+    batch = BenchBatch(3, {"x": x}, {}, {}, runner.route({"x": x}).unpadded)
+    way = bare(runner)
+    with torch.no_grad():
+        way.prepare([batch])
+        call = way.call(batch)
+        for _ in range(2):
+            x.normal_()
+            same(call(), model(x))
+        way.free()
+
+
+def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend) -> None:
+    runner = open_runner(backend, net(backend))
+    runner.suspend()
+    empty, found = used_bytes(backend), {}
+
+    def look(_: int, __: int, step: str) -> None:
+        found[step] = used_bytes(backend) - empty
+
+    runner.recapture()
+    peers = bench(runner, against=("bare", "eager"), seed=3, progress=look).peers
+    assert peers is not None
+    slack = 0 if backend.device.type == "cpu" else 64 << 20  # libraries' workspaces stay
+    assert all(abs(found[f"{name}, alone"]) <= slack for name in ("cgplan", "bare", "eager"))
+    assert found["round 1"] > 0, "then they are there together"
+    ours, by_hand, eager = peers.ways
+    assert ours.memory_bytes
+    assert by_hand.memory_bytes
+    assert eager.memory_bytes == 0
+
+
+def test_rounds_are_in_random_order_and_the_seed_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, seen, original = select_backend("cpu"), list[tuple[str, int]](), dict(BASELINES)
+
+    def noting(name: str) -> Callable[[GraphRunner], Baseline]:
+        def make(runner: GraphRunner) -> Baseline:
+            baseline = original[name](runner)
+            inner = baseline.call
+
+            def call(batch: BenchBatch) -> Callable[[], Any]:
+                run = inner(batch)
+
+                def noted() -> Any:
+                    seen.append((name, batch.size))
+                    return run()
+
+                return noted
+
+            baseline.call = call
+            return baseline
+
+        return make
+
+    for name in original:
+        monkeypatch.setitem(BASELINES, name, noting(name))
+    orders = []
+    for seed in (1, 1, 2, None):
+        rounds: list[list[tuple[str, int]]] = []
+
+        def step(_: int, __: int, text: str, rounds: list[list[tuple[str, int]]] = rounds) -> None:
+            if "round" in text:
+                rounds.append(seen.copy())
+                seen.clear()
+
+        runner = open_runner(backend, lambda x: x * 2)
+        peers = bench(runner, against=("eager", "bare"), seed=seed, progress=step).peers
+        assert peers is not None
+        assert seed in (None, peers.seed)
+        orders.append([list(dict.fromkeys(each)) for each in rounds[1:]])
+        assert len(orders[-1]) == 4
+        pairs = {(name, size) for name in ("cgplan", "eager", "bare") for size in (3, 4)}
+        assert all(set(each) == pairs for each in orders[-1])
+        assert len(set(map(tuple, orders[-1]))) > 1
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_wrong_results_show(backend: GraphBackend) -> None:
+    """A graph that froze what the model computes anew, say."""
+    factor = Tally([1.0])
+
+    def change(_: int, __: int, step: str) -> None:
+        factor[0] = 3.0 if step.startswith("round") else 1.0
+
+    runner = open_runner(backend, lambda x: x * factor[0])
+    peers = bench(runner, against=("eager", "bare"), seed=0, progress=change).peers
+    assert peers is not None
+    deviations = {(r.name, r.num_tokens): r.deviation for r in peers.records}
+    assert deviations["bare", 4] == deviations["cgplan", 4] == 0
+    assert deviations["eager", 4]
+    assert deviations["eager", 4] > 0.1
+
+
+class Counts(nn.Module):
+    """Adds one to a counter on each call, writes into its input, and draws from a generator of its own, if asked."""
+
+    def __init__(self, *does: str) -> None:
+        super().__init__()
+        self.does = does
+        self.register_buffer("count", torch.zeros(()))
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "input" in self.does:
+            x.mul_(1.5)
+        if "state" in self.does:
+            self.count.add_(1)
+        if "random" in self.does:
+            x = x + torch.rand(x.shape, device=x.device)
+        if "own" in self.does:
+            x = x + torch.rand(x.shape, device=x.device, generator=self.generator)
+        return x + self.count
+
+
+@pytest.mark.parametrize("does", ["input", "state", "random", "own", "input state", "input state random own"])
+def test_models_whose_next_call_says_something_else(backend: GraphBackend, does: str) -> None:
+    """Each compared call starts from the same inputs, state and seed; afterwards they are as they were."""
+    model = Counts(*does.split()).to(backend.device)
+    model.generator = torch.Generator(backend.device).manual_seed(3)
+    runner = open_runner(backend, model)
+    bench(runner)
+    count = model.count.clone()
+    batches = [example(runner, size, True) for size in (3, 4)]
+    inputs = [batch.inputs["x"].clone() for batch in batches]
+    peers = bench_baselines(runner, batches, ("eager", "bare"), seed=0)
+    found = {(r.name, r.num_tokens): (r.deviation, r.not_comparable) for r in peers.records}
+    padded = found.pop(("cgplan", 3))
+    assert len(found) == 5
+    assert set(found.values()) == {(0.0, None)}
+    if padded != (0.0, None):
+        assert "random" in does or "own" in does
+        assert padded == (None, "the model draws random numbers, and a padded batch draws others")
+    same((model.count, [batch.inputs["x"] for batch in batches]), (count, inputs))
+
+
+def test_padding_that_draws_other_numbers(backend: GraphBackend) -> None:
+    """The first row gets what the last one has drawn: of three rows another one than of four."""
+    runner = open_runner(backend, lambda x: x + torch.rand(x.shape, device=x.device).flip(0))
+    peers = bench(runner, against=("eager", "bare"), seed=0).peers
+    assert peers is not None
+    reasons = {(r.name, r.num_tokens): r.not_comparable for r in peers.records if r.deviation is None}
+    assert reasons == {("cgplan", 3): "the model draws random numbers, and a padded batch draws others"}
+    assert [r.deviation for r in peers.records if r.deviation is not None] == [0.0] * 5
+    shown = render_text(peers_report := bench(runner, against=("eager",), seed=0), 80)
+    assert "Not comparable" in shown
+    assert "cgplan 3" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert BenchReport.model_validate_json(peers_report.model_dump_json()) == peers_report
+
+
+def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> None:
+    """Its state lies where nobody looks: no figure, but the reason, for its own code as for the others."""
+
+    class Hidden:
+        state = torch.zeros((), device=backend.device)
+
+    def forward(x: Tensor) -> Tensor:
+        Hidden.state.add_(1)
+        return x + Hidden.state
+
+    peers = bench(open_runner(backend, forward), against=("eager", "bare"), seed=0).peers
+    assert peers is not None
+    assert len(peers.records) == 6
+    for record in peers.records:
+        assert record.deviation is None
+        assert "run twice from the same inputs, state and seed, gives different" in str(record.not_comparable)
+        assert record.device.median > 0
+
+
+def test_outputs_of_another_structure_are_told(backend: GraphBackend) -> None:
+    wraps = Tally([False])
+
+    def change(_: int, __: int, step: str) -> None:
+        wraps[0] = step.startswith("round")
+
+    runner = open_runner(backend, lambda x: (x * 2,) if wraps[0] else x * 2)
+    peers = bench(runner, against=("eager",), seed=0, progress=change).peers
+    assert peers is not None
+    for record in peers.records:
+        assert (record.deviation is None) == (record.name == "eager")
+        assert (record.not_comparable or "another structure").count("another structure") == 1
+
+
+def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
+    """Nothing is compiled here: that comes with the first call."""
+    backend = select_backend("cpu")
+    model = net(backend)
+    way = reduce_overhead(open_runner(backend, model))
+    way.prepare([])
+    assert model.held[0]._dynamo_static_input_type == "unguarded"
+    assert not hasattr(model.before.weight, "_dynamo_static_input_type"), "parameters are static anyway"
+    way.free()
+    assert not hasattr(model.held[0], "_dynamo_static_input_type")
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_all_peers_on_a_gpu(mode: str) -> None:
+    """The traced runner's results are those of the model after all of them, and nobody's graphs are damaged."""
+    torch._dynamo.reset()
+    backend = select_backend("cuda")
+    model = net(backend)
+    runner = open_runner(backend, model, cudagraph_mode=mode)
+    peers = bench(runner, against=PEERS, seed=0).peers
+    assert peers is not None
+    assert {way.name: (way.failure, way.note) for way in peers.ways} == dict.fromkeys(("cgplan", *PEERS), (None, None))
+    found = {(r.name, r.num_tokens): r for r in peers.records}
+    assert len(found) == 10
+    assert all(_small(record) for record in found.values())
+    assert found["reduce-overhead", 4].first_call_seconds > found["bare", 4].first_call_seconds
+    for rows in (3, 4, 2):
+        x = batch_of(backend, rows)
+        torch.testing.assert_close(runner(x=x), model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def _small(record: PeerRecord) -> bool:
+    return record.deviation is not None and record.deviation < 1e-2  # inductor may use TF32
+
+
+@pytest.mark.gpu
+def test_metadata_reaches_all_peers_on_a_gpu() -> None:
+    backend = select_backend("cuda")
+    weight = torch.randn(WIDTH, WIDTH, device=backend.device)
+
+    def forward(x: Tensor) -> Tensor:
+        return x @ weight + get_forward_context().metadata["shift"][:, None]
+
+    runner = open_runner(backend, forward, metadata={"shift": SHIFT})
+    peers = bench(runner, against=PEERS, seed=0).peers
+    assert peers is not None
+    assert [way.failure for way in peers.ways[:4]] == [None] * 4
+    assert all(_small(record) for record in peers.records)

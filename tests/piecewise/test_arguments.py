@@ -1,0 +1,502 @@
+"""Wrong arguments of the public functions: a typed error that says what was found, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import (
+    BackendError,
+    BatchDescriptor,
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    CaptureError,
+    CgplanError,
+    ConfigError,
+    CUDAGraphMode,
+    CUDAGraphOptions,
+    CUDAGraphWrapper,
+    GraphRunner,
+    InputError,
+    ModelError,
+    SealedError,
+    compile_piecewise,
+    eager_break_during_capture,
+    forward_context,
+)
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.piecewise.backend import cgplan_backend
+from cgplan.runner.manager import GraphPool, capture_together
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+CONFIG = {
+    "device": "cpu",
+    "inputs": {"x": {"shape": ["num_tokens", 3], "dtype": "float32", "pad": 0}},
+    "compilation": {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [2, 4],
+        "splitting_ops": ["aten::softmax"],
+    },
+}
+X = torch.ones(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).softmax(-1) * 3
+
+
+def compiled(**given: Any) -> Any:
+    return compile_piecewise(Model(), CONFIG, **given)
+
+
+def told(**compilation: Any) -> Any:
+    return compile_piecewise(Model(), {**CONFIG, "compilation": {**CONFIG["compilation"], **compilation}})  # type: ignore[dict-item]
+
+
+def entered(*args: Any, **kwargs: Any) -> None:
+    with forward_context(*args, **kwargs):
+        pass
+
+
+def wrapped(*args: Any, options: CUDAGraphOptions) -> None:
+    wrapper = CUDAGraphWrapper(lambda x: x + 1, FULL, backend=select_backend("cpu"), options=options)
+    with forward_context(FULL, BatchDescriptor(2)):
+        wrapper(*args)
+
+
+def captured(block: Callable[[BreakableCUDAGraphCapture], object], pool: Any = None) -> None:
+    backend = select_backend("cpu")
+    with backend.session(), BreakableCUDAGraphCapture(backend, backend.new_pool() if pool is None else pool) as capture:
+        block(capture)
+
+
+def adaptive() -> GraphRunner:
+    runner = open_runner(Model(), capture_policy="adaptive")
+    runner(x=X)
+    return runner
+
+
+CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
+    "no such section": (
+        lambda: compile_piecewise(Model(), {"compilatoin": {}}),
+        ConfigError,
+        "did you mean 'compilation'",
+    ),
+    "no model": (lambda: compile_piecewise(3, CONFIG), ModelError, "the model is 3"),  # type: ignore[arg-type]
+    "the mode NONE": (lambda: told(cudagraph_mode="NONE"), ConfigError, "but compilation.cudagraph_mode is NONE"),
+    "the mode FULL": (lambda: told(cudagraph_mode="FULL"), ConfigError, "but compilation.cudagraph_mode is FULL"),
+    "modules for operators": (
+        lambda: told(splitting_modules=["*"]),
+        ConfigError,
+        "but compilation.splitting_modules are given",
+    ),
+    "wrappers for operators": (lambda: told(piecewise="wrappers"), ConfigError, "compilation.piecewise is wrappers"),
+    "compiled twice": (lambda: compile_piecewise(compiled(), CONFIG), ModelError, "compile_piecewise before"),
+    "an input by position": (lambda: compiled()(X), InputError, "no positional arguments"),
+    "no input": (lambda: compiled()(), InputError, "'x' is missing"),
+    "two inputs": (lambda: compiled()(x=X, y=X), InputError, "unknown input 'y'"),
+    "a number": (lambda: compiled()(x=torch.tensor(1.0)), InputError, r"has shape \[\]"),
+    "another type": (lambda: compiled()(x=X.double()), InputError, "dtype torch.float64"),
+    "a sparse input": (lambda: compiled()(x=X.to_sparse()), InputError, "torch.sparse_coo"),
+    "capture of a name": (lambda: open_runner("a.py:build"), ModelError, "'a.py:build', which cannot"),  # type: ignore[arg-type]
+    "progress": (
+        lambda: cgplan.capture(Model(), CONFIG["inputs"], progress=3),  # type: ignore[arg-type]
+        ConfigError,
+        "progress is 3",
+    ),
+    "replan for a word": (lambda: adaptive().replan(traffic="x"), InputError, "traffic='x' where a Traffic"),  # type: ignore[arg-type]
+    "replan by a word": (lambda: adaptive().replan(times="x"), InputError, "times='x' where a StepTimes"),  # type: ignore[arg-type]
+    "replan at a price": (lambda: adaptive().replan(costs={}), InputError, "costs={} where a GraphCosts"),  # type: ignore[arg-type]
+    "replan if no": (lambda: adaptive().replan(apply="no"), InputError, "apply='no' where a bool"),  # type: ignore[arg-type]
+    "a pool on nothing": (lambda: GraphPool(None), BackendError, "GraphPool on None"),  # type: ignore[arg-type]
+    "no managers": (lambda: capture_together([]), CgplanError, "an empty list cannot be"),
+    "wrapper of nothing": (lambda: CUDAGraphWrapper(None, FULL), CgplanError, "around None"),  # type: ignore[arg-type]
+    "mode by name": (lambda: CUDAGraphWrapper(abs, "FULL"), CgplanError, "mode 'FULL'"),  # type: ignore[arg-type]
+    "mode of a plan": (
+        lambda: CUDAGraphWrapper(abs, CUDAGraphMode.FULL_AND_PIECEWISE),
+        CgplanError,
+        "FULL_AND_PIECEWISE",
+    ),
+    "policy": (lambda: CUDAGraphOptions(address_check="often"), ConfigError, "first or always"),  # type: ignore[arg-type]
+    "warm-ups": (lambda: CUDAGraphOptions(num_of_warmups=-1), ConfigError, "num_of_warmups is -1"),
+    "one position": (lambda: CUDAGraphOptions(copied_arguments=0), ConfigError, "a tuple of positions"),  # type: ignore[arg-type]
+    "no such position": (lambda: wrapped(X, options=CUDAGraphOptions(copied_arguments=(3,))), CaptureError, "one of 1"),
+    "a number copied": (
+        lambda: wrapped(7, options=CUDAGraphOptions(copied_arguments=(0,))),
+        CaptureError,
+        "which is 7",
+    ),
+    "capture on a name": (lambda: BreakableCUDAGraphCapture("cpu", None), CgplanError, "needs a backend, found 'cpu'"),  # type: ignore[arg-type]
+    "capture without a pool": (lambda: captured(print, pool=3), BackendError, "3 is no pool"),
+    "a foreign pool": (
+        lambda: captured(print, pool=select_backend("cpu").new_pool()),
+        BackendError,
+        "is not a pool of this",
+    ),
+    "never entered": (
+        lambda: BreakableCUDAGraphCapture(select_backend("cpu")).__exit__(None, None, None),
+        CaptureError,
+        "left before it began",
+    ),
+    "nothing to break at": (lambda: eager_break_during_capture(3), CgplanError, "3, which cannot be called"),  # type: ignore[arg-type]
+    "context mode by name": (lambda: entered("FULL", BatchDescriptor(2)), CgplanError, "runtime mode 'FULL'"),
+    "context mode of a plan": (
+        lambda: entered(CUDAGraphMode.FULL_DECODE_ONLY, BatchDescriptor(2)),
+        CgplanError,
+        "FULL_DECODE_ONLY",
+    ),
+    "context of a number": (lambda: entered(FULL, 3), CgplanError, "3 where a BatchDescriptor"),
+    "metadata in a list": (lambda: entered(metadata=[X]), CgplanError, "where a Mapping"),
+    "scope": (lambda: entered(scope=3), CgplanError, "3 where a CaptureScope"),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_wrong_argument_is_a_typed_error_and_leaves_nothing_behind(name: str) -> None:
+    call, kind, said = CASES[name]
+    with pytest.raises(kind, match=said) as caught:
+        call()
+    assert caught.value.remedy
+    assert (X + 1).tolist() == [[2.0] * 3] * 2, "no mode of a capture is left on"
+    with torch.no_grad():
+        assert torch.equal(compiled()(x=X), Model()(X))
+
+
+def test_a_tensor_in_place_of_its_declaration_is_not_printed_whole() -> None:
+    with pytest.raises(ConfigError, match=r"found tensor\(.*\.\.\., a Tensor, expected") as caught:
+        cgplan.capture(Model(), {"x": torch.zeros(3, 64)})
+    assert len(str(caught.value).splitlines()) == 2
+    assert len(str(caught.value)) < 700
+
+
+def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    sizes = {"cudagraph_capture_sizes": [2, 4], **compilation}
+    return cgplan.capture(model, CONFIG["inputs"], compilation=sizes, device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [None, 3, "", b"kv"])
+def test_what_moved_has_a_name(name: Any) -> None:
+    runner = open_runner(Model())
+    with pytest.raises(InputError, match="invalidate was given"):
+        runner.invalidate(name)
+    assert torch.equal(runner(x=X), Model()(X))
+
+
+def test_a_closed_runner_is_neither_invalidated_nor_captured_again() -> None:
+    runner = open_runner(Model())
+    runner.close()
+    for call in (lambda: runner.invalidate("kv_cache"), runner.recapture):
+        with pytest.raises(CgplanError, match="the runner is closed"):
+            call()
+
+
+# --- torch.compile(model, backend="cgplan") --------------------------------------------------------------------
+
+
+def test_options_of_torch_compile_are_fields_of_the_configuration() -> None:
+    options = {"splitting_ops": ["aten::softmax"], "address_check": "always", "compiler": "eager", "debug": False}
+    split = torch.compile(Model(), backend="cgplan", options=options)
+    with torch.no_grad():
+        split(X)
+        x = X.clone()
+        with forward_context(PIECEWISE, BatchDescriptor(2)):
+            assert torch.equal(split(x), Model()(x))
+            x.copy_(torch.randn(2, 3))
+            assert torch.equal(split(x), Model()(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"options": {"splitting_opss": []}}, "did you mean 'splitting_ops'"),
+        ({"options": {"splitting_ops": 3}}, "compilation.splitting_ops"),
+        ({"options": {"splitting_ops": ["aten::nothing"]}}, "'aten::nothing' does not exist"),
+        ({"options": {"cudagraph_capture_sizes": [1]}}, "cudagraph_capture_sizes says which graphs"),
+        ({"mode": "reduce-overhead"}, "has no mode, found 'reduce-overhead'"),
+    ],
+)
+def test_wrong_options_of_torch_compile(given: dict[str, Any], said: str) -> None:
+    """The error is cgplan's own, not one of torch's with it inside."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        torch.compile(Model(), backend="cgplan", **given)(X)
+    assert caught.value.remedy
+    assert caught.value.exit_code == ConfigError.exit_code
+
+
+# --- models that are compiled, or break, already ---------------------------------------------------------------
+
+
+class BreaksGraph(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x.softmax(-1) * 3
+
+
+def test_an_operator_behind_a_graph_break_points_to_the_break() -> None:
+    options = {"splitting_ops": ["aten::softmax"]}
+    with pytest.raises(ConfigError, match="'aten::softmax' does not occur") as caught:
+        torch.compile(BreaksGraph(), backend="cgplan", options=options)(X)
+    assert "fullgraph=True" in caught.value.remedy
+    with pytest.raises(ConfigError) as caught:  # it is another matter there
+        torch.compile(BreaksGraph(), backend="cgplan", options={"splitting_ops": ["aten::sotfmax"]})(X)
+    assert "fullgraph" not in caught.value.remedy
+
+
+def test_a_model_under_torch_compile_is_split_as_the_model_that_it_holds() -> None:
+    model = Model().eval()
+    split: Any = compile_piecewise(torch.compile(model), {**CONFIG, "device": "cpu"})
+    x = X.clone()
+    with torch.no_grad():
+        for _ in range(3):
+            x.copy_(torch.randn(2, 3))
+            with forward_context(CUDAGraphMode.PIECEWISE, BatchDescriptor(2)):
+                assert torch.equal(split(x=x), model(x))
+    assert [piece.eager for piece in split.splitter.pieces[0]] == [False, True, False]
+
+
+@pytest.mark.parametrize("by", ["torch.compile", "compile_piecewise"])
+def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBackend, by: str) -> None:
+    """Its wrappers have a backend of their own, and capture on the session's. For torch.compile a row more or less may
+    be a reason to compile anew, with wrappers that have captured nothing: then only what is captured is run.
+    """
+    sizes = [4] if by == "torch.compile" else [2, 4]
+    model = Model().eval()
+    split: Any = compile_piecewise(model, {**CONFIG, "device": backend.device.type})
+    if by == "torch.compile":
+        split = torch.compile(model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]}, dynamic=True)
+    for _ in range(2):  # a second session has another backend again
+        runner = cgplan.capture(
+            split,
+            CONFIG["inputs"],  # type: ignore[arg-type]
+            compilation={**CONFIG["compilation"], "piecewise": "wrappers", "cudagraph_capture_sizes": sizes},  # type: ignore[dict-item]
+            device=backend.device.type,
+        )
+        assert runner.report.records[0].graphs == 2
+        for rows in (3, 2, 4, 3):
+            x = torch.randn(rows, 3, device=backend.device)
+            assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+        runner.close()
+
+
+def open_compiled(backend: GraphBackend, sizes: list[int], *, mark: bool = False) -> GraphRunner:
+    """A model under torch.compile, which may trace it anew for another size."""
+    model = Model().eval().to(backend.device)
+    compiled: Any = torch.compile(model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]})
+
+    def marked(x: Tensor) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(x)  # type: ignore[no-any-return]
+
+    return cgplan.capture(
+        marked if mark else compiled,
+        CONFIG["inputs"],  # type: ignore[arg-type]
+        compilation={**CONFIG["compilation"], "piecewise": "wrappers", "cudagraph_capture_sizes": sizes},  # type: ignore[dict-item]
+        device=backend.device.type,
+    )
+
+
+def test_one_trace_of_torch_compile_for_all_sizes(backend: GraphBackend) -> None:
+    runner = open_compiled(backend, [1, 2, 4, 8], mark=True)
+    for rows in (8, 4, 1, 2, 3, 8, 1, 7):
+        x = torch.randn(rows, 3, device=backend.device)
+        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    runner.close()
+
+
+def test_a_model_that_torch_compile_traced_anew_says_so(backend: GraphBackend) -> None:
+    """A larger batch runs eagerly, by a trace of its own, which fits the captured size too."""
+    runner = open_compiled(backend, [8])
+    x = torch.randn(8, 3, device=backend.device)
+    assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+    runner(x=torch.randn(16, 3, device=backend.device))
+    with pytest.raises(SealedError, match=r"answers num_tokens=8 by a trace that has captured no") as caught:
+        runner(x=x)
+    assert "Capture the model itself" in caught.value.remedy
+    runner.close()
+
+
+def test_a_wrapper_of_another_device_is_refused() -> None:
+    class Elsewhere(type(select_backend("cpu"))):  # type: ignore[misc]
+        device = torch.device("meta")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.device = torch.device("meta")
+
+    segment = CUDAGraphWrapper(lambda x: x + 1, PIECEWISE, backend=Elsewhere())
+    with pytest.raises(CaptureError, match="a wrapper on meta inside a session on cpu"):
+        open_runner(lambda x: segment(x), cudagraph_mode="PIECEWISE", piecewise="wrappers")
+
+
+@eager_break_during_capture
+def attend(x: Tensor) -> Tensor:
+    """The eager piece of a model that breaks by itself."""
+    return x.softmax(-1)
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(x * 2) * 3
+
+
+@pytest.mark.parametrize(
+    ("compilation", "route"),
+    [
+        ({}, "modules"),
+        ({"splitting_ops": ["aten::softmax"]}, "ops"),
+        ({"piecewise": "ops", "splitting_ops": ["aten::softmax"]}, "ops"),
+        ({"piecewise": "modules"}, "modules"),
+    ],
+)
+def test_functions_that_break_choose_the_route(backend: GraphBackend, compilation: dict[str, Any], route: str) -> None:
+    runner = cgplan.capture(
+        Breaks().eval(),
+        CONFIG["inputs"],  # type: ignore[arg-type]
+        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [2, 4], **compilation},
+        device=backend.device.type,
+    )
+    split = runner.report.split
+    assert split is not None
+    assert split.route == route
+    assert split.eager == ({"attend": 1} if route == "modules" else {"aten::softmax": 1})
+    assert runner.report.records[0].graphs == 2
+    assert runner.report.warnings == ()
+    x = torch.randn(3, 3, device=backend.device)
+    assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+
+
+def breaks_by_value(x: Tensor) -> Tensor:
+    return attend(x * 2) * 3 if bool((x > 0).any()) else x * 2
+
+
+def test_a_mark_that_padding_does_not_reach_can_be_said() -> None:
+    with pytest.raises(CaptureError) as caught:
+        open_runner(breaks_by_value, cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[4, 8])
+    assert "functions under eager_break_during_capture" in str(caught.value.remedy)
+    assert "piecewise: modules" in str(caught.value.remedy)
+
+
+def test_what_runs_a_model_to_see_whether_it_breaks_swallows_no_failure() -> None:
+    class Fails(Breaks):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    for piecewise, kind in (("auto", CaptureError), ("modules", ModelError)):
+        with pytest.raises(kind, match=r"at .*test_arguments\.py:\d+: `raise ZeroDivisionError`"):
+            open_runner(Fails(), cudagraph_mode="PIECEWISE", piecewise=piecewise)
+
+
+# --- splits that split nothing ---------------------------------------------------------------------------------
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle, self.spare = nn.ReLU(), nn.ReLU(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x * 2) * 3
+
+
+@pytest.mark.parametrize(
+    ("compilation", "warned"),
+    [
+        ({"splitting_modules": ["idle"]}, "nothing broke the capture"),
+        ({"splitting_modules": ["*"]}, "never called: idle, spare"),
+        ({"splitting_modules": ["used"]}, None),
+        ({"piecewise": "modules"}, "nothing broke the capture"),
+        ({}, "no operator of the model is a splitting op"),
+        ({"splitting_ops": ["aten::relu"]}, None),
+    ],
+)
+def test_a_split_that_leaves_nothing_eager_is_warned_of(compilation: dict[str, Any], warned: str | None) -> None:
+    warnings = open_runner(Idle().eval(), cudagraph_mode="PIECEWISE", **compilation).report.warnings
+    assert len(warnings) == (warned is not None)
+    assert warned is None or warned in warnings[0]
+
+
+# --- the forward context in traced code ------------------------------------------------------------------------
+
+
+class ReadsContext(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        cgplan.get_forward_context()  # this line
+        return super().forward(x)
+
+
+def test_reading_the_context_in_traced_code_names_the_users_line() -> None:
+    with pytest.raises(CgplanError, match=r"no forward context is set, at .*test_arguments\.py:\d+: .*# this line"):
+        ReadsContext()(X)
+    with pytest.raises(CaptureError, match=r"in code that is traced, at .*test_arguments\.py:\d+: .*# this line"):
+        open_runner(ReadsContext(), **CONFIG["compilation"])  # type: ignore[arg-type]
+
+
+# --- what torch._dynamo.reset() leaves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_replays_are_right_after_dynamo_forgets(backend: GraphBackend, mode: str) -> None:
+    model = Model().eval()
+    runner = cgplan.capture(
+        model,
+        CONFIG["inputs"],  # type: ignore[arg-type]
+        compilation={**CONFIG["compilation"], "cudagraph_mode": mode},  # type: ignore[dict-item]
+        device=backend.device.type,
+    )
+    for used in (False, True):
+        if used:
+            runner(x=torch.ones(3, 3, device=backend.device))
+        torch._dynamo.reset()
+        for rows in (1, 2, 3, 4):
+            x = torch.randn(rows, 3, device=backend.device)
+            assert torch.equal(runner(x=x), model(x))
+        assert torch.equal(runner.run_eagerly(x=x), model(x)), "the model's own code runs, no trace"
+        if mode == "PIECEWISE":
+            runner.recapture()
+            assert torch.equal(runner(x=x), model(x))
+    runner.close()
+
+
+# --- metadata outside of a runner ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_metadata_that_a_segment_reads_is_checked_outside_of_runners_too(backend: GraphBackend, breaks: bool) -> None:
+    """And what only eager pieces read may lie elsewhere on each call."""
+
+    @eager_break_during_capture
+    def piece(x: Tensor) -> Tensor:
+        return x + cgplan.get_forward_context().metadata["eager"]
+
+    def segment(x: Tensor) -> Tensor:
+        h = x * cgplan.get_forward_context().metadata["scale"]
+        return piece(h) * 1 if breaks else h + 1
+
+    kind: Any = BreakableCUDAGraphWrapper if breaks else CUDAGraphWrapper
+    wrapper = kind(segment, PIECEWISE, backend=backend)
+    x, scale = torch.randn(2, 3, device=backend.device), torch.full((3,), 2.0, device=backend.device)
+
+    def call(scale: Tensor) -> Tensor:
+        metadata = {"scale": scale, "eager": torch.ones(3, device=backend.device)}
+        with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(2), metadata):
+            return wrapper(x)  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        assert torch.equal(call(scale), x * 2 + 1)
+    wrapper.reset()
+    call(scale)
+    with pytest.raises(cgplan.AddressError, match=r"1 changed, 0 missing, 0 added\n  changed  metadata\.scale"):
+        call(scale.clone())
+    assert torch.equal(call(scale), x * 2 + 1)

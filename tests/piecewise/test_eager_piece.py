@@ -1,0 +1,494 @@
+"""Eager pieces: their arguments, results and state at capture and on each replay."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from checks import same
+from pieces import Boom, Changing, capture, explode, randn
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import (
+    BatchDescriptor,
+    BreakableCUDAGraphCapture,
+    CaptureError,
+    CUDAGraphMode,
+    GraphRunner,
+    Input,
+    eager_break_during_capture,
+    forward_context,
+)
+from cgplan.backends import GraphBackend
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+ROWS = 4
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        (
+            lambda x: x * 2,
+            lambda x: x[:1] * 2,
+            r"a tensor of shape \[1, 3\].*at capture it was a tensor of shape \[2, 3\]",
+        ),
+        (lambda x: x * 2, lambda x: x.double(), "float64"),
+        (lambda x: x * 2, lambda x: (x * 2, x), "structure"),
+        (lambda x: x * 2, None, "None"),
+        (
+            lambda x: x * 2,
+            lambda x: (x * 2).cpu() if x.is_cuda else torch.empty_like(x, device="meta"),
+            "on (cpu|meta)",
+        ),
+        (lambda x: {"a": x * 2}, lambda x: {"b": x * 2}, "structure"),
+        (lambda x: x[:1], lambda x: x[1:], "argument's memory"),
+        (lambda x: x, lambda x: x.clone(), "argument's memory"),
+        (lambda x: x, lambda x: x.view(3, 2), "argument's memory"),
+        (lambda x: x, lambda x: torch._neg_view(x), "argument's memory"),
+        (lambda x: [x * 2, 3], lambda x: [x * 2, 4], "returned 4 on replay; at capture it was 3"),
+        (3, 3.0, "returned 3.0 on replay"),
+        (True, 1, "returned 1 on replay"),
+        (None, lambda x: x * 2, "tensor"),
+        (lambda x: [y := x * 2, y], lambda x: [x * 2, x * 3], "does not share memory with other results as it did"),
+        (lambda x: [y := x * 2, y[1:]], lambda x: [x * 2, x[1:] * 2], "does not share memory"),
+        (lambda x: [y := x * 2, y[1:]], lambda x: [y := x * 2, y[:1]], "does not share memory"),
+        (lambda x: [y := x[:, 1:] * 2, y], lambda x: [y := x[:, 1:] * 2, y.t()], "does not share memory"),
+        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, torch._neg_view(y)], "does not share memory"),
+        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, y.int()], "int32, .*in one memory with another result"),
+    ],
+)
+def test_a_result_that_changes_is_refused(backend: GraphBackend, first: Any, later: Any, said: str) -> None:
+    x, piece = randn(backend, 2, 3), Changing()
+    piece.result = first
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        made.add_eager(piece, x * 2)
+        y = x + 1
+    made.replay()
+    piece.result = later
+    with pytest.raises(CaptureError, match=said) as caught:
+        made.replay()
+    assert "eager piece Changing" in caught.value.message
+    assert f"{__file__}:" in caught.value.message
+    piece.result = first
+    made.replay()
+    same(y, x + 1)
+
+
+def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBackend) -> None:
+    def piece(x: Tensor) -> Any:
+        whole = (torch.cat([x, x, x]) * 2)[skipped:]
+        return whole[:2], whole[1:2].t(), whole[:0] if skipped else whole.new_empty(0, 3)
+
+    x, skipped = randn(backend, 2, 3), 0
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        rows, column, nothing = made.add_eager(piece, x * 3)
+        found = rows + 1, column + 1, nothing + 1
+    for skipped in (1, 2):
+        made.replay()
+        whole = (torch.cat([x, x, x]) * 6)[skipped:]
+        same(found, (whole[:2] + 1, whole[1:2].t() + 1, x[:0]))
+
+
+def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) -> None:
+    x, piece = randn(backend, 2, 3), Changing()
+    piece.result = lambda x: [float("nan"), "text" + str(len(x)), (1, 2), {"k": slice(len(x))}, x * 2]
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        y = made.add_eager(piece, x + 1)[-1] + 1
+    x.add_(1)
+    made.replay()
+    same(y, (x + 1) * 2 + 1)
+
+
+class Loose:
+    """A mutable object that is equal to nothing but itself."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loose: setattr(loose, "number", 2.5),
+        lambda loose: setattr(loose, "more", 1),
+        lambda loose: delattr(loose, "flag"),
+    ],
+)
+def test_an_object_among_the_results_must_keep_its_numbers(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
+    x, piece, loose = randn(backend, 2, 3), Changing(), Loose()
+    loose.number, loose.nan, loose.flag, loose.inside = 1.5, float("nan"), True, [loose]
+    piece.result = lambda h: (loose, h.mul_(2))
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        found, h = made.add_eager(piece, x * 2)
+        y = h * found.number
+    loose.nan, loose.number = float("nan"), 3 / 2  # other objects of the same value
+    made.replay()
+    same(y, x * 6)
+    change(loose)
+    with pytest.raises(CaptureError, match=r"Loose object .* with {'number': 1.5, .*}, at") as caught:
+        made.replay()
+    assert "key_fn; a runner has none" in caught.value.remedy
+
+
+def append(_: Tensor, given: Any) -> None:
+    given["list"].append(1.5)
+
+
+def replace_item(_: Tensor, given: Any) -> None:
+    given["list"][0] = object()
+
+
+def append_captured(x: Tensor, given: Any) -> None:
+    given["list"].append(x * 2)
+
+
+def set_key(x: Tensor, given: Any) -> None:
+    given["key"] = x
+
+
+def swap(_: Tensor, given: Any) -> None:
+    given["list"].reverse()
+
+
+@pytest.mark.parametrize("function", [append, replace_item, append_captured, set_key, swap])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_piece_that_puts_values_into_what_it_was_given(
+    backend: GraphBackend, function: Callable[[Tensor, Any], None], captured: bool
+) -> None:
+    """Whether the list is the model's own or is built anew for each replay, because captured tensors are inside."""
+    x = randn(backend, 2, 3)
+    piece = eager_break_during_capture(function)
+
+    def forward() -> Tensor:
+        h = x * 2
+        piece(h, {"list": [h if captured else "first", "second"], "tuple": ({"old"},)})
+        return h + 1
+
+    with pytest.raises(CaptureError, match=f"eager piece {function.__name__} puts values into a list") as caught:
+        capture(backend, forward)
+    assert f"{__file__}:" in caught.value.message
+    assert "Return the values" in caught.value.remedy
+
+
+def test_a_piece_may_take_values_out_of_what_it_was_given(backend: GraphBackend) -> None:
+    x, left = randn(backend, 2, 3), list[int]()
+
+    @eager_break_during_capture
+    def consume(h: Tensor, given: list[Any], more: dict[str, Any]) -> Tensor:
+        left.append(len(given))
+        del given[1]
+        return h * more.pop("factor") + given[0]
+
+    made, y = capture(backend, lambda: consume(x * 2, [x + 1, x + 2, 3], {"factor": 2, "rest": x + 3}) * 2)
+    x.add_(1)
+    made.replay()
+    same(y, (x * 4 + x + 1) * 2)
+    assert left == [3] * 3
+
+
+class Stateful(nn.Module):
+    """A piece hands out state, and the segment behind it writes there."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.attribute = way, torch.zeros(3)
+        self.register_buffer("buffer", torch.zeros(3))
+        self.parameter = nn.Parameter(torch.zeros(3))
+        self.inner = nn.Module()
+        self.inner.register_buffer("buffer", torch.zeros(3))
+
+    @eager_break_during_capture
+    def state(self) -> Tensor:
+        """Of the kind that ``way`` names."""
+        if self.way == "made anew":  # state before it ran, but not what it returns
+            self.attribute = self.attribute + 1
+        kinds = {
+            "buffer": self.buffer,
+            "parameter": self.parameter,
+            "inner": self.inner.buffer,
+            "view": self.buffer[1:],
+        }
+        return kinds.get(self.way, self.attribute)
+
+    @eager_break_during_capture
+    def delayed(self, x: Tensor) -> Tensor:
+        """What it was called with the time before; state before it runs, but not afterwards."""
+        before, self.attribute = self.attribute, x.clone()
+        return before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "delayed":
+            return self.delayed(x[0] * 2) + x
+        return self.state().add_(x[0, -1]) + x[:, -1:]
+
+    def now(self) -> list[Tensor]:
+        """All state."""
+        return [self.buffer, self.parameter.detach(), self.inner.buffer]
+
+
+@pytest.mark.parametrize("way", ["buffer", "parameter", "inner", "view", "attribute", "made anew", "delayed"])
+def test_state_that_a_piece_hands_out(backend: GraphBackend, way: str) -> None:
+    """A segment writes to state itself; what is made anew on each call is copied."""
+    model, other = Stateful(way).to(backend.device), Stateful(way).to(backend.device)
+    model.attribute, other.attribute = (m.attribute.to(backend.device) for m in (model, other))
+    x = randn(backend, 2, 3)
+    made, output = capture(backend, lambda: model(x))
+    with torch.no_grad():
+        other(x)
+        same(output, other(x))
+        for seed in range(3):
+            x.copy_(randn(backend, 2, 3, seed=seed))
+            made.replay()
+            if way == "made anew":  # the segment writes to the slot, and the next replay does not see it
+                continue
+            same(output, other(x))
+            same(model.now(), other.now())
+            same(model.attribute, other.attribute)
+
+
+def test_state_that_moved_is_refused(backend: GraphBackend) -> None:
+    model, x = Stateful("buffer").to(backend.device), randn(backend, 2, 3)
+    made, _ = capture(backend, lambda: model(x))
+    model.buffer = model.buffer.clone()
+    with pytest.raises(CaptureError, match="at capture it was its own argument's memory, or a module's"):
+        made.replay()
+
+
+class Keeps(nn.Module):
+    """A module that binds a tensor to an attribute of its own, or of the model."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.kept, self.outer = way, None, [None]
+        self.register_buffer("buffer", torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "attribute":
+            self.kept = torch.relu(x)
+        elif self.way == "buffer":
+            self.buffer = torch.relu(x)
+        else:  # of itself: no segment reads it
+            self.kept = x.clone() if self.kept is None else torch.cat([self.kept, x])
+        return x * 2
+
+
+class ReadsKept(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.s = Keeps(way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.s(x + 1) * 3
+        if self.s.way == "attribute":
+            return h + self.s.kept
+        return h + self.s.buffer[: len(x)]
+
+
+@pytest.mark.parametrize("way", ["attribute", "buffer", "growing"])
+def test_segments_read_state_that_a_piece_binds(backend: GraphBackend, way: str) -> None:
+    model, other = ReadsKept(way).to(backend.device), ReadsKept(way).to(backend.device)
+    with (
+        closing(open_runner(backend, model, splitting_modules=["s"], cudagraph_capture_sizes=[4])) as runner,
+        torch.no_grad(),
+    ):
+        assert runner.report.records[0].eager_pieces == 1
+        for seed in range(4):
+            x = randn(backend, 4, 4, seed=seed)
+            same(runner(x=x), other(x))
+        kept = model.s.kept if way == "attribute" else model.s.buffer
+        assert not backend.in_pool(kept, runner._graphed.scope.pool)
+
+
+class Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_results_that_a_graph_cannot_read_are_refused(backend: GraphBackend) -> None:
+    x = randn(backend, 2, 3)
+    results: list[tuple[Any, str]] = [
+        (lambda h: Box(h * 2), "Box, whose tensors cannot be reached"),
+        (lambda h: h.to_sparse(), "torch.sparse_coo"),
+        (lambda h: torch.empty_like(h, device="meta"), "on meta"),
+    ]
+    for function, said in results:
+        piece = eager_break_during_capture(function)
+        with pytest.raises(CaptureError, match=said):
+            capture(backend, functools.partial(piece, x))
+
+
+def test_an_error_of_a_piece_on_replay_passes(backend: GraphBackend) -> None:
+    x, piece = randn(backend, 2, 3), Changing()
+    piece.result = lambda h: h * 2
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        y = made.add_eager(piece, x * 2) + 1
+    piece.result = explode
+    with forward_context(PIECEWISE, BatchDescriptor(2)) as context:
+        context.derived["mine"] = 1
+        with pytest.raises(Boom):
+            made.replay()
+        assert context.derived == {"mine": 1}
+    piece.result = lambda h: h * 2
+    made.replay()
+    same(y, x * 4 + 1)
+
+
+def test_memory_from_elsewhere_is_held_by_the_piece(backend: GraphBackend) -> None:
+    x, seen = randn(backend, 64, 64), []
+    cache = torch.zeros(64, 64, device=backend.device)
+
+    @eager_break_during_capture
+    def store(h: Tensor, caches: dict[str, Tensor]) -> Tensor:
+        seen.append(caches)
+        return caches["cache"].copy_(h)
+
+    caches = {"cache": cache}
+    made, _ = capture(backend, lambda: store(x * 2, caches) + 1)
+    address = cache.data_ptr()
+    del cache
+    caches.pop("cache", None)
+    x.add_(1)
+    with pytest.raises(KeyError):
+        made.replay()  # a dict without captured tensors is the very dict, with what is in it now
+    assert seen[-1] is caches
+    caches["cache"] = torch.zeros(64, 64, device=backend.device)
+    if caches["cache"].data_ptr() != address:
+        with pytest.raises(CaptureError, match="argument's memory"):
+            made.replay()
+
+    cache = torch.zeros(64, 64, device=backend.device)
+    held = [cache]
+    kept, z = capture(backend, lambda: eager_break_during_capture(Tensor.copy_)(held[0], x * 2) + 1)
+    del cache, held[:]
+    others = [torch.full((64, 64), 7.0, device=backend.device) for _ in range(8)]
+    kept.replay()
+    same(z, x * 2 + 1)
+    assert all(bool((other == 7).all()) for other in others)
+
+
+def transposing(q: Tensor) -> Tensor:
+    q.transpose_(0, 1)  # a square, so that the shape says nothing
+    return torch.softmax(q, 1).t()
+
+
+def unsqueezing(q: Tensor) -> Tensor:
+    q.unsqueeze_(0)
+    return torch.softmax(q, 1)[0]
+
+
+def only_later(q: Tensor) -> Tensor:
+    only_later.calls += 1  # type: ignore[attr-defined]
+    y = torch.softmax(q, 1)
+    if only_later.calls > 6:  # type: ignore[attr-defined]
+        q.t_()
+    return y
+
+
+def returning_nothing(q: Tensor) -> None:
+    q.copy_(torch.softmax(q, 1))
+    q.unsqueeze_(0)
+
+
+def returning_two(q: Tensor) -> tuple[Tensor, Tensor]:
+    q.t_()
+    return q.t() + 1, torch.softmax(q, 0).t()
+
+
+def failing(q: Tensor) -> Tensor:
+    """Changes its argument and then fails, on each second call."""
+    failing.calls += 1  # type: ignore[attr-defined]
+    if failing.calls % 2 == 0 and failing.fails:  # type: ignore[attr-defined]
+        q.t_()
+        raise ValueError("failed")
+    return torch.softmax(q, 1)
+
+
+class Attend(nn.Module):
+    """Two linear maps, and between them what changes its argument."""
+
+    def __init__(self, backend: GraphBackend, function: Callable[..., Any], first: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attend, self.first = cgplan.eager_break_during_capture(function), first
+        self.eval().to(backend.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:  # the runner's own input is the argument
+            return self.down(self.attend(x[:]))
+        h = self.up(x)
+        found = self.attend(h)
+        if found is None:
+            found = h.reshape(-1, 4)
+        return self.down(found[0] * 2 + found[1] if isinstance(found, tuple) else found)
+
+
+def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    torch._dynamo.reset()
+    return cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [2, 4], **compilation},
+        device=backend.device.type,
+    )
+
+
+def batch(backend: GraphBackend, seed: int) -> Tensor:
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(seed)).to(backend.device)
+
+
+def same_as_eager(backend: GraphBackend, runner: GraphRunner, model: nn.Module) -> None:
+    for seed in range(5):
+        x = batch(backend, seed)
+        same(runner(x=x.clone()), model(x.clone()).detach())
+
+
+@pytest.mark.parametrize(
+    ("function", "first"),
+    [(f, False) for f in (transposing, unsqueezing, only_later, returning_nothing, returning_two)]
+    + [(f, True) for f in (transposing, unsqueezing)],
+)
+def test_eager_pieces_that_change_their_argument(
+    backend: GraphBackend, function: Callable[..., Any], first: bool
+) -> None:
+    only_later.calls = 0  # type: ignore[attr-defined]
+    model = Attend(backend, function, first)
+    same_as_eager(backend, open_runner(backend, model), model)
+
+
+def test_an_eager_piece_that_fails_after_it_changed_its_argument(backend: GraphBackend) -> None:
+    failing.calls, failing.fails = 0, False  # type: ignore[attr-defined]
+    model = Attend(backend, failing)
+    runner = open_runner(backend, model)
+    for seed in range(3):
+        x = batch(backend, seed)
+        failing.calls, failing.fails = 1, True  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="failed"):
+            runner(x=x)
+        failing.fails = False  # type: ignore[attr-defined]
+        same(runner(x=x), model(x).detach())
+
+
+def swapping_memory(q: Tensor) -> Tensor:
+    q.data = q.data * 2
+    return q.softmax(1)
+
+
+def setting_memory(q: Tensor) -> None:
+    q.set_(q * 2)
+
+
+@pytest.mark.parametrize("function", [swapping_memory, setting_memory])
+def test_an_eager_piece_that_gives_its_argument_other_memory_is_refused(
+    backend: GraphBackend, function: Callable[..., Any]
+) -> None:
+    """Segments that read the argument afterwards would read what the capture left there."""
+    model = Attend(backend, function)
+    with pytest.raises(
+        CaptureError, match=rf"eager piece {function.__name__} gives a tensor .* other memory .*: `found = "
+    ):
+        open_runner(backend, model)

@@ -1,0 +1,141 @@
+"""Inductor: segments that it compiles, and its own partition of the forward."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pieces import Attends, open_runner
+from torch import Tensor, nn
+
+from cgplan import (
+    CaptureSession,
+    ConfigError,
+    CUDAGraphMode,
+    GraphRunner,
+    Input,
+    build_plan,
+)
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.config import validate_config
+from cgplan.models import decoder
+
+PIECEWISE = CUDAGraphMode.PIECEWISE
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def replay_random_batches(
+    backend: GraphBackend, mode: str, batches: int = 20, close: dict[str, float] | None = None, **compilation: Any
+) -> GraphRunner:
+    """Capture the decoder and compare replays with its own code on the same padded batch, bit for bit."""
+    model = decoder.build(num_layers=2).to(backend.device)
+    rows, reqs = "num_tokens", "num_reqs"
+    config = validate_config(
+        {
+            "inputs": {name: Input(shape=(rows,), dtype="int64", pad=0) for name in ("input_ids", "positions")},
+            "metadata": {
+                "slot_mapping": Input(shape=(rows,), dtype="int64", pad=-1),
+                "block_tables": Input(shape=(reqs, 4), dtype="int32", pad=0),
+                "seq_lens": Input(shape=(reqs,), dtype="int32", pad=0),
+                "query_start_loc": Input(shape=("num_reqs + 1",), dtype="int32", pad="last"),
+            },
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8, 16], **compilation},
+            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 32},
+        }
+    )
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
+    caches = [cache for layer in model.layers for cache in (layer.self_attn.key_cache, layer.self_attn.value_cache)]
+    choose = random.Random(mode)
+    for seed in range(batches):
+        decode = choose.random() < 0.5
+        queries = [1 if decode else choose.randint(1, 5) for _ in range(choose.randint(1, 6))]
+        batch = decoder.example_batch(model, [choose.randint(0, 40) for _ in queries], queries, max_blocks=4, seed=seed)
+        tensors = {"input_ids": batch.input_ids, "positions": batch.positions, **batch.metadata}
+        before = [cache.clone() for cache in caches]
+        found = runner(**tensors).clone()
+        after = [cache.clone() for cache in caches]
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+        torch.testing.assert_close(found, runner.run_eagerly(**tensors), **(close or {"rtol": 0, "atol": 0}))
+        # The last block takes what padding rows write; real blocks must be the same to the last bit.
+        assert all(torch.equal(cache[:-1], new[:-1]) for cache, new in zip(caches, after, strict=True))
+    assert bool(runner.stats.replays) == (mode != "NONE")
+    return runner
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition: bool) -> None:
+    backend = select_backend("cuda")
+    model = Attends(layers=4).to(backend.device)
+    runner = open_runner(
+        backend, model, cudagraph_mode=mode, compiler="inductor", use_inductor_graph_partition=partition
+    )
+    splitter = runner._graphed.route.splitter
+    assert splitter is not None
+    # Twice, as one row is a trace of its own: the first segment, those between two attentions, the last one; or the
+    # forward as a whole.
+    assert len(splitter.compiled) == 2 * (1 if partition else 3)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (1, 8, 3, 2, 5, 8, 1, 4, 7, 6):
+        x = torch.randn(rows, 8, generator=generator).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
+    assert not runner.stats.eager
+    if mode == "PIECEWISE" and not partition:  # inductor decomposes attention over heads of this size
+        assert {r.graphs for r in runner.report.records} == {5}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
+    """Attention writes into a buffer that inductor allocates, and into the cache."""
+    close = {"rtol": 1e-3, "atol": 1e-4}
+    replay_random_batches(
+        select_backend("cuda"), mode, close=close, compiler="inductor", use_inductor_graph_partition=partition
+    )
+
+
+@pytest.mark.gpu
+def test_an_operator_of_several_results_between_partitions() -> None:
+    """Fused attention gives logsumexp and random states besides: a tuple, fresh on each call."""
+
+    class Flash(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 3 * 2 * 16 * 64) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                q, k, v = layer(x).to(torch.bfloat16).view(-1, 3, 2, 16, 64).unbind(1)
+                x = x + F.scaled_dot_product_attention(q, k, v).float().mean(dim=(1, 2))[:, :8].tanh()
+            return x
+
+    backend = select_backend("cuda")
+    torch.manual_seed(0)
+    model = Flash().to(backend.device)
+    runner = open_runner(backend, model, compiler="inductor", use_inductor_graph_partition=True)
+    assert {r.graphs for r in runner.report.records} == {3}
+    for rows in (1, 8, 3, 2, 5, 8, 1):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), atol=2e-3, rtol=2e-2)
+    assert not runner.stats.eager
+    runner.close()
+
+
+def test_a_partition_without_inductor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_inductor_graph_partition needs compiler: inductor"):
+        validate_config({"compilation": {"use_inductor_graph_partition": True}})
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_the_decoder_by_operators(backend: GraphBackend, mode: str) -> None:
+    replay_random_batches(backend, mode)

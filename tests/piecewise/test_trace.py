@@ -1,0 +1,1009 @@
+"""Models that are traced and split at operators: replays are right, and enter neither Dynamo nor the model's code."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import same
+from pieces import open_runner, randn
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+import cgplan
+from cgplan import (
+    AddressError,
+    BatchDescriptor,
+    BreakableCUDAGraphCapture,
+    CaptureError,
+    CaptureSession,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    GraphRunner,
+    HostSyncError,
+    Input,
+    InputError,
+    ModelError,
+    NumbersError,
+    build_plan,
+    forward_context,
+    get_forward_context,
+)
+from cgplan.backends import GraphBackend
+from cgplan.config import validate_config
+from cgplan.piecewise import backend as splitter
+from cgplan.piecewise.backend import PiecewiseBackend, cgplan_backend
+from cgplan.piecewise.trace import PiecewiseModel
+
+PIECEWISE = CUDAGraphMode.PIECEWISE
+ATTENTION = "aten::scaled_dot_product_attention"
+
+
+_LIBRARY = torch.library.Library("recorded", "FRAGMENT")
+
+
+_LIBRARY.define("middle(Tensor x, Tensor scale) -> Tensor")
+_LIBRARY.define("parts(Tensor x, SymInt rows) -> (Tensor, Tensor)")
+_LIBRARY.define("plus_metadata(Tensor x) -> Tensor")
+_LIBRARY.impl("plus_metadata", lambda x: x + get_forward_context().metadata["bias"], "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::plus_metadata", lambda x: torch.empty_like(x), lib=_LIBRARY)
+_LIBRARY.define("put_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
+_LIBRARY.impl("put_", lambda x, y: x.add_(y), "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::put_", lambda x, y: x, lib=_LIBRARY)
+_LIBRARY.define("into_(Tensor(a!) x, Tensor y) -> ()")
+_LIBRARY.impl("into_", lambda x, y: x.add_(y) is None or None, "CompositeExplicitAutograd")
+torch.library.register_fake("recorded::into_", lambda x, y: None, lib=_LIBRARY)
+
+
+_looks: list[Callable[[Tensor], None]] = []
+
+
+def _middle(x: Tensor, scale: Tensor) -> Tensor:
+    made = x * scale + 1
+    for look in _looks:
+        look(made)
+    return made
+
+
+def _parts(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return x + rows, x.sum(-1)
+
+
+for _name, _kernel in (("middle", _middle), ("parts", _parts)):
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+
+
+middle, parts = torch.ops.recorded.middle, torch.ops.recorded.parts
+
+
+put_, into_ = torch.ops.recorded.put_, torch.ops.recorded.into_
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    _looks.clear()
+
+
+@contextmanager
+def replays_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A block in which no trace and no model code may run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(PiecewiseModel, "traced", lambda *_, **__: pytest.fail("Dynamo was entered"))
+        patch.setattr(Model, "forward", lambda *_: pytest.fail("the model's code was run"))
+        yield
+
+
+class Model(nn.Module):
+    """Three segments with eager operators between them; one of these returns two tensors and is given a size."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 3.0))
+        self.to(backend.device)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        a, sums = parts(middle(h, self.scale).relu(), x.shape[0])
+        y = self.last(a) + sums[:, None]
+        return {"y": y + h, "sums": middle(y, self.scale), "again": y}
+
+
+def open_model(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+    return cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [2, 4, 8, 16],
+            "splitting_ops": ["recorded::middle", "recorded::parts"],
+            "outputs": "clone",
+            **compilation,
+        },
+        device=backend.device.type,
+    )
+
+
+def rows_of(backend: GraphBackend, rows: int) -> Tensor:
+    return torch.randn(rows, 4, device=backend.device)
+
+
+@pytest.mark.parametrize("policy", ["off", "first", "always"])
+def test_a_replay_enters_neither_dynamo_nor_the_model(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    model = Model(backend).eval()
+    choose = random.Random(0)
+    with closing(open_model(backend, model, address_check=policy)) as runner:
+        for _ in range(50):
+            x = rows_of(backend, choose.randint(1, 16))
+            with replays_alone(monkeypatch):
+                found = runner(x=x)
+            same(found, runner.run_eagerly(x=x))
+        assert not runner.stats.eager
+
+
+def test_a_copy_of_a_compiled_model_has_captured_nothing(backend: GraphBackend) -> None:
+    compiled = compiled_by(backend, Model(backend).eval(), "recorded::middle", "recorded::parts")
+    x = rows_of(backend, 4)
+    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+        wanted = compiled(x=x)["y"].clone()
+        copied = copy.deepcopy(compiled)
+        assert not copied.entries
+        with torch.no_grad():
+            copied.unwrap().first.weight.zero_()
+        for _ in range(2):
+            same(copied(x=x)["y"], copied.unwrap()(x)["y"])
+            same(compiled(x=x)["y"], wanted)
+
+
+def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBackend) -> None:
+    model = Model(backend).eval()
+    compiled = cgplan.compile_piecewise(
+        model,
+        {
+            "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+            "compilation": {
+                "cudagraph_mode": "PIECEWISE",
+                "cudagraph_capture_sizes": [4],
+                "splitting_ops": ["recorded::middle", "recorded::parts"],
+                "address_check": "always",
+            },
+        },
+        backend=backend,
+    )
+    x = rows_of(backend, 4)
+
+    def call() -> Tensor:
+        with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+            return compiled(x=x)["y"].clone()  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        compiled(x=x)
+        wanted = model(x)["y"]
+    for _ in range(3):
+        assert torch.equal(call(), wanted)
+    there, model.last.weight.data = model.last.weight.data, model.last.weight.data.clone()
+    with pytest.raises(AddressError, match=r"last\.weight"):
+        call()
+    model.last.weight.data = there
+    assert torch.equal(call(), wanted)
+    compiled.forget()
+
+
+@pytest.mark.parametrize("policy", ["off", "first"])
+def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBackend, policy: str) -> None:
+    model = Model(backend).eval()
+    compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts", address_check=policy)
+    x = rows_of(backend, 8)
+
+    def call(rows: int, descriptor: BatchDescriptor, mode: CUDAGraphMode = PIECEWISE) -> Tensor:
+        with torch.no_grad(), forward_context(mode, descriptor):
+            return compiled(x=x[:rows])["y"].clone()  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        wanted = model(x)["y"]
+    for _ in range(2):  # ahead of the capture, and of a replay
+        for descriptor in (BatchDescriptor(8), BatchDescriptor(0), BatchDescriptor("4")):  # type: ignore[arg-type]
+            with pytest.raises(InputError, match=r"a batch of num_tokens = 4, the forward context's descriptor says"):
+                call(4, descriptor)
+        assert torch.equal(call(8, BatchDescriptor(8, num_reqs=3)), wanted)  # no input counts requests
+        assert torch.equal(call(8, BatchDescriptor(8)), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(call(4, BatchDescriptor(8), CUDAGraphMode.NONE), model(x[:4])["y"])  # no graph runs
+    compiled.forget()
+
+
+def test_a_descriptor_of_other_requests_than_the_inputs_is_refused(backend: GraphBackend) -> None:
+    inputs = {
+        "x": {"shape": ["num_reqs", 4], "dtype": "float32", "pad": 0},
+        "starts": {"shape": ["num_reqs + 1"], "dtype": "int64", "pad": "last"},
+    }
+    compiled = cgplan.compile_piecewise(
+        lambda x, starts: middle(x * 2, x) + starts[1:, None],
+        {"inputs": inputs, "compilation": {"splitting_ops": ["recorded::middle"], "cudagraph_capture_sizes": [4, 8]}},
+        backend=backend,
+    )
+    x, starts = rows_of(backend, 4), torch.arange(5, device=backend.device)
+    with torch.no_grad():
+        wanted = compiled(x=x, starts=starts).clone()
+        for descriptor in (BatchDescriptor(8, 4), BatchDescriptor(8, None)):  # nothing counts tokens
+            with forward_context(PIECEWISE, descriptor):
+                assert torch.equal(compiled(x=x, starts=starts), wanted)
+        with (
+            forward_context(PIECEWISE, BatchDescriptor(8, 8)),
+            pytest.raises(InputError, match="num_reqs = 4, the forward context's descriptor says 8"),
+        ):
+            compiled(x=x, starts=starts)
+    compiled.forget()
+
+
+def test_an_error_in_a_piece_passes_and_the_next_call_is_right(backend: GraphBackend) -> None:
+    class Boom(Exception):
+        pass
+
+    def explode(_: Tensor) -> None:
+        raise Boom
+
+    with closing(open_model(backend, Model(backend).eval())) as runner:
+        x = rows_of(backend, 3)
+        for _ in range(3):
+            runner(x=x)
+        _looks.append(explode)
+        with pytest.raises(Boom):
+            runner(x=x)
+        _looks.clear()
+        x = rows_of(backend, 4)
+        assert torch.equal(runner(x=x)["y"], runner.run_eagerly(x=x)["y"])
+
+
+def test_pieces_see_the_context_of_their_call(backend: GraphBackend) -> None:
+    seen: list[Any] = []
+    with closing(open_model(backend, Model(backend).eval())) as runner:
+        x = rows_of(backend, 4)
+        runner(x=x), runner(x=x)
+        _looks.append(lambda _: seen.append(cgplan.get_forward_context()))
+        runner(x=x), runner(x=x)
+    assert [c.runtime_mode for c in seen] == [PIECEWISE] * 4
+    assert seen[0] is seen[1]
+    assert seen[0] is not seen[2]
+    assert seen[0].descriptor.num_tokens == 4
+
+
+def test_metadata_that_moved_is_found_outside_of_runners_too(backend: GraphBackend) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.recorded.plus_metadata(middle(x * 2, x.new_ones(3))) * 2
+
+    options = {"splitting_ops": ["recorded::middle"], "address_check": "always"}
+    split = torch.compile(model, backend=cgplan_backend, options=options, dynamic=True)
+    x, bias = torch.zeros(4, 3, device=backend.device), torch.ones(3, device=backend.device)
+    with torch.no_grad():
+        with forward_context(CUDAGraphMode.NONE, BatchDescriptor(4), {"bias": bias}):
+            split(x)
+        for _ in range(4):
+            with forward_context(PIECEWISE, BatchDescriptor(4), {"bias": bias}):
+                split(x)
+        moved = bias.clone()
+        with forward_context(PIECEWISE, BatchDescriptor(4), {"bias": moved}), pytest.raises(AddressError):
+            split(x)
+
+
+def test_a_call_with_gradients_is_captured_by_a_trace_of_its_own(backend: GraphBackend) -> None:
+    model = Model(backend).eval()
+    options = {"splitting_ops": ["recorded::middle", "recorded::parts"]}
+    split = torch.compile(model, backend=cgplan_backend, options=options, dynamic=True)
+    x = rows_of(backend, 4)
+    wanted = model(x)["y"].detach()
+    for grad in (False, True, False, True):
+        with torch.set_grad_enabled(grad):
+            split(x)
+            with forward_context(PIECEWISE, BatchDescriptor(4)):
+                torch.testing.assert_close(split(x)["y"].detach(), wanted)
+
+
+def test_pieces_run_in_the_grad_mode_that_the_model_sets(backend: GraphBackend) -> None:
+    class Switches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            with torch.enable_grad():
+                h = middle(h, h)
+            return h * 2
+
+    with closing(open_model(backend, Switches().eval(), splitting_ops=["recorded::middle"])) as runner:
+        x = rows_of(backend, 4)
+        for _ in range(3):
+            assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
+
+
+@pytest.mark.parametrize("way", ["ops", "modules"])
+def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend, way: str) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.Softmax(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.attend(x * 2 + 1)
+            return x * 3
+
+    split: dict[str, Any] = {"splitting_ops": ["aten::softmax"], "splitting_modules": []}
+    if way == "modules":
+        split = {"splitting_modules": ["attend"], "splitting_ops": None}
+    with closing(open_model(backend, Layers().eval(), **split)) as runner:
+        record = runner.report.records[0]
+        nodes = record.segment_nodes
+        assert record.graphs == 4
+        assert len(nodes) == 4
+        assert nodes[0] == nodes[1] == nodes[2] > nodes[3] > 0
+        assert sum(nodes) == record.nodes
+        shown = str(runner.report)
+    kind = "operators" if backend.device.type == "cpu" else "nodes"
+    assert f"{kind} each" in shown
+    assert f"{nodes[0]} x3, {nodes[3]} (num_tokens 16)" in shown
+
+
+class Steps(nn.Module):
+    """Whatever is done with an input and a scale."""
+
+    def __init__(self, backend: GraphBackend, steps: Callable[..., Any]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.register_buffer("scale", torch.full((4,), 3.0, device=backend.device))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.steps(x, self.scale)
+
+
+def compiled_by(backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any) -> Any:
+    config = {
+        "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+        "compilation": {
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [4, 8],
+            "splitting_ops": splitting_ops,
+            **compilation,
+        },
+    }
+    return cgplan.compile_piecewise(model, config, backend=backend)
+
+
+def handed_through(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    return put_(made, later) * 5
+
+
+def handed_through_twice(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    made, later = middle(x, scale), x * 2
+    again = put_(made, later)
+    last = put_(again, again * 5)
+    return last + 1, made, again
+
+
+def one_of_several_handed_through(x: Tensor, scale: Tensor) -> Tensor:
+    made, sums = parts(x, 3)
+    kept = middle(x * 2, scale)
+    return put_(made, kept * 2) + put_(sums, kept.sum(-1))[:, None] * kept
+
+
+def writes_where_a_view_was_made(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    view = made.view(-1)
+    into_(made, later + view.sum())
+    return view * 2
+
+
+def writes_into_a_view(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    into_(made.view(-1), later.view(-1))
+    return made * 2
+
+
+def writes_between(x: Tensor, scale: Tensor) -> Tensor:
+    made, later = middle(x, scale), x * 2
+    view = made.view(-1) + later.view(-1).mean()
+    into_(made, later)
+    made.mul_(2)
+    return made * view.view_as(x)
+
+
+def writes_into_a_view_of_a_segments(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    made = x * 2
+    half = made[:, :2]
+    half.add_(middle(made, scale)[:, :2])
+    return made, half + 1
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        handed_through,
+        handed_through_twice,
+        one_of_several_handed_through,
+        writes_where_a_view_was_made,
+        writes_into_a_view,
+        writes_between,
+        writes_into_a_view_of_a_segments,
+    ],
+)
+def test_results_that_are_handed_on_and_written_to(backend: GraphBackend, steps: Callable[..., Any]) -> None:
+    """What an eager piece returns lies elsewhere on each call."""
+    model = Steps(backend, steps)
+    used = [f"recorded::{n}" for n in ("middle", "parts", "put_", "into_") if n in steps.__code__.co_names]
+    compiled, held = compiled_by(backend, model, *used), []
+    inputs = {rows: rows_of(backend, rows) for rows in (4, 8)}
+    with torch.no_grad():
+        for _ in range(4):
+            for rows, x in inputs.items():
+                wanted = model(x.copy_(rows_of(backend, rows)).clone())
+                with forward_context(PIECEWISE, BatchDescriptor(rows)):
+                    same(compiled(x=x), wanted)
+                held.append(rows_of(backend, rows))  # so that the allocator gives other memory next time
+    compiled.forget()
+
+
+def into_its_own(x: Tensor, scale: Tensor) -> tuple[Tensor, int]:
+    return put_(x * 2, x), 3
+
+
+def into_a_view_of_the_input(x: Tensor, scale: Tensor) -> tuple[Tensor, int]:
+    made = x * 2
+    return put_(x.t(), made.t()), 3
+
+
+@pytest.mark.parametrize("change", ["t_", "unsqueeze_", "requires_grad_"])
+@pytest.mark.parametrize("steps", [into_its_own, into_a_view_of_the_input])
+def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_place(
+    backend: GraphBackend, steps: Callable[..., Any], change: str
+) -> None:
+    """The last operator writes into what a segment made and returns it; what becomes of that object is the caller's."""
+    model = Steps(backend, steps)
+    compiled = compiled_by(backend, model, "recorded::put_")
+    x = rows_of(backend, 4)
+    for _ in range(4):
+        wanted = model(x.copy_(rows_of(backend, 4)).clone())
+        with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
+            found = compiled(x=x)
+        same(found, wanted)
+        found[0].unsqueeze_(0) if change == "unsqueeze_" else getattr(found[0], change)()
+    compiled.forget()
+
+
+def scaled_and_doubled(x: Tensor, scale: Tensor) -> Tensor:
+    return middle(x + 1, scale) * 2
+
+
+def captured_by(backend: GraphBackend, model: nn.Module) -> Any:
+    compiled = compiled_by(backend, model, "recorded::middle")
+    x = rows_of(backend, 8)
+    with torch.no_grad():
+        wanted = model(x)
+        same(compiled(x=x), wanted)
+        for _ in range(3):
+            with forward_context(PIECEWISE, BatchDescriptor(8)):
+                same(compiled(x=x), wanted)
+    return compiled
+
+
+def what_is_left() -> dict[type, int]:
+    """Live objects of what a trace consists of, and tensors; those of torch's own caches are fake ones."""
+    for _ in range(2):  # what a finalizer lets go is garbage for the next collection
+        gc.collect()
+    found = [type(each) for each in gc.get_objects()]
+    return {kind: found.count(kind) for kind in (Tensor, PiecewiseModel, BreakableCUDAGraphCapture, PiecewiseBackend)}
+
+
+@pytest.mark.parametrize("how", ["captured", "never called", "forgotten", "held by the model"])
+def test_a_compiled_model_that_is_dropped_leaves_nothing_behind(backend: GraphBackend, how: str) -> None:
+    """Dynamo's caches, which no collector sees, held its wrappers with their graphs and tensors."""
+
+    def drop() -> weakref.ref[Any]:
+        model: Any = Steps(backend, scaled_and_doubled)
+        if how == "never called":
+            compiled = compiled_by(backend, model, "recorded::middle")
+        else:
+            compiled = captured_by(backend, model)
+        if how == "forgotten":
+            compiled.forget()
+        elif how == "held by the model":
+            model.compiled = compiled
+        return weakref.ref(model)
+
+    def registered() -> int:
+        return sum(found is not None for found in torch._dynamo.eval_frame.cached_backends.values())
+
+    before = what_is_left(), registered()
+    gone = [drop() for _ in range(2)]
+    assert (what_is_left(), registered()) == before
+    assert [each() for each in gone] == [None, None]
+
+
+@pytest.mark.parametrize("during", ["trace", "replay"])
+def test_a_compiled_model_may_be_dropped_anywhere(
+    backend: GraphBackend, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs in whatever allocates, and may find one there."""
+    kept = [captured_by(backend, Steps(backend, scaled_and_doubled))]
+    gone = weakref.ref(kept[0])
+    split = splitter.split_graph
+    model = Steps(backend, scaled_and_doubled)
+
+    def drop(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    if during == "trace":
+        monkeypatch.setattr(splitter, "split_graph", lambda *given: (drop(), split(*given))[1])
+        captured_by(backend, model)
+    else:
+        compiled = captured_by(backend, model)
+        _looks.append(drop)
+        with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(8)):
+            compiled(x=rows_of(backend, 8))
+    assert not kept
+    gc.collect()
+    assert gone() is None
+
+
+# --- whole models ---
+
+
+@pytest.mark.parametrize(
+    ("branch", "traces"),
+    [
+        (lambda rows: rows > 4, 3),
+        (lambda rows: rows != 2, 3),
+        (lambda rows: rows == 1, 2),
+        (lambda rows: rows % 4 != 0, 3),
+        (lambda rows: 3 <= rows <= 5, 4),
+    ],
+)
+def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
+    backend: GraphBackend, branch: Callable[[int], bool], traces: int
+) -> None:
+    """Each key holds what the trace for its size launched; a padded batch runs what its key was captured with."""
+
+    def model(x: Tensor) -> Tensor:
+        return x.softmax(-1) * 2 if branch(x.shape[0]) else (x + 1).softmax(-1) * 3
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert len(runner._graphed.route.splitter.traces) <= traces  # type: ignore[union-attr]
+    for rows in (8, 1, 4, 2, 4, 8, 2, 1, 9):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: GraphBackend) -> None:
+    calls = []
+
+    def model(x: Tensor) -> Tensor:
+        calls.append(0)
+        return x.softmax(-1) * len(calls)
+
+    sizes = list(range(1, 12))
+    with pytest.raises(CaptureError, match=r"no trace holds for the next key: .*calls\.append") as caught:
+        open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=sizes)
+    assert "splitting_modules" in caught.value.remedy
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+class Writing(nn.Module):
+    """Writes rows into a cache, as attention does into its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("cache", torch.zeros(9, 8))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        if self.way == "set":
+            self.cache[slots] = x
+        elif self.way == "index_put_":
+            self.cache.index_put_((slots,), x)
+        elif self.way == "index_copy_":
+            self.cache.index_copy_(0, slots, x)
+        else:
+            self.cache.scatter_(0, slots[:, None].expand(-1, 8), x)
+        return (x + self.cache[slots]).softmax(-1) * 2
+
+
+@pytest.mark.parametrize("way", ["set", "index_put_", "index_copy_", "scatter_"])
+def test_rows_that_are_written_by_index(backend: GraphBackend, way: str) -> None:
+    inputs = {
+        "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
+        "slots": Input(shape=("num_tokens",), dtype="int64", pad=8),
+    }
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 4], "splitting_ops": ["aten::softmax"]}
+    model, other = (Writing(way).to(backend.device) for _ in range(2))
+    runner = cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
+    for rows in (1, 3, 4, 6, 1):
+        x, slots = torch.randn(rows, 8).to(backend.device), torch.randperm(8)[:rows].to(backend.device)
+        torch.testing.assert_close(runner(x=x, slots=slots), other(x, slots))
+        torch.testing.assert_close(model.cache[:8], other.cache[:8])
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(width, width), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear((x * 2).softmax(-1)) * self.scale
+
+
+def test_models_that_differ_in_width_and_numbers_are_captured_one_after_the_other(backend: GraphBackend) -> None:
+    """Dynamo takes what differed from the last trace of the same code for a variable."""
+    for width, scale in ((8, 0.5), (16, 0.25), (4, 3.0)):
+        model = Scaled(width, scale).to(backend.device)
+        runner = open_runner(backend, model, width=width, splitting_ops=["aten::softmax"])
+        x = torch.randn(3, width).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_a_model_may_write_into_what_an_eager_piece_returned(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = (x * 2).softmax(-1)
+        view = y.view(-1)
+        y.mul_(3)
+        return y.softmax(-1) + view.view_as(y)
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    for rows in (8, 1, 3):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+
+
+def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend) -> None:
+    """num_reqs + 1 offsets and num_reqs lengths in one operator; and a branch on their number against the tokens'."""
+    inputs = {
+        "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
+        "starts": Input(shape=("num_reqs + 1",), dtype="int64", pad="last"),
+        "lens": Input(shape=("num_reqs",), dtype="int64", pad=0),
+    }
+
+    def model(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return x.softmax(-1) * (starts[1:] - starts[:-1] + lens).sum()
+
+    def branches(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return x.softmax(-1) * (2 if lens.shape[0] == x.shape[0] else 3) + starts[0]
+
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8], "splitting_ops": ["aten::softmax"]}
+    config = validate_config(
+        {"inputs": inputs, "compilation": compilation, "scheduler": {"max_num_seqs": 4}, "device": backend.device.type}
+    )
+    for forward in (model, branches):
+        runner = CaptureSession(build_plan(config), forward, backend, config).run()
+        for tokens in (4, 8):
+            batch = {
+                "x": torch.randn(tokens, 8).to(backend.device),
+                "starts": torch.tensor([0, 2, 3, 4, tokens]).to(backend.device),
+                "lens": torch.tensor([4, 9, 1, 0]).to(backend.device),
+            }
+            torch.testing.assert_close(runner(**batch), forward(**batch))
+
+
+def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: GraphBackend) -> None:
+    model = Scaled(8, 2.0).to(backend.device)
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    model.scale = 5.0
+    x, large = torch.randn(3, 8).to(backend.device), torch.randn(9, 8).to(backend.device)
+    assert torch.equal(runner(x=large), model(large))
+    torch.testing.assert_close(runner.run_eagerly(x=x), model(x))
+    checked = open_runner(backend, model, splitting_ops=["aten::softmax"], debug=True)
+    model.scale = 7.0
+    with pytest.raises(NumbersError):
+        checked(x=x)
+
+
+def test_replays_do_not_need_what_dynamo_keeps(backend: GraphBackend) -> None:
+    class Constant(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=x.device)
+
+    model = Constant(8, 2.0).to(backend.device)
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    torch._dynamo.reset()
+    gc.collect()
+    for rows in (3, 1, 8, 9):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
+    runner.recapture()
+    torch.testing.assert_close(runner(x=x[:4]), model(x[:4]))
+
+
+def traces_left() -> tuple[int, int]:
+    """Backends of traces that are alive, and all backends that Dynamo has registered."""
+    gc.collect()
+    alive = sum(type(found) is PiecewiseBackend for found in gc.get_objects())
+    return alive, sum(found is not None for found in torch._dynamo.eval_frame.cached_backends.values())
+
+
+def test_recaptures_and_closed_runners_leave_no_trace_behind(backend: GraphBackend) -> None:
+    """Dynamo registers the backends of traces, under ids that differ from torch to torch."""
+    model = Scaled(8, 2.0).to(backend.device)
+    before = traces_left()
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    captured = traces_left()
+    assert captured == (before[0] + 1, before[1] + 1)
+    for _ in range(3):
+        runner.recapture()
+    assert traces_left() == captured
+    runner.close()
+    del runner
+    assert traces_left() == before
+
+
+def test_a_runner_that_its_model_holds_is_collected(backend: GraphBackend) -> None:
+    model: Any = Scaled(8, 2.0).to(backend.device)
+    model.runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_check_of_a_maximum_is_no_branch(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        if x.shape[0] > 16:
+            raise ValueError("more than 16 rows")
+        return x * 2
+
+    runner = open_runner(backend, model)
+    for rows in (3, 8, 16):
+        x = torch.randn(rows, 8).to(backend.device)
+        assert torch.equal(runner(x=x), x * 2)
+    with pytest.raises(ValueError, match="more than 16 rows"):
+        runner(x=torch.randn(17, 8).to(backend.device))
+
+
+def test_a_graph_break_names_the_line(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        print("breaks")
+        torch._dynamo.graph_break()
+        return x * 2
+
+    with pytest.raises(CaptureError, match=r"cannot be traced as one graph, at .*test_trace.py:\d+") as caught:
+        open_runner(backend, model)
+    assert "splitting_modules" in caught.value.remedy
+
+
+def test_wrappers_inside_a_traced_model_are_pointed_out(backend: GraphBackend) -> None:
+    inner = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, backend=backend)
+    with pytest.raises(CaptureError, match="graph wrappers of its own") as caught:
+        open_runner(backend, lambda x: inner(x) + 1)
+    assert "piecewise: wrappers" in caught.value.remedy
+
+
+def test_what_an_operator_raises_in_a_trace_is_told_with_its_line(backend: GraphBackend) -> None:
+    weight = torch.ones(7, 8, device=backend.device)
+
+    def model(x: Tensor) -> Tensor:
+        return torch.softmax(x, -1) @ weight
+
+    said = r"at .*test_trace\.py:\d+: `return torch\.softmax\(x, -1\) @ weight`: RuntimeError: .*7x8"
+    with pytest.raises(ModelError, match=said):
+        open_runner(backend, model, splitting_ops=["aten::softmax"])
+
+
+def test_an_operator_that_fails_in_the_trace_alone_is_told_with_its_line(backend: GraphBackend) -> None:
+    def fake(x: Tensor) -> Tensor:
+        raise RuntimeError("no fake today")
+
+    with torch.library._scoped_library("pwfake", "FRAGMENT") as library:
+        library.define("half(Tensor x) -> Tensor")
+        library.impl("half", lambda x: x / 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("pwfake::half", fake, lib=library)
+
+        def model(x: Tensor) -> Tensor:
+            y: Tensor = torch.ops.pwfake.half(torch.softmax(x, -1))
+            return y
+
+        said = r"the model runs, but cannot be traced, at .*test_trace\.py:\d+: .*no fake today"
+        with pytest.raises(CaptureError, match=said) as caught:
+            open_runner(backend, model, splitting_ops=["aten::softmax"])
+    assert "register_fake" in caught.value.remedy
+
+
+def test_one_model_is_captured_again_and_again(backend: GraphBackend) -> None:
+    """Dynamo would stop after eight traces of one function."""
+    model, x = Scaled(8, 2.0).to(backend.device), torch.randn(3, 8).to(backend.device)
+    for _ in range(9):
+        runner = open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[4])
+        torch.testing.assert_close(runner(x=x), model(x))
+        runner.close()
+
+
+class Cached(nn.Module):
+    """A cache with as many rows as the largest batch has: a trace at that size could take the one for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 1, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = x[:, None, None]
+        rows = self.cache[: x.shape[0]]
+        rows.scatter_(2, torch.ones_like(states, dtype=torch.int64), states * 2)
+        return F.scaled_dot_product_attention(states, rows[:, :, :4], rows[:, :, :4])[:, 0, 0] * 3
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 12),
+    reason="torch 2.11 does not trace this slice: attention asks for its size",
+)
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_a_dimension_that_is_as_long_as_the_largest_batch(backend: GraphBackend, compiler: str) -> None:
+    if compiler == "inductor" and backend.device.type == "cpu":
+        pytest.skip("inductor needs a GPU")
+    model = Cached().to(backend.device)
+    runner = open_runner(backend, model, compiler=compiler)
+    for rows in (1, 3, 8, 2):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
+
+
+@torch.library.custom_op("cgplan_test::up_to_eight", mutates_args=())
+def up_to_eight(x: Tensor) -> Tensor:
+    if len(x) > 8:
+        raise torch.OutOfMemoryError("out of memory")
+    return x.clone()
+
+
+@up_to_eight.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_trace_that_runs_out_of_memory_is_made_with_fewer_rows(backend: GraphBackend) -> None:
+    config = validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+            "compilation": {
+                "cudagraph_mode": "PIECEWISE",
+                "cudagraph_capture_sizes": [4, 8, 32],
+                "splitting_ops": ["aten::softmax"],
+            },
+            "budget": {"max_graphs": 10},
+            "device": backend.device.type,
+        }
+    )
+    runner = CaptureSession(build_plan(config), lambda x: torch.softmax(up_to_eight(x), -1) * 2, backend, config).run()
+    assert runner.plan.capture_sizes == (4, 8)
+    for count in (3, 8):
+        x = rows8(backend, count)
+        torch.testing.assert_close(runner(x=x), torch.softmax(x, -1) * 2)
+    runner.close()
+
+
+def branches_on_a_value(x: Tensor) -> Tensor:
+    if x.max().item() > 5:
+        return x.softmax(1)
+    return x.softmax(1) * 2
+
+
+def test_code_that_depends_on_a_value_is_named(backend: GraphBackend) -> None:
+    with pytest.raises(HostSyncError, match=r"depends on a value .*test_trace\.py:\d+: `if x\.max\(\)\.item"):
+        open_runner(backend, branches_on_a_value, splitting_ops=["aten::softmax"])
+
+
+def rows8(backend: GraphBackend, count: int) -> Tensor:
+    return torch.randn(count, 8, device=backend.device)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}, ATTENTION),
+    "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}, ATTENTION),
+    "BertModel": ("BertConfig", SMALL, ATTENTION),
+    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}, "aten::conv1d"),
+}
+
+
+class Ids(nn.Module):
+    """A model of transformers, called with ids alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.options = {} if "Bert" in type(model).__name__ else {"use_cache": False}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, **self.options)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_transformers_by_operators(backend: GraphBackend, kind: str) -> None:
+    """One row is a trace, more rows are another one."""
+    transformers = pytest.importorskip("transformers")
+    config, sizes, op = KINDS[kind]
+    torch.manual_seed(0)
+    model = Ids(getattr(transformers, kind)(getattr(transformers, config)(**sizes))).eval().to(backend.device)
+    runner = cgplan.capture(
+        model,
+        {"ids": Input(shape=("num_tokens", 16), dtype="int64", pad=0)},
+        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 4, 2, 1], "splitting_ops": [op]},
+        device=backend.device.type,
+    )
+    assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
+    assert {(r.graphs, r.eager_pieces) for r in runner.report.records} == {(3, 2)}
+    for rows in (8, 3, 1, 2, 5, 4, 1, 8):
+        ids = torch.randint(0, 61, (rows, 16), device=backend.device)
+        torch.testing.assert_close(runner(ids=ids), model(ids).detach(), atol=1e-4, rtol=1e-4)
+    assert not runner.stats.eager
+    runner.close()
+
+
+class Block(nn.Module):
+    def __init__(self, backend: GraphBackend, function: Callable[..., Any] = torch.softmax) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.eval().to(backend.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return self.down(self.function(h, -1)), h
+
+
+def by_segment(h: Tensor) -> Tensor:
+    a = torch.softmax(h, -1)
+    h.unsqueeze_(0)
+    b = a * 2 + h.sum()
+    return b + torch.softmax(h, 1)[0] * 3
+
+
+def by_strides(h: Tensor) -> Tensor:
+    a = torch.softmax(h, -1)
+    h.transpose_(0, 1)
+    b = a * 2
+    return b + torch.softmax(h, 0).t() * 3
+
+
+def by_view(h: Tensor) -> Tensor:
+    view = h.detach()
+    a = torch.softmax(h, -1)
+    view.t_()
+    b = a * 2
+    return b + torch.softmax(view, 0).t() * 3
+
+
+def by_itself(h: Tensor) -> Tensor:
+    a = torch.softmax(h, -1)
+    h.contiguous().unsqueeze_(0)  # which is h
+    b = a * 2 + h.sum()
+    return b + torch.softmax(h, 1)[0] * 3
+
+
+def by_squeeze(h: Tensor) -> Tensor:
+    h = h.unsqueeze(0) * 1
+    a = torch.softmax(h, -1)
+    h.squeeze_(0)
+    return (a * 2)[0] + torch.softmax(h, -1)
+
+
+def in_a_piece(h: Tensor) -> Tensor:
+    return h.t_().softmax(0).t()
+
+
+@pytest.mark.parametrize("function", [by_segment, by_strides, by_view, by_itself, by_squeeze, in_a_piece])
+def test_a_piece_may_change_the_shape_of_a_tensor_that_another_one_made(
+    backend: GraphBackend, function: Callable[[Tensor], Tensor]
+) -> None:
+    ops = ["aten::softmax", *(["aten::t_"] if function is in_a_piece else [])]
+    model = Block(backend, lambda h, _: function(h))
+    runner = open_runner(backend, lambda x: model(x)[0], 4, splitting_ops=ops, cudagraph_capture_sizes=[4])
+    for seed in range(4):
+        x = randn(backend, 4, 4, seed=seed)
+        torch.testing.assert_close(runner(x=x), model(x)[0].detach())

@@ -1,0 +1,329 @@
+"""From a configuration to its plan: the mode, ladders, capture sizes, warnings. For keys see test_conformance."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import plan_of
+
+from cgplan.config import Config
+from cgplan.errors import ModeError, PlanError
+from cgplan.modes import AttentionSupport, CUDAGraphMode
+from cgplan.planning import LADDERS, build_plan
+from cgplan.planning.build import CaptureSizes, attention_is_split, resolve_mode, resolve_sizes
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+NOT_ATTENTION = ["my::norm"]  # segments are split, but attention stands inside them
+
+
+# --- the mode -------------------------------------------------------------------------------------------------
+
+
+def with_mode(
+    mode: CUDAGraphMode, support: str = "ALWAYS", splitting_ops: list[str] | None = None, spec: int = 0
+) -> Config:
+    compilation = {"cudagraph_mode": mode, "attention_support": support, "splitting_ops": splitting_ops}
+    return Config.model_validate(
+        {"compilation": compilation, "speculative": {"num_speculative_tokens": spec}, "scheduler": {"max_num_seqs": 8}}
+    )
+
+
+# (asked for, attention support, splitting_ops, draft tokens) -> mode; "error" where nothing can be captured
+# fmt: off
+TABLE: list[tuple[CUDAGraphMode, str, list[str] | None, int, CUDAGraphMode | str]] = [
+    # attention that can always be captured: every mode stays
+    (NONE, "ALWAYS", None, 0, NONE),
+    (PIECEWISE, "ALWAYS", None, 0, PIECEWISE),
+    (FULL, "ALWAYS", None, 0, FULL),
+    (FULL, "ALWAYS", None, 2, FULL),
+    (FULL, "ALWAYS", [], 0, FULL),
+    (FULL, "ALWAYS", NOT_ATTENTION, 2, FULL),
+    (FULL_DECODE_ONLY, "ALWAYS", None, 2, FULL_DECODE_ONLY),
+    (FULL_DECODE_ONLY, "ALWAYS", [], 0, FULL_DECODE_ONLY),
+    (FULL_AND_PIECEWISE, "ALWAYS", None, 2, FULL_AND_PIECEWISE),
+    # mixed batches cannot be FULL
+    (FULL, "UNIFORM_BATCH", None, 0, FULL_AND_PIECEWISE),
+    (FULL, "UNIFORM_BATCH", None, 2, FULL_AND_PIECEWISE),
+    (FULL, "UNIFORM_BATCH", ["my::attention"], 0, FULL_AND_PIECEWISE),
+    (FULL, "UNIFORM_BATCH", NOT_ATTENTION, 0, FULL_DECODE_ONLY),
+    (FULL, "UNIFORM_BATCH", [], 0, FULL_DECODE_ONLY),
+    (FULL, "UNIFORM_SINGLE_TOKEN_DECODE", None, 0, FULL_AND_PIECEWISE),
+    (FULL, "UNIFORM_SINGLE_TOKEN_DECODE", [], 0, FULL_DECODE_ONLY),
+    # ... and an error where attention can never be captured
+    (FULL, "NEVER", None, 0, "PIECEWISE or NONE"),
+    (FULL, "NEVER", [], 0, "Choose NONE"),
+    (FULL, "NEVER", NOT_ATTENTION, 0, "Choose NONE"),
+    (FULL_AND_PIECEWISE, "NEVER", [], 0, "Choose NONE"),  # FULL by then: nothing to split at
+    # decode cannot be FULL
+    (FULL_DECODE_ONLY, "NEVER", None, 0, PIECEWISE),
+    (FULL_DECODE_ONLY, "NEVER", [], 0, NONE),
+    (FULL_DECODE_ONLY, "NEVER", NOT_ATTENTION, 0, NONE),
+    (FULL_AND_PIECEWISE, "NEVER", None, 0, PIECEWISE),
+    (PIECEWISE, "NEVER", None, 0, PIECEWISE),
+    (NONE, "NEVER", None, 0, NONE),
+    # decode of several tokens below UNIFORM_BATCH
+    (FULL, "UNIFORM_SINGLE_TOKEN_DECODE", None, 2, PIECEWISE),
+    (FULL, "UNIFORM_SINGLE_TOKEN_DECODE", [], 2, NONE),
+    (FULL_DECODE_ONLY, "UNIFORM_SINGLE_TOKEN_DECODE", None, 0, FULL_DECODE_ONLY),
+    (FULL_DECODE_ONLY, "UNIFORM_SINGLE_TOKEN_DECODE", None, 2, PIECEWISE),
+    (FULL_DECODE_ONLY, "UNIFORM_SINGLE_TOKEN_DECODE", NOT_ATTENTION, 2, NONE),
+    (FULL_DECODE_ONLY, "UNIFORM_BATCH", None, 2, FULL_DECODE_ONLY),
+    (FULL_AND_PIECEWISE, "UNIFORM_SINGLE_TOKEN_DECODE", None, 0, FULL_AND_PIECEWISE),
+    (FULL_AND_PIECEWISE, "UNIFORM_SINGLE_TOKEN_DECODE", None, 2, PIECEWISE),
+    (FULL_AND_PIECEWISE, "UNIFORM_BATCH", None, 2, FULL_AND_PIECEWISE),
+    # nothing to split at
+    (PIECEWISE, "ALWAYS", [], 0, NONE),
+    (PIECEWISE, "NEVER", [], 0, NONE),
+    (FULL_AND_PIECEWISE, "ALWAYS", [], 0, FULL),
+    (FULL_AND_PIECEWISE, "UNIFORM_BATCH", [], 2, FULL_DECODE_ONLY),
+    (PIECEWISE, "ALWAYS", NOT_ATTENTION, 0, PIECEWISE),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("mode", "support", "ops", "spec", "expected"), TABLE)
+def test_resolution_table(
+    mode: CUDAGraphMode, support: str, ops: list[str] | None, spec: int, expected: CUDAGraphMode | str
+) -> None:
+    asked = with_mode(mode, support, ops, spec)
+    if isinstance(expected, str):
+        with pytest.raises(ModeError, match="NEVER") as caught:
+            resolve_mode(asked)
+        assert expected in caught.value.remedy
+        return
+    found, changes = resolve_mode(asked)
+    assert found is expected
+    assert bool(changes) == (found is not mode), "each change is recorded, and nothing else"
+    if changes:
+        assert (changes[0].requested, changes[-1].resolved) == (mode, found)
+        assert all(a.resolved is b.requested for a, b in pairwise(changes))
+        assert all(change.requested is not change.resolved for change in changes)
+
+
+def test_reasons_are_recorded_in_the_plan() -> None:
+    plan = build_plan(with_mode(FULL, "UNIFORM_SINGLE_TOKEN_DECODE", [], 1))
+    assert plan.requested_mode is FULL
+    assert plan.changes[-1].resolved is plan.mode
+    assert [change.reason for change in plan.changes] == [
+        "attention_support is UNIFORM_SINGLE_TOKEN_DECODE: mixed batches cannot run as FULL graphs",
+        "attention_support is UNIFORM_SINGLE_TOKEN_DECODE, but speculative decoding has 2 tokens a request",
+    ]
+
+
+def test_resolved_modes_can_always_be_captured() -> None:
+    splits = [None, ["my::attention"], ["aten::scaled_dot_product_attention", "my::norm"], NOT_ATTENTION, []]
+    for mode, support, ops, spec in product(CUDAGraphMode, AttentionSupport, splits, [0, 1]):
+        try:
+            found, _ = resolve_mode(with_mode(mode, support.name, ops, spec))
+        except ModeError:
+            assert support is AttentionSupport.NEVER
+            continue
+        if found.mixed_mode() is FULL:
+            assert support is AttentionSupport.ALWAYS
+        if found.decode_mode() is FULL:
+            assert support is not AttentionSupport.NEVER
+            assert spec == 0 or support >= AttentionSupport.UNIFORM_BATCH
+        if found.has_mode(PIECEWISE):
+            assert ops != []
+        again, _ = resolve_mode(with_mode(found, support.name, ops, spec))
+        assert again is found, "resolving twice changes nothing"
+
+
+def test_operators_of_attention_are_known_by_name() -> None:
+    assert attention_is_split(None)
+    assert attention_is_split(("vllm::unified_attention_with_output",))
+    assert attention_is_split(("my::norm", "torch_attn::_varlen_attn"))
+    assert not attention_is_split(())
+    assert not attention_is_split(tuple(NOT_ATTENTION))
+
+
+# --- ladders --------------------------------------------------------------------------------------------------
+
+# fmt: off
+LITERAL = [
+    ("vllm", 1, [1]),
+    ("vllm", 3, [1, 2]),
+    ("vllm", 8, [1, 2, 4, 8]),
+    ("vllm", 30, [1, 2, 4, 8, 16, 24]),
+    ("vllm", 300, [1, 2, 4, *range(8, 249, 8), 256, 272, 288]),
+    ("vllm", 512, [1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)]),
+    ("sglang", 1, [1]),
+    ("sglang", 3, [1, 2, 3]),
+    ("sglang", 12, [1, 2, 4, 8, 12]),
+    ("sglang", 13, [1, 2, 4, 8, 12, 13]),
+    ("sglang", 40, [1, 2, 4, 8, 12, 16, 24, 32, 40]),
+    ("sglang", 256, [1, 2, 4, 8, 12, *range(16, 257, 8)]),
+    ("sglang", 300, [1, 2, 4, 8, 12, *range(16, 257, 8), 272, 288, 300]),
+    ("sglang", 600, [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), 512, 544, 576, 600]),
+    ("trtllm", 1, [1]),
+    ("trtllm", 6, [1, 2, 4, 6]),
+    ("trtllm", 128, [1, 2, 4, *range(8, 129, 8)]),
+    ("trtllm", 129, [1, 2, 4, *range(8, 129, 8), 129]),
+    ("trtllm", 300, [1, 2, 4, *range(8, 129, 8), 192, 256, 300]),
+    ("trtllm", 512, [1, 2, 4, *range(8, 129, 8), *range(192, 513, 64)]),
+    ("powers_of_two", 1, [1]),
+    ("powers_of_two", 8, [1, 2, 4, 8]),
+    ("powers_of_two", 100, [1, 2, 4, 8, 16, 32, 64, 100]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "maximum", "expected"), LITERAL)
+def test_ladders_literally(name: str, maximum: int, expected: list[int]) -> None:
+    assert list(LADDERS[name](maximum)) == expected
+
+
+MAXIMA = st.integers(1, 2000)
+
+
+@settings(max_examples=50)
+@given(name=st.sampled_from(sorted(LADDERS)), small=MAXIMA, large=MAXIMA)
+def test_ladders_ascend_from_one_to_the_maximum_and_a_larger_one_keeps_them(name: str, small: int, large: int) -> None:
+    small, large = sorted((small, large))
+    sizes = LADDERS[name](small)
+    assert sizes[0] == 1
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] <= small if name == "vllm" else sizes[-1] == small
+    assert {*sizes} - {small} <= {*LADDERS[name](large)}
+
+
+# --- capture sizes --------------------------------------------------------------------------------------------
+
+
+def resolved(mode: str = "FULL", q: int = 1, seqs: int = 256, tokens: int = 8192, **compilation: Any) -> CaptureSizes:
+    config = Config.model_validate(
+        {
+            "compilation": compilation,
+            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+            "speculative": {"num_speculative_tokens": q - 1},
+        }
+    )
+    return resolve_sizes(config, CUDAGraphMode[mode])
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        # listed sizes are sorted and unique
+        ({"cudagraph_capture_sizes": [16, 1, 4, 4, 1]}, [1, 4, 16]),
+        ({"mode": "NONE", "cudagraph_capture_sizes": [1, 2]}, []),
+        # vLLM's ladder up to twice the requests, with max_num_seqs and max_num_batched_tokens where they fit
+        ({"seqs": 10}, [1, 2, 4, 8, 10, 16]),
+        ({"seqs": 16}, [1, 2, 4, 8, 16, 24, 32]),
+        ({"tokens": 100}, [1, 2, 4, *range(8, 97, 8), 100]),
+        ({"seqs": 10, "max_cudagraph_capture_size": 16}, [1, 2, 4, 8, 16]),
+        # whole requests
+        ({"q": 3, "seqs": 4}, [3, 6, 9, 12, 18, 24]),
+        ({"q": 4, "cudagraph_capture_sizes": [5]}, [4]),
+        # other ladders reach the maximum
+        ({"seqs": 50, "cudagraph_capture_sizes": "powers_of_two"}, [1, 2, 4, 8, 16, 32, 64, 100]),
+        ({"cudagraph_capture_sizes": "sglang", "max_cudagraph_capture_size": 13}, [1, 2, 4, 8, 12, 13]),
+        ({"q": 4, "seqs": 8, "cudagraph_capture_sizes": "powers_of_two"}, [4, 8, 16, 32, 64]),
+    ],
+)
+def test_sizes(given: dict[str, Any], sizes: list[int]) -> None:
+    found = resolved(**given)
+    assert list(found.sizes) == sizes
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "largest", "warning"),
+    [
+        ({"seqs": 8, "max_cudagraph_capture_size": 24}, 24, None),
+        ({"seqs": 8, "max_cudagraph_capture_size": 20}, 16, "20 was truncated to 16: it is off the ladder's stride"),
+        ({"tokens": 64, "max_cudagraph_capture_size": 512}, 64, "to 64: scheduler.max_num_batched_tokens is 64"),
+        ({"seqs": 1000}, 512, None),
+        (
+            {"tokens": 100, "cudagraph_capture_sizes": [8, 128, 256, 100]},
+            100,
+            "capture sizes 128, 256 above scheduler.max_num_batched_tokens = 100 were dropped",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_left_out_with_a_warning(given: Any, largest: int, warning: str | None) -> None:
+    found = resolved(**given)
+    assert found.sizes[-1] == largest
+    assert len(found.warnings) == (warning is not None)
+    assert warning is None or warning in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tokens": 4, "cudagraph_capture_sizes": [8, 16]}, "8, 16"),
+        ({"q": 8, "cudagraph_capture_sizes": "trtllm", "max_cudagraph_capture_size": 4}, "ladder trtllm"),
+        ({"q": 3, "cudagraph_capture_sizes": [1, 2]}, "multiples of 3"),
+    ],
+)
+def test_no_size_left_is_an_error_that_says_what_to_raise(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match="no capture size is left") as caught:
+        resolved(**given)
+    assert words in caught.value.message
+    assert "max_num_batched_tokens" in caught.value.remedy
+
+
+@settings(max_examples=100)
+@given(
+    mode=st.sampled_from([m for m in CUDAGraphMode if m is not CUDAGraphMode.NONE]),
+    q=st.integers(1, 6),
+    seqs=st.integers(1, 300),
+    tokens=st.integers(1, 2000),
+    sizes=st.none() | st.sampled_from(sorted(LADDERS)) | st.lists(st.integers(1, 600), min_size=1, max_size=12),
+    maximum=st.none() | st.integers(1, 900),
+)
+def test_sizes_stay_within_all_bounds(
+    mode: CUDAGraphMode, q: int, seqs: int, tokens: int, sizes: list[int] | str | None, maximum: int | None
+) -> None:
+    if isinstance(sizes, list):
+        maximum = None
+    compilation = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": maximum}
+    try:
+        found = resolved(mode.name, q, seqs, tokens, **compilation)
+    except PlanError as error:
+        assert "no capture size is left" in error.message  # noqa: PT017
+        assert (isinstance(sizes, list) and min(sizes) > tokens) or q > 1
+        return
+    assert list(found.sizes) == sorted(set(found.sizes))
+    assert found.sizes[0] >= 1
+    assert found.sizes[-1] <= tokens
+    if isinstance(sizes, list):
+        assert found.sizes[-1] <= max(sizes)
+    else:
+        assert found.sizes[-1] <= (maximum or min(2 * q * seqs, 512))
+    if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
+        assert all(size % q == 0 for size in found.sizes)
+    elif isinstance(sizes, list):
+        assert set(found.sizes) == {s for s in sizes if s <= tokens}
+
+
+# --- warnings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("piecewise", "unused"),
+    [("auto", ["ops"]), ("modules", ["ops"]), ("ops", ["modules"]), ("wrappers", ["ops", "modules"])],
+)
+def test_splits_that_nothing_looks_at_are_pointed_out(piecewise: str, unused: list[str]) -> None:
+    split = {"piecewise": piecewise, "splitting_ops": ["aten::softmax"], "splitting_modules": ["attend"]}
+    warnings = plan_of("PIECEWISE", [1, 4], **split).warnings
+    assert [warning.partition(" are not looked at")[0] for warning in warnings] == [
+        f"compilation.splitting_{kind}" for kind in unused
+    ]
+    assert not plan_of("PIECEWISE", [1, 4], **{**split, f"splitting_{unused[0]}": []}).warnings[1:]
+    assert not plan_of("FULL", [1, 4], **split).warnings
+    assert not plan_of("PIECEWISE", [1, 4], splitting_ops=["aten::softmax"]).warnings
+
+
+def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
+    plan = plan_of("FULL_DECODE_ONLY", [2, 4, 16], seqs=4)
+    assert [descriptor.num_tokens for _, descriptor in plan.keys] == [4, 2]
+    assert plan.warnings == (
+        "capture sizes 16 have no graph: a decode batch has at most scheduler.max_num_seqs = 4 requests of 1 tokens",
+    )
+    assert not plan_of("FULL", [2, 4, 16], seqs=4).warnings

@@ -1,0 +1,56 @@
+"""Modes and descriptors, the words of plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from cgplan.errors import ConfigError
+from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize(
+    ("mode", "decode", "mixed", "separate"),
+    [
+        (NONE, NONE, NONE, False),
+        (PIECEWISE, PIECEWISE, PIECEWISE, False),
+        (FULL, FULL, FULL, False),
+        (FULL_DECODE_ONLY, FULL, NONE, True),
+        (FULL_AND_PIECEWISE, FULL, PIECEWISE, True),
+    ],
+)
+def test_what_each_mode_means(mode: CUDAGraphMode, decode: CUDAGraphMode, mixed: CUDAGraphMode, separate: bool) -> None:
+    assert mode.decode_mode() is decode
+    assert mode.mixed_mode() is mixed
+    assert mode.separate_routine() is separate
+    for runtime in (NONE, PIECEWISE, FULL):
+        assert mode.has_mode(runtime) is (runtime in (decode, mixed))
+
+
+@pytest.mark.parametrize("text", ["full_and_piecewise", "Full_And_Piecewise", " FULL_AND_PIECEWISE "])
+def test_modes_are_read_in_any_case(text: str) -> None:
+    assert CUDAGraphMode.parse(text) is FULL_AND_PIECEWISE
+    assert AttentionSupport.parse("uniform_batch") is AttentionSupport.UNIFORM_BATCH
+
+
+def test_an_unknown_mode_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CUDAGraphMode.parse("FULL_DECODE")
+    assert "did you mean FULL_DECODE_ONLY?" in caught.value.remedy
+    with pytest.raises(ConfigError) as caught:
+        AttentionSupport.parse("sometimes")
+    assert "NEVER, UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS" in caught.value.remedy
+
+
+def test_levels_of_attention_support_are_ordered() -> None:
+    assert [int(level) for level in AttentionSupport] == [0, 1, 2, 3]
+    assert AttentionSupport.NEVER < AttentionSupport.UNIFORM_BATCH < AttentionSupport.ALWAYS
+
+
+def test_descriptors_print_what_matters() -> None:
+    assert str(BatchDescriptor(8)) == "num_tokens=8"
+    assert str(BatchDescriptor(8, 4, True, True, 3)) == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
+    assert BatchDescriptor(8, 4, True).query_len == 2
+    assert BatchDescriptor(8, 4).query_len is None

@@ -1,0 +1,65 @@
+"""Saved reports and plans, and the text that each is shown as.
+
+The files are in ``tests/data/golden``; after a wanted change ``cgplan inspect NAME.json > NAME.txt`` writes a text.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from saved import SAVED, golden_report, golden_text, plan_named
+
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.planning import Plan
+from cgplan.planning.difference import compare
+from cgplan.reports import render_text
+from cgplan.reports.layout import plain_text
+from cgplan.reports.plan_tables import render_difference
+from cgplan.reports.records import FailedKey, ReplanReport
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_report_is_shown_as_ever(name: str) -> None:
+    report = golden_report(name)
+    assert render_text(report) == golden_text(name)
+    assert golden_text(name).isascii()
+    if not isinstance(report, Plan):
+        assert str(report) == golden_text(name)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_no_word_is_broken_in_80_columns(name: str) -> None:
+    """Headings may go on after a hyphen."""
+    report = golden_report(name)
+    wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=-)", word)]
+                    for width in (100, 80))  # fmt: skip
+    assert max(map(len, render_text(report, 80).splitlines())) <= 80
+    drawn = re.compile(r"[-#|+*.\d]*")  # lines and bars are as long as there is room, axes have as many ticks
+    assert {word for word in narrow if not drawn.fullmatch(word)} <= set(wide)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [("plan_priced", "plan_traffic", "diff_traffic"), ("plan_bounded", "plan_lora", "diff_lora")],
+)
+def test_a_difference_is_shown_as_ever(old: str, new: str, name: str) -> None:
+    shown = render_difference(compare(plan_named(old), plan_named(new)), f"{old}.json", f"{new}.json")
+    assert plain_text(shown) == golden_text(name)
+
+
+def test_a_replan_is_shown_as_ever() -> None:
+    descriptor = BatchDescriptor(12, 12, True)
+    report = ReplanReport(
+        difference=compare(plan_named("plan_priced"), plan_named("plan_traffic")),
+        way="new generation",
+        captured=((CUDAGraphMode.FULL, descriptor),),
+        evicted=plan_named("plan_priced").keys,
+        recaptured=2,
+        failed=(FailedKey(mode=CUDAGraphMode.FULL, descriptor=descriptor, error="HostSyncError", detail="item"),),
+        pool_bytes=(3 << 20, 1 << 20),
+        seconds=0.25,
+    )
+    assert str(report) == golden_text("replan")
+    proposed = report.model_copy(update={"way": "proposed", "captured": (), "recaptured": 0, "failed": ()})
+    assert "proposed only: nothing was captured" in str(proposed)

@@ -1,0 +1,201 @@
+"""Rules of the tables that the golden texts do not show."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from saved import golden_report, plan_named
+
+from cgplan.config import Config
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.planning import Plan, build_plan
+from cgplan.planning.difference import compare
+from cgplan.reports import CaptureReport, StateRecord, Timing, render, render_text
+from cgplan.reports.layout import Column, Grid, describe_sizes, plain_text
+from cgplan.reports.plan_tables import render_difference
+
+
+def make_plan(**sections: Any) -> Plan:
+    return build_plan(Config.model_validate(sections))
+
+
+def capture_named(name: str) -> CaptureReport:
+    found = golden_report(name)
+    assert isinstance(found, CaptureReport)
+    return found
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Cells of the first table in a text."""
+    lines = text.splitlines()
+    rule = next(i for i, line in enumerate(lines) if re.fullmatch("-+", line))
+    end = next((i for i in range(rule, len(lines)) if not lines[i]), len(lines))
+    return [re.split(r"  +", line) for line in lines[rule + 1 : end]]
+
+
+# --- layout ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((), "none"),
+        ((5,), "5"),
+        ((1, 2, 3), "1, 2, 3"),
+        ((1, 2, 3, 4), "1 to 4"),
+        ((1, 2, 4, 8, 16, 24, 32), "1, 2, 4, 8 to 32 by 8"),
+        ((1, 8, 16, 24, 32, 33), "1, 8 to 32 by 8, 33"),
+    ],
+)
+def test_describe_sizes(sizes: tuple[int, ...], text: str) -> None:
+    assert describe_sizes(sizes) == text
+
+
+WORDS = [("first", 10**6, "several words that go on"), ("second", None, "one")]
+TABLE = Grid(WORDS, Column("name", "0", left=True), Column("start-up time", "1"), Column("note", "2", left=True))
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (80, ["name    start-up time  note", "-" * 47, "first         1000000  several words that go on",
+              "second              -  one"]),
+        (44, ["         start-", "             up", "name       time  note", "-" * 41,
+              "first   1000000  several words that go on", "second        -  one"]),
+        (38, ["name    start-up time  note", "-" * 38, "first         1000000  several words",
+              "                       that go on", "second              -  one"]),
+    ],
+)  # fmt: skip
+def test_a_table_breaks_headings_first_then_texts_and_never_a_word(width: int, lines: list[str]) -> None:
+    shown = plain_text(TABLE, width).splitlines()
+    assert [line.lstrip() for line in shown] == [line.lstrip() for line in lines]
+    assert max(map(len, shown)) <= width
+
+
+def test_a_word_that_is_longer_than_the_table_runs_over_in_its_row_alone() -> None:
+    path = "/models/" + "a" * 40
+    table = Grid([("short", "x", "one"), ("long", path, "two")], *(Column(str(i), str(i), left=True) for i in range(3)))
+    assert plain_text(table, 50).splitlines()[2] == f"short {'x':<40} one"
+    assert path in plain_text(table, 50).split()
+
+
+def test_a_terminal_gets_the_same_words_in_style() -> None:
+    report = golden_report("capture_ranks")
+    console = Console(force_terminal=True, width=100, color_system="standard", _environ={})
+    with console.capture() as captured:
+        console.print(render(report))
+    assert "\x1b[33mthe driver is older" in captured.get()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    assert [line.rstrip() for line in plain.splitlines()] == str(report).splitlines()
+
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_equal_distance_share_a_row() -> None:
+    assert rows_of(render_text(make_plan(scheduler={"max_num_seqs": 256}))) == [
+        ["1 to 2", "as it is", "0"],
+        ["3 to 4", "4", "1"],
+        ["5 to 8", "8", "3"],
+        ["9 to 256", "next of 16 to 256 by 8", "7"],
+        ["257 to 512", "next of 272 to 512 by 16", "15"],
+        ["above 512", "no graph", "-"],
+    ]
+
+
+def test_irregular_padding_is_summarised() -> None:
+    sizes = [1, 3, 4, 7, 9, 14, 15, 21, 30, 31, 40, 57, 58, 80, 99, 120, 200]
+    rows = rows_of(render_text(make_plan(compilation={"cudagraph_capture_sizes": sizes})))[:-1]
+    assert len(rows) <= 12
+    for span, _, most in rows:
+        first, _, last = span.partition(" to ")
+        batches = range(int(first), int(last or first) + 1)
+        assert int(most) == max(min(size for size in sizes if size >= n) - n for n in batches)
+    assert [n for span, *_ in rows for n in range(int(span.split()[0]), int(span.split()[-1]) + 1)] == list(
+        range(1, 201)
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "served"),
+    [
+        ("FULL_AND_PIECEWISE", ("FULL",), "uniform decode: FULL; mixed: eager"),
+        ("FULL_AND_PIECEWISE", ("PIECEWISE",), "uniform decode: PIECEWISE; mixed: PIECEWISE"),
+        ("FULL_AND_PIECEWISE", (), "uniform decode: eager; mixed: eager"),
+        ("FULL", ("FULL",), "all: FULL"),
+        ("FULL", (), "all: eager"),
+    ],
+)
+def test_batches_run_in_the_graphs_that_the_plan_has(mode: str, kept: tuple[str, ...], served: str) -> None:
+    plan = make_plan(compilation={"cudagraph_mode": mode, "cudagraph_capture_sizes": [2, 4]})
+    some = plan.model_copy(update={"keys": tuple(key for key in plan.keys if str(key[0]) in kept)})
+    assert f"batches  {served}\n" in render_text(some)
+
+
+def test_mode_changes_and_warnings_are_shown_with_reasons() -> None:
+    plan = make_plan(compilation={"attention_support": "UNIFORM_BATCH", "cudagraph_capture_sizes": [1, 9999]})
+    shown = render_text(plan)
+    assert "FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH" in shown
+    assert "9999" in shown.partition("warning")[2]
+
+
+def test_estimates_are_marked() -> None:
+    plan = plan_named("plan_priced")
+    assert plan.predicted is not None
+    estimate = plan.predicted.model_copy(update={"estimated": True})
+    text = " ".join(render_text(plan.model_copy(update={"predicted": estimate})).split())
+    assert "(an estimate: nothing of it was measured on the device)" in text
+
+
+def test_two_equal_plans_differ_in_nothing() -> None:
+    plan = plan_named("plan_traffic")
+    same = plain_text(render_difference(compare(plan, plan), "old.json", "new.json"))
+    assert "settings  the same" in same
+    assert "No graph is added or removed." in same
+    assert re.search(r"graphs +8 +8 +0 +\+0\.0%", same)
+
+
+# --- captures and benches -------------------------------------------------------------------------------------
+
+
+def test_a_capture_says_what_is_checked_and_what_it_left_changed() -> None:
+    report = capture_named("capture_gpu")
+    state = [
+        StateRecord(path="layers.0.cache", nbytes=3 << 30, kept="not kept"),
+        StateRecord(path="layers.0.table", nbytes=1 << 10, kept="new"),
+        StateRecord(path="steps", nbytes=8, kept="device"),
+        StateRecord(path="rows", nbytes=1 << 20, kept="host"),
+    ]
+    shown = str(report.model_copy(update={"looked_at": "the model, 12 modules", "state": tuple(state)}))
+    assert re.search(r"^  checked +the model, 12 modules$", shown, re.MULTILINE)
+    assert rows_of(shown.partition("\nstate ")[2])[:2] == [
+        ["layers.0.cache", "3.0 GiB", "written, not put back"],
+        ["layers.0.table", "1.0 KiB", "new: stays"],
+    ]
+    assert "put back besides: 2 places, 1.0 MiB" in shown
+    assert "\nstate " not in str(report.model_copy(update={"state": tuple(state[2:])}))
+    assert "checked" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("eager", "padded", "gpu", "said"),
+    [(1500.0, 0, True, True), (1550.0, 0, True, False), (1500.0, 1, True, False), (1500.0, 0, False, False)],
+)
+def test_a_bench_says_where_graphs_are_slower(eager: float, padded: int, gpu: bool, said: bool) -> None:
+    """The bare replay takes 1,590 us."""
+    report = golden_report("bench_gpu")
+    environment = report.environment if gpu else report.environment.model_copy(update={"backend": "cpu (tape)"})
+    record = report.records[0].model_copy(update={"eager": Timing(median=eager, p99=eager), "padded_rows": padded})
+    text = " ".join(str(report.model_copy(update={"records": (record,), "environment": environment})).split())
+    assert ("graphs take the device longer than the model's own code at 3 tokens" in text) == said
+    assert ("Calls that follow one another" in text) == gpu
+
+
+def test_a_lane_is_told_from_the_others() -> None:
+    uniform = BatchDescriptor(2, 2, True)
+    report = capture_named("capture_gpu")
+    record = report.records[0].model_copy(update={"mode": CUDAGraphMode.FULL, "descriptor": uniform})
+    assert rows_of(str(report.model_copy(update={"records": (record,)})))[0][:3] == ["FULL uniform", "2", "2"]

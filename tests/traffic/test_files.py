@@ -1,0 +1,394 @@
+"""Traffic from files: each form, guesses on the way, and the errors of bad files; requests that are made up."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgplan.config import Config
+from cgplan.errors import TrafficError
+from cgplan.planning import build_plan
+from cgplan.traffic.files import read_traffic, synthetic_requests
+from cgplan.traffic.histogram import StepShape, Traffic
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
+
+DATA = Path(__file__).parents[1] / "data"
+AZURE = DATA / "azure_llm_code_2023.csv"
+LORA = {"lora": {"max_loras": 4}}
+SPECULATIVE = {"speculative": {"num_speculative_tokens": 1}}
+
+
+# --- histograms ------------------------------------------------------------------------------------------------
+
+WHOLE = "num_tokens,count,num_reqs,uniform,num_active_loras\n8,3,8,true,0\n100,2,4,False,2\n8,1,8,1,0\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        WHOLE,
+        WHOLE.replace("\n", "\r\n"),
+        "\ufeff" + WHOLE,
+        "\n" + WHOLE.replace("\n", "\n\n"),
+        WHOLE.upper().replace("TRUE", "true"),
+        '"num_tokens","count","num_reqs","uniform","num_active_loras"\n"8",4,"8",true,0\n100,2,4,0,2\n',
+        WHOLE.replace(",", " , "),
+        WHOLE.replace("100,2,4", "100.0,2.0,4"),
+        "count,uniform,num_tokens,num_active_loras,num_reqs\n4,1,8,0,8\n0,1,9,0,9\n2,0,100,2,4\n",
+    ],
+)
+def test_a_histogram_in_csv(written: Any, text: str) -> None:
+    for name in ("t.csv", "t.jsonl", "t.log", "t"):
+        traffic = written(text, name, **LORA)
+        assert dict(traffic.histogram) == {StepShape(8, 8, True, 0): 4, StepShape(100, 4, False, 2): 2}
+        assert traffic.source == f"{name}: histogram"
+        assert traffic.notes == (), "nothing was guessed"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
+def test_a_histogram_in_lines_of_json(written: Any, end: str) -> None:
+    rows = [
+        {"num_tokens": 8, "count": 3, "num_reqs": 8, "uniform": True, "num_active_loras": 0},
+        {"count": 2.0, "num_tokens": 100, "num_reqs": 4, "uniform": False, "num_active_loras": 2},
+    ]
+    traffic = written(end.join(map(json.dumps, rows)) + end, **LORA)
+    assert dict(traffic.histogram) == {StepShape(8, 8, True, 0): 3, StepShape(100, 4, False, 2): 2}
+    assert written(json.dumps(rows[0])).total == 3, "one line alone"
+
+
+def test_columns_that_a_histogram_lacks_are_guessed_and_noted(written: Any) -> None:
+    traffic = written("num_tokens,count\n6,1\n7,1\n512,1\n514,1\n", **SPECULATIVE)
+    assert [shape for shape, _ in traffic.histogram] == [
+        StepShape(6, 3, True),
+        StepShape(7, 7, False),
+        StepShape(512, 256, True),
+        StepShape(514, 256, False),
+    ]
+    uniform, requests, adapters = traffic.notes
+    assert uniform.startswith("uniform decode was guessed for 4 steps with 1,039 tokens: a batch counts as uniform if")
+    assert uniform.endswith("; 2 of these steps do")
+    assert requests.startswith("requests of a batch were guessed: tokens / query length of a uniform one")
+    assert adapters == "the source names no LoRA adapters: batches count as using none"
+    part = written("num_tokens,count,uniform\n6,3,\n7,2,\n8,90,true\n9,0,\n", **SPECULATIVE)
+    assert part.notes[0].startswith("uniform decode was guessed for 5 steps with 32 tokens")
+    assert part.notes[0].endswith("; 3 of these steps do")
+
+
+def test_requests_and_uniform_follow_from_each_other(written: Any) -> None:
+    reqs = written("num_tokens,count,num_reqs\n6,1,3\n6,1,2\n", **SPECULATIVE)
+    assert [shape for shape, _ in reqs.histogram] == [StepShape(6, 2, False), StepShape(6, 3, True)]
+    uniform = written("num_tokens,count,uniform\n6,1,true\n6,1,false\n6,1,\n", **SPECULATIVE)
+    assert dict(uniform.histogram) == {StepShape(6, 6, False): 1, StepShape(6, 3, True): 2}
+
+
+def test_batches_beyond_the_scheduler_are_kept_and_noted(written: Any) -> None:
+    text = "num_tokens,count,num_reqs,uniform,num_active_loras\n65,1,4,0,0\n5,1,5,1,0\n4,2,4,1,0\n"
+    traffic = written(text, scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 64})
+    assert traffic.total == 4
+    assert traffic.notes == (
+        "50.0% of the steps are larger than this scheduler makes them (max_num_seqs 4, max_num_batched_tokens 64)",
+    )
+
+
+HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message", "remedy"),
+    [
+        (HIST, None, "no batch with a count above 0", "Give traffic with a batch"),
+        (HIST + "1,0\n2,0\n", None, "no batch with a count above 0", "Give traffic with a batch"),
+        (HIST + "1,1\n2,-3\n", 3, "count is '-3', not a whole number from 0 to 9007199254740992", "Correct that row"),
+        (HIST + "1,1.5\n", 2, "count is '1.5', not a whole number", "Correct"),
+        (HIST + "1,nan\n", 2, "count is 'nan', not a whole number", "Correct"),
+        (HIST + "1,many\n", 2, "count is 'many', not a whole number", "Correct"),
+        (HIST + "1,\n", 2, "count is '', not a whole number", "Correct"),
+        (HIST + "1,1e400\n", 2, "count is '1e400', not a whole number from 0 to", "Correct"),
+        (HIST + "1," + "9" * 5000 + "\n", 2, "count is '9999", "Correct"),
+        (HIST + "0,1\n", 2, "num_tokens is '0', not a whole number from 1 to 1048576", "Correct"),
+        (HIST + "1048577,1\n", 2, "num_tokens is '1048577', not a whole number", "Correct"),
+        (HIST + "1,1\n2\n", 3, "1 fields, but the header has 2", "one value for each column"),
+        ("num_token,count\n1,1\n", 1, "unknown column 'num_token' (did you mean 'num_tokens'?)", "num_reqs, uniform"),
+        ("num_tokens, count,colour\n1,1,1\n", 1, "unknown column 'colour'", "a histogram has num_tokens, count, and"),
+        ("\nnum_reqs,count\n1,1\n", 2, "column 'num_tokens' is missing", "a histogram has"),
+        ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
+        ("num_tokens\tcount\n1\t1\n", 1, "the columns are separated by tabs", "commas, as in num_tokens,count"),
+        ("\nnum_tokens; count;uniform\n1;1;0\n", 2, "the columns are separated by semicolons", "Separate them"),
+        ("TIMESTAMP|ContextTokens|GeneratedTokens\n1|1|0\n", 1, "the columns are separated by bars", "Separate them"),
+        ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe', not true or false", "or 1 or 0"),
+        ("num_tokens,count,num_reqs\n2,1,3\n", 2, "3 requests have 2 tokens", "Correct that batch"),
+        ("num_tokens,count,num_reqs\n2,1,0\n", 2, "num_reqs is '0', not a whole number from 1", "Correct"),
+        ("num_tokens,count,num_active_loras\n2,1,1\n", 2, "1 active LoRA adapters, the config", "`lora` section"),
+        ("num_tokens,count,num_reqs,uniform\n6,1,3,1\n", 2, "6 tokens for 3 requests, but the query", "speculative"),
+        (JSON + '{"num_tokens": 1}\n', 2, "column 'count' is missing", "a histogram has"),
+        (JSON + '{"num_tokens": 1,\n', 2, "not JSON", "one JSON object a line"),
+        (JSON + "[1]\n", 2, "[1] is not an object", "one JSON object a line"),
+        ('{"num_tokens": 1, "cout": 1}\n', 1, "unknown column 'cout' (did you mean 'count'?)", "a histogram has"),
+        ('{"num_tokens": true, "count": 1}\n', 1, "num_tokens is True", "Correct"),
+        ('{"num_tokens": 1, "count": NaN}\n', 1, "count is nan", "Correct"),
+        ('{"num_tokens": 1, "count": [1]}\n', 1, "count is [1]", "Correct"),
+        ('{"num_tokens": 1, "count": ' + "9" * 5000 + "}\n", 1, "not JSON", "one JSON object a line"),
+        ('{"num_tokens": 1, "count": ' + "[" * 100_000 + "}\n", 1, "not JSON", "one JSON object a line"),
+    ],
+)
+def test_bad_histograms(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:
+    refused(text, line, message, remedy)
+
+
+# --- other files -----------------------------------------------------------------------------------------------
+
+
+SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "remedy"),
+    [
+        (b" \r\n\n", "is empty", "Give a file"),
+        (b"\xef\xbb\xbf", "is empty", "Give a file"),
+        (b"num_tokens,count\n1,1\n\xff\xfe\n", "t.txt:3: not UTF-8", "save it as UTF-8"),
+        (b"\x1f\x8b\x08\x00\x00", "t.txt:1: not UTF-8", "Unpack it"),
+        ("num_tokens,count\n1,1\n".encode("utf-16-le"), "holds NUL bytes", "save it as UTF-8"),
+        (b"a,b\n1,2\n", "unknown columns 'a', 'b'", "a histogram has num_tokens, count"),
+        (b"1,2\n3,4\n", "the first line holds numbers, not the names of columns", "such as num_tokens,count"),
+        (b"[1, 2]\n", "the first line holds numbers", "such as num_tokens,count"),
+        (b"hello\n", "unknown columns 'hello'", "a request trace has TIMESTAMP"),
+        (b'[{"num_tokens": 1, "count": 1}]\n', "unknown columns", "a histogram has"),
+        (b"{}\n", "no column has a name", "a Mooncake trace has timestamp"),
+        (b",,\n1,2,3\n", "no column has a name", "a histogram has num_tokens, count"),
+        (b'{"kind": "plan"}', "holds a plan, not traffic", "a plan or report is none"),
+        (b'{\n"a": 1\n}', "unknown columns 'a'", "a histogram has"),
+        (b'{"kind": "traffic"}', "histogram: Field required", "as it was saved"),
+        (SAVED % b"", "no batch with a count above 0", "with a batch"),
+        (SAVED % b"[[1], 1]", "histogram.0.0", "as it was saved"),
+        (SAVED % b"[[1, 1], -1]", "has count -1.0", "from 0 up"),
+        (SAVED % b"[[6, 3, true], 1]", "the query length is 1", "speculative"),
+        (SAVED % b"[[9999999, 3], 1]", "9999999 tokens", "1048576 tokens"),
+        (SAVED % b"[[9, 9, true, 1], 1]", "1 active LoRA", "`lora` section"),
+    ],
+)
+def test_files_that_hold_no_traffic(refused: Any, text: bytes, message: str, remedy: str) -> None:
+    refused(text, None, message, remedy)
+
+
+def test_a_missing_file_names_the_nearest_or_those_alike(read: Any, tmp_path: Path) -> None:
+    def remedy(path: Path) -> str:
+        with pytest.raises(TrafficError, match="no such file") as caught:
+            read(path)
+        return caught.value.remedy
+
+    for name in ("azure_2023.csv", "histogram.csv", "plan.json"):
+        (tmp_path / name).touch()
+    assert f"Did you mean {tmp_path / 'azure_2023.csv'}?" in remedy(tmp_path / "azure2023.csv")
+    assert remedy(tmp_path / "nowhere" / "t.csv").startswith(f"There is no folder {tmp_path / 'nowhere'}. Give")
+    assert remedy(tmp_path / "nope.csv").startswith("That folder has azure_2023.csv, histogram.csv. Give")
+    for name in ("it.csv", "synthetic.csv"):
+        (tmp_path / name).touch()
+    named = "That folder has azure_2023.csv, histogram.csv, it.csv and 1 more. Give"
+    assert remedy(tmp_path / "nope.csv").startswith(named)
+    with pytest.raises(TrafficError, match="cannot read"):
+        read(tmp_path)
+
+
+@settings(max_examples=50)
+@given(junk=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_junk_is_refused_as_such(junk: bytes, read: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "junk"
+    path.write_bytes(junk)
+    with pytest.raises(TrafficError):
+        read(path)
+
+
+CELLS = st.text(alphabet='0123456789.,-+eE_ "naif:TZ\r\x1c\u0661', max_size=12)
+
+
+@settings(max_examples=50)
+@given(rows=st.lists(st.lists(CELLS, max_size=4), max_size=4))
+def test_junk_below_a_header_is_refused_or_read(
+    rows: list[list[str]], read: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for header in ("num_tokens,count,num_reqs,uniform", "TIMESTAMP,ContextTokens,GeneratedTokens"):
+        path = tmp_path_factory.getbasetemp() / "rows"
+        path.write_text("\n".join([header, *map(",".join, rows)]), encoding="utf-8")
+        try:
+            assert read(path).total > 0
+        except TrafficError as error:
+            assert "rows" in error.message  # noqa: PT017
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_saved_traffic_reads_back(written: Any, indent: int | None) -> None:
+    traffic = Traffic.of({StepShape(4, 4, True): 1.5, StepShape(9, 2): 2}, "somewhere", ["a note"])
+    assert written(traffic.model_dump_json(indent=indent)) == traffic
+
+
+# --- request traces --------------------------------------------------------------------------------------------
+
+
+def test_the_azure_trace_becomes_steps(read: Any) -> None:
+    traffic = read(AZURE)
+    rows = [line.split(",") for line in AZURE.read_text().splitlines()[1:]]
+    prompts, generated = (sum(int(row[i]) for row in rows) for i in (1, 2))
+    tokens = sum(shape.num_tokens * weight for shape, weight in traffic.histogram)
+    assert tokens == prompts + generated - len(rows), "each prefill yields the first token"
+    assert traffic.source == "azure_llm_code_2023.csv: 8819 requests"
+    assert {shape.num_active_loras for shape, _ in traffic.histogram} == {0}
+    faster = read(AZURE, speedup=8)
+    assert faster.total < traffic.total, "the same tokens in fewer, larger steps"
+    assert faster.source == "azure_llm_code_2023.csv: 8819 requests, 8 times as fast as recorded"
+    assert max(s.num_reqs for s, _ in faster.histogram) > max(s.num_reqs for s, _ in traffic.histogram)
+
+
+STAMPS = {
+    "7 digits": ("2023-11-16 18:17:03.9799600", "2023-11-16 18:17:04.9799600"),
+    "6 digits": ("2023-11-16 18:17:03.979960", "2023-11-16 18:17:04.979960"),
+    "none": ("2023-11-16 18:17:59", "2023-11-16 18:18:00"),
+    "zone": ("2024-05-10 00:00:00.009930+00:00", "2024-05-10T01:00:01.009930+01:00"),
+    "utc": ("2024-05-10T23:59:59Z", "2024-05-11T00:00:00Z"),
+    "seconds": ("5", "6.0"),
+    "epoch": ("1.7e9", "1700000001"),
+}
+
+
+@pytest.mark.parametrize("stamps", STAMPS.values(), ids=STAMPS)
+def test_forms_of_timestamps(written: Any, stamps: tuple[str, str]) -> None:
+    """Requests 1 s apart: 5 tokens take less, so that each runs alone; 1000 times as fast, they meet."""
+    text = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamps[0]},7,5\n{stamps[1]},7,5\n"
+    assert dict(written(text).histogram) == {StepShape(7, 1): 2, StepShape(1, 1, True): 8}
+    assert dict(written(text, speedup=1000).histogram) == {
+        StepShape(7, 1): 1,
+        StepShape(8, 2): 1,
+        StepShape(2, 2, True): 3,
+        StepShape(1, 1, True): 1,
+    }
+
+
+def test_a_mooncake_trace() -> None:
+    trace = read_traffic(DATA / "mooncake.jsonl", build_plan(Config()))
+    assert trace.requests == [Request(0, 675, 50), Request(0, 1732, 9), Request(3e6, 9, 1), Request(5.999e6, 2309, 0)]
+    assert trace.source == "mooncake.jsonl: 4 requests"
+
+
+def test_a_trace_may_name_adapters(written: Any) -> None:
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens,Adapter\n1,5,3,0\n1,5,3,\n1,5,3,7\n"
+    assert dict(written(text, **LORA).histogram) == {StepShape(15, 3, False, 2): 1, StepShape(3, 3, True, 2): 2}
+    lines = '{"timestamp": 0, "input_length": 5, "output_length": 3, "adapter": 1}\n'
+    assert dict(written(lines, **LORA).histogram) == {StepShape(5, 1, False, 1): 1, StepShape(1, 1, True, 1): 2}
+
+
+def test_requests_without_a_prompt_are_left_out_and_noted(written: Any) -> None:
+    traffic = written("TIMESTAMP,ContextTokens,GeneratedTokens\n1,0,3\n1,5,1\n")
+    assert dict(traffic.histogram) == {StepShape(5, 1): 1}
+    assert traffic.notes[0] == "1 requests without a prompt were left out"
+
+
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+NAMED = HEAD.replace("\n", ",Adapter\n")
+MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message", "remedy"),
+    [
+        (HEAD, None, "no request with a prompt", "at least one request"),
+        (HEAD + "1,0,1\n", None, "no request with a prompt", "at least one request"),
+        (HEAD + "2,1,1\n3,1,1\n2.5,1,1\n", 4, "TIMESTAMP 2.5 is before that of the row above", "Sort the rows"),
+        (HEAD + "2023-11-16 18:17:03.5,1,1\n2023-11-16 18:17:03.4,1,1\n", 3, "TIMESTAMP 2023-11-16", "Sort the rows"),
+        (HEAD + "yesterday,1,1\n", 2, "TIMESTAMP is 'yesterday', neither a date and time nor seconds", "as in 2023-11"),
+        (HEAD + "2023-13-45 00:00:00,1,1\n", 2, "TIMESTAMP is '2023-13-45 00:00:00', neither", "as in 2023-11"),
+        (HEAD + ",1,1\n", 2, "TIMESTAMP is '', neither", "as in 2023-11"),
+        (HEAD + "nan,1,1\n", 2, "TIMESTAMP is 'nan', neither", "as in 2023-11"),
+        (HEAD + "1,1,1\n1e999,1,1\n", 3, "a timestamp of inf us makes no sense", "Correct"),
+        (HEAD + "1,1,1\n2023-11-16 18:17:03,1,1\n", 3, "another form than that of the first row", "all of them alike"),
+        (HEAD + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03Z,1,1\n", 3, "another form than that of the", "time zone"),
+        (HEAD + "1,-1,1\n", 2, "ContextTokens is '-1', not a whole number from 0", "Correct"),
+        (HEAD + "1,1,99999999999\n", 2, "GeneratedTokens is '99999999999', not a whole number from 0 to", "Correct"),
+        (HEAD.replace("Context", "Prompt") + "1,1,1\n", 1, "unknown column 'PromptTokens'", "a request trace has TIME"),
+        (HEAD.replace("ContextTokens", "ContextToken") + "1,1,1\n", 1, "(did you mean 'ContextTokens'?)", "a request"),
+        ("TIMESTAMP,ContextTokens\n1,1\n", 1, "column 'GeneratedTokens' is missing", "a request trace has TIMESTAMP"),
+        (NAMED + "1,1,1,2\n", 2, "the request uses an adapter, but the configuration has none", "Add a `lora` section"),
+        (
+            NAMED + "1,1,1,\n1,1,1,sql-lora\n",
+            3,
+            "Adapter is 'sql-lora', not a whole number",
+            "Write adapters as numbers",
+        ),
+        (MOON % 5 + MOON % 4, 2, "timestamp 4 is before that of the row above", "Sort the rows"),
+        (MOON % '"5"', 1, "timestamp is '5', not a number", "milliseconds"),
+        (MOON % "true", 1, "timestamp is True, not a number", "milliseconds"),
+        (MOON % ("9" * 400), 1, "too large", "milliseconds"),
+        (MOON % "NaN", 1, "a timestamp of nan us makes no sense", "Correct"),
+        (MOON % "1" + MOON % "Infinity", 2, "a timestamp of inf us makes no sense", "Correct"),
+        (
+            MOON.replace("output_length", "output") % 1,
+            1,
+            "unknown column 'output' (did",
+            "a Mooncake trace has timestamp",
+        ),
+        ('{"timestamp": 1, "input_length": 1}\n', 1, "column 'output_length' is missing", "a Mooncake trace has"),
+    ],
+)
+def test_bad_traces(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:
+    refused(text, line, message, remedy)
+
+
+@pytest.mark.parametrize("speedup", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speedup_is_a_number_above_0(read: Any, speedup: float) -> None:
+    with pytest.raises(TrafficError, match=r"a speedup of .* makes no sense") as caught:
+        read(AZURE, speedup=speedup)
+    assert "above 0" in caught.value.remedy
+
+
+def test_steps_cannot_be_sped_up(refused: Any) -> None:
+    refused("num_tokens,count\n1,1\n", None, "cannot be sped up", "Leave the speedup out", speedup=2)
+
+
+# --- requests that are made up ---------------------------------------------------------------------------------
+
+
+def made_up(lora: Any = None, **section: Any) -> RequestTrace:
+    config = Config.model_validate({"traffic": MADE | section, "lora": lora})
+    assert config.traffic is not None
+    return synthetic_requests(config.traffic, build_plan(config))
+
+
+MADE = {"request_rate": 20, "num_requests": 4000, "prompt_median": 400, "prompt_p95": 2000}
+MADE |= {"output_median": 50, "output_p95": 200}
+
+
+def test_synthetic_requests_have_the_lengths_and_the_rate_that_were_asked_for() -> None:
+    trace = made_up()
+    assert trace.source == "synthetic: 4000 requests, 20 a second, seed 0"
+    prompts, outputs = (sorted(request[i] for request in trace.requests) for i in (1, 2))
+    for lengths, median, p95 in ((prompts, 400, 2000), (outputs, 50, 200)):
+        assert lengths[2000] == pytest.approx(median, rel=0.1)
+        assert lengths[3800] == pytest.approx(p95, rel=0.1)
+    assert trace.requests[-1].arrival_us == pytest.approx(4000 / 20 * 1e6, rel=0.1)
+    gaps = [b.arrival_us - a.arrival_us for a, b in pairwise(trace.requests)]
+    above_mean = sum(gap > 1e6 / 20 for gap in gaps) / len(gaps)
+    assert above_mean == pytest.approx(0.368, abs=0.03), "1 / e of exponential times are above their mean"
+
+
+def test_equal_seeds_give_equal_requests() -> None:
+    first, again, other = (made_up(seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.requests != other.requests
+
+
+def test_synthetic_lengths_may_be_fixed() -> None:
+    fixed = made_up(prompt_median=7, prompt_p95=7, output_median=1, output_p95=1)
+    assert {request[1:3] for request in fixed.requests} == {(7, 1)}
+
+
+@pytest.mark.parametrize(
+    ("share", "adapters"),
+    [({"lora_share": 0.5}, {NO_ADAPTER, 0, 1, 2}), ({"lora_share": 1, "num_adapters": 1}, {0}), ({}, {NO_ADAPTER})],
+)
+def test_synthetic_requests_use_adapters(share: dict[str, Any], adapters: set[int]) -> None:
+    assert {request.adapter for request in made_up(lora={"max_loras": 3}, **share).requests} == adapters

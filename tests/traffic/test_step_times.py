@@ -1,0 +1,252 @@
+"""Step times: where they come from, what lies between and beyond what was measured, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgplan.errors import StepTimeError
+from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, StepTimes
+
+NONE, PIECEWISE, FULL = RUNTIME_MODES
+POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
+
+
+def times_of(**modes: dict[int, float]) -> StepTimes:
+    return StepTimes.measured({(CUDAGraphMode[name], 0): points for name, points in modes.items()}, "by hand")
+
+
+def record(
+    size: int, eager: float, mode: str = "NONE", graph: float | None = None, padded: int = 0, loras: int = 0
+) -> Any:
+    timing = None if graph is None else {"median": graph, "p99": 2 * graph}
+    return {
+        "num_tokens": size,
+        "mode": mode,
+        "descriptor": {"num_tokens": size + padded, "num_reqs": None, "uniform": False, "num_active_loras": loras},
+        "eager": {"median": eager, "p99": 9e9},
+        "graph": timing,
+        "replay": None,
+    }
+
+
+def bench(*records: Any) -> dict[str, Any]:
+    return {"kind": "bench", "schema_version": 1, "environment": {"device": "NVIDIA H200"}, "records": list(records)}
+
+
+# --- between and beyond points --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("points", "mode", "times"),
+    [
+        # linear between points, steps stay steps, the first point's time below it
+        ({"FULL": {1: 10, 128: 10, 129: 20, 256: 20}}, FULL, {1: 10, 64: 10, 128: 10, 129: 20, 200: 20, 256: 20}),
+        ({"FULL": {10: 10, 20: 30}}, FULL, {1: 10, 15: 20}),
+        # on with the last slope, 0 after a single point
+        ({"FULL": {1: 10, 100: 10, 200: 30}}, FULL, {300: 50}),
+        ({"FULL": {4: 10}}, FULL, {400: 10}),
+        # a point below an earlier one is raised
+        ({"FULL": {1: 10.0, 8: 9.9, 64: 5.0, 65: 12.0}}, FULL, {1: 10, 8: 10, 64: 10, 65: 12}),
+        # eager steps beyond their points do the work of a FULL graph
+        ({"NONE": {1: 100, 10: 100}, "FULL": {1: 10, 10: 100, 20: 200}}, NONE, {1: 100, 10: 100, 15: 150, 40: 400}),
+        ({"NONE": {1: 100}, "PIECEWISE": {1: 10, 10: 100}}, NONE, {40: 100}),
+        # PIECEWISE below its points: between FULL and eager, at most its first point
+        ({"NONE": {1: 100}, "FULL": {1: 20}}, PIECEWISE, {1: 20 + PIECEWISE_SHARE * 80}),
+        (
+            {"NONE": {1: 100}, "FULL": {1: 20}, "PIECEWISE": {300: 30, 400: 60}},
+            PIECEWISE,
+            {1: 30, 300: 30, 350: 45, 500: 90},
+        ),
+    ],
+)
+def test_times_between_and_beyond_points(points: Any, mode: CUDAGraphMode, times: dict[int, float]) -> None:
+    found = times_of(**points)
+    assert {n: found.of(mode, n) for n in times} == times
+
+
+@pytest.mark.parametrize(
+    ("points", "note"),
+    [
+        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens was not measured: 0.2 us for each more token"),
+        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens only"),
+        ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
+        ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
+    ],
+)
+def test_assumptions_and_raised_points_are_noted(points: Any, note: str) -> None:
+    assert any(found.startswith(note) for found in times_of(**points).notes)
+
+
+def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
+    assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
+    times = times_of(NONE={1: 100}, FULL={1: 20})
+    assert times.notes_for(FULL) == tuple(note for note in times.notes if "PIECEWISE" not in note) != times.notes
+
+
+@settings(max_examples=50)
+@given(points=st.fixed_dictionaries({NONE: POINTS, FULL: POINTS}, optional={PIECEWISE: POINTS}))
+def test_times_never_fall_as_batches_grow_and_are_not_below_what_was_measured(
+    points: dict[CUDAGraphMode, dict[int, float]],
+) -> None:
+    times = StepTimes.measured({(mode, 0): values for mode, values in points.items()}, "drawn")
+    for mode in RUNTIME_MODES:
+        curve = times.curve(mode, 400)
+        assert curve.shape == (401,)
+        assert curve[0] == 0
+        assert (np.diff(curve) >= -1e-9 * curve[1:]).all()
+        assert curve[77] == times.of(mode, 77)
+        if mode in points:
+            assert all(times.of(mode, n) >= value * (1 - 1e-12) for n, value in points[mode].items())
+
+
+# --- adapters -------------------------------------------------------------------------------------------------
+
+
+def test_steps_with_adapters_take_longer_by_an_assumed_share() -> None:
+    times = times_of(NONE={1: 100}, FULL={1: 10})
+    assert times.of(FULL, 4, 0) == 10
+    assert times.of(FULL, 4, 1) == times.of(FULL, 4, 9) == pytest.approx(10 * (1 + LORA_OVERHEAD))
+    assert times.of(NONE, 4, 2) == pytest.approx(100 * (1 + LORA_OVERHEAD))
+    with_adapters = StepTimes.measured({(FULL, 9): {1: 11}, (NONE, 9): {1: 110}}, "x")
+    assert with_adapters.of(FULL, 1, 0) == pytest.approx(10)
+    assert with_adapters.of(FULL, 1, 4) == 11
+
+
+def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart_by_their_times() -> None:
+    times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 2): {1: 12}, (FULL, 5): {1: 15}, (NONE, 0): {1: 90}}, "x")
+    assert [times.of(FULL, 1, case) for case in (0, 1, 2, 3, 5, 9)] == [10, 12, 12, 15, 15, 15]
+    assert times.told_apart([0, 1, 2, 4, 5, 9]) == (0, 2, 9)
+    assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([0, 1, 2, 4, 9]) == (0, 9)
+    assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([9]) == (9,)
+
+
+# --- the default ----------------------------------------------------------------------------------------------
+
+
+def test_the_default_says_that_it_is_of_another_model() -> None:
+    times = StepTimes.default()
+    assert "H200" in times.source
+    assert any("another model than yours" in note for note in times.notes)
+    assert [times.of(FULL, n) for n in (1, 8, 64, 256)] == [3400, 3400, 4740, 8930]
+    for n in range(1, 9000, 7):
+        full, piecewise, eager = (times.of(mode, n) for mode in (FULL, PIECEWISE, NONE))
+        assert full <= piecewise <= eager or n > 500, n
+        assert full <= eager, "beyond 511 tokens eager steps are bound by the device"
+    assert times.of(FULL, 512) == times.of(NONE, 512)
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
+    report = bench(
+        record(3, 100, "FULL", 10, padded=1),
+        record(4, 101, "FULL", 11),
+        record(16, 120, "PIECEWISE", 50),
+        record(99, 300),
+    )
+    times = StepTimes.parse(json.dumps(report), "bench.json")
+    assert times.source == "bench.json, NVIDIA H200"
+    assert [(c.mode, c.points) for c in times.curves] == [
+        (NONE, ((3, 100), (4, 101), (16, 120), (99, 300))),
+        (PIECEWISE, ((16, 50),)),
+        (FULL, ((4, 11),)),
+    ]
+    with_adapters = StepTimes.parse(json.dumps(bench(record(4, 110, "FULL", 11, loras=5))), "b")
+    assert with_adapters.of(FULL, 4, 5) == 11
+    assert with_adapters.of(FULL, 4, 0) == pytest.approx(10)
+
+
+def test_a_table_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "times.csv"
+    path.write_text("\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n")
+    times = StepTimes.load(path)
+    assert times.source == str(path)
+    assert [(c.mode, c.points) for c in times.curves] == [
+        (NONE, ((1, 100), (8, 100))),
+        (PIECEWISE, ((8, 50),)),
+        (FULL, ((1, 10),)),
+    ]
+    cases = "mode,num_tokens,microseconds,num_active_loras\nFULL,1,10,0\nFULL,1,12,3\neager,1,50,\n"
+    assert [StepTimes.parse(cases, "t").of(FULL, 1, case) for case in (0, 2, 3)] == [10, 12, 12]
+
+
+def test_saved_step_times_read_back(tmp_path: Path) -> None:
+    times, path = StepTimes.default(), tmp_path / "times"
+    path.write_text(times.model_dump_json())
+    assert StepTimes.load(path) == times
+
+
+HEADER = "mode,num_tokens,microseconds\n"
+FILES = "JSON file of `cgplan bench --output`, or a CSV file with mode,num_tokens,microseconds"
+SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": %s}]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "remedy"),
+    [
+        ("", "times: no row of step times", FILES),
+        ("mode,num_tokens\nFULL,1\n", "times:1: column 'microseconds' is missing", FILES),
+        ("mode,num_tokens,microseconds,color\n", "times:1: unknown column 'color'", FILES),
+        ("mode;num_tokens;microseconds\nFULL;1;5\n", "times:1: the columns are separated by semicolons", FILES),
+        (HEADER + "FULL,1\n", "times:2: 2 fields, but the header has 3", "one value for each column"),
+        (HEADER + "FULL,1,5\nHALF,1,5\n", "times:3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
+        (HEADER + "FULL_AND_PIECEWISE,1,5\n", "times:2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
+        (HEADER + "FULL,,5\n", "times:2: num_tokens is '', not a whole number from 1 to 1048576", "Correct"),
+        (HEADER + "FULL,1,0\n", "times:2: microseconds is '0', not a number above 0, 1e+15 at most", "Correct"),
+        (HEADER + "FULL,1,nan\n", "times:2: microseconds is 'nan', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,fast\n", "times:2: microseconds is 'fast', not a number above 0", "Correct"),
+        (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", "times:4: full at 1 tokens stands in times:2 already", "one row"),
+        ("{", "times: not JSON", FILES),
+        ("[" * 200_000, "times: not JSON", FILES),
+        ("[1]", "times: no bench report: it is not an object", FILES),
+        ("{}", "times: no bench report: kind", FILES),
+        ('{"kind": "bench"}', "times: no bench report: records", FILES),
+        (json.dumps(bench()), "times: no bench report: records", FILES),
+        (json.dumps(bench(record(4, 0.0))), "times: no bench report: records.0.eager.median", FILES),
+        (json.dumps(bench(record(4, float("nan")))), "times: no bench report: records.0.eager.median", FILES),
+        (json.dumps(bench(record(4, 5, "FULL", -1))), "times: no bench report: records.0.graph.median", FILES),
+        (json.dumps(bench(record(0, 5))), "times: no bench report: records.0.num_tokens", FILES),
+        (json.dumps(bench(record(4, 5), record(4, 5, "SIDEWAYS", 1))), "no bench report: records.1.mode", FILES),
+        ('{"kind": "step_times"}', "times: damaged step times: source: Field required", FILES),
+        (SAVED % "[[2, 5], [1, 6]]", "times: damaged step times: curves.0: FULL: points do not ascend", FILES),
+        (SAVED % "[[1, -5]]", "damaged step times: curves.0.points.0.1: Input should be greater than 0", FILES),
+    ],
+)
+def test_bad_files(text: str, message: str, remedy: str) -> None:
+    with pytest.raises(StepTimeError) as caught:
+        StepTimes.parse(text, "times")
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StepTimeError, match="no such file"):
+        StepTimes.load(tmp_path / "nowhere")
+    path = tmp_path / "bytes"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
+        StepTimes.load(path)
+
+
+@pytest.mark.parametrize(
+    ("points", "mode", "message"),
+    [
+        ({"FULL": {1: 5}}, NONE, "no eager step times, found FULL"),
+        ({"NONE": {1: 5}, "PIECEWISE": {1: 2}}, FULL, "no FULL step times, found eager, PIECEWISE"),
+        ({"NONE": {1: 5}}, PIECEWISE, "no PIECEWISE step times, found eager"),
+        ({"FULL": {1: 5}}, PIECEWISE, "no eager step times, found FULL"),
+    ],
+)
+def test_missing_modes_are_named(points: Any, mode: CUDAGraphMode, message: str) -> None:
+    with pytest.raises(StepTimeError, match=message) as caught:
+        times_of(**points).of(mode, 1)
+    assert caught.value.remedy.startswith("Measure ")
