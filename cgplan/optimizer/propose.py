@@ -55,7 +55,7 @@ def propose(
         config: Mode, bounds of a batch, LoRA, budget; its capture sizes are only compared with.
         traffic: The batches to plan for.
         times: How long steps take.
-        costs: Memory and seconds of graphs; None: only their number is known, and only ``budget.max_graphs`` bounds the plan.
+        costs: Memory and seconds of graphs; None: not known, so that only ``budget.max_graphs`` bounds the plan.
         failed: Keys that could not be captured, and why: the plan does without them, and says so.
 
     Raises:
