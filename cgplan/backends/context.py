@@ -148,9 +148,9 @@ def forward_context(
         _current.reset(token)
 
 
-def current_forward_context() -> ForwardContext | None:
-    """The forward context that is set here, or None."""
-    return _current.get()
+set_context, reset_context = _current.set, _current.reset  # for paths on which a context manager costs too much
+current_forward_context = _current.get
+"""The forward context that is set here, or None."""
 
 
 def get_forward_context() -> ForwardContext:

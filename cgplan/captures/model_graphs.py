@@ -15,7 +15,7 @@ from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import Config
-from cgplan.errors import AddressError, CaptureMemoryError, CgplanError, InputError
+from cgplan.errors import AddressError, CaptureMemoryError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of
 from cgplan.graphs.footprint import Footprint, examine, look
 from cgplan.graphs.model_state import ModelState
@@ -106,7 +106,6 @@ class GraphedModel:
         self._looked: set[CUDAGraphMode] = set()
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._moved: str | None = None
-        self._refusal: CgplanError | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
@@ -322,10 +321,6 @@ class GraphedModel:
             raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
         self._moved, self._sealed = name, None  # which may hold the old memory
 
-    def refuse(self, error: CgplanError) -> None:
-        """Raise an error like this one instead of each further replay."""
-        self._refusal = error
-
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
         now = AmbientState.now(self.backend.device.type)
@@ -346,9 +341,7 @@ class GraphedModel:
         self._checked.add(key)
 
     def check_valid(self, what: str) -> None:
-        """Raise what ``refuse`` was given; after ``invalidate`` AddressError, whose message begins with ``what``."""
-        if self._refusal is not None:
-            raise type(self._refusal)(self._refusal.message, remedy=self._refusal.remedy)
+        """After ``invalidate`` raise AddressError, whose message begins with ``what``."""
         if self._moved is not None:
             raise AddressError(
                 f"{what} before {self._moved!r} moved: a replay would use the old memory",

@@ -47,7 +47,7 @@ class ParetoPoint(_Record):
 
 
 class LadderPoint(_Record):
-    """What a ladder gives for the same traffic.
+    """A ladder on the same traffic.
 
     Attributes:
         name: Of the ladder; ``configured`` for the sizes that the configuration lists.
@@ -101,7 +101,7 @@ class NotWorth(LaneRecord):
 
 
 class NextGraph(_Record):
-    """What one graph more would bring, if only their number counted: microseconds a step, and percent of it."""
+    """The gain of one graph more, if only their number counted: microseconds a step, and percent of it."""
 
     microseconds: float
     percent: float
@@ -111,7 +111,7 @@ class Evidence(_Record):
     """Everything that a plan's report shows.
 
     Attributes:
-        traffic_source, traffic_weight, traffic_notes: What was planned for.
+        traffic_source, traffic_weight, traffic_notes: The traffic that the plan is for.
         times_source, times_notes: Where the step times come from.
         costs_source, costs_estimated: Where memory and seconds come from; None: not known.
         costs_notes: Why these may be other ones than this configuration's.
@@ -125,14 +125,14 @@ class Evidence(_Record):
         binding: The limits that the next better plan breaks; empty if none does.
         next_graph: Worth of one more; None if the curve ends there.
         lanes: Sizes of the plan.
-        uses: What each graph runs.
+        uses: The steps that each graph runs.
         pareto: From one graph to where more bring nothing.
         ladders: Those that fit the configuration.
         padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
-        left_out: What the configured list or ladder has and the plan has not.
-        failed: What could not be captured, so that nothing was planned for it, with the error.
+        left_out: Sizes of the configured list or ladder that the plan does not have.
+        failed: Keys that could not be captured, with the error; the plan does without them.
         not_worth: Where graphs bring nothing.
-        notes: What was assumed on the way.
+        notes: Assumptions of the planner.
         warnings: Lint.
         verdict: In one sentence.
     """

@@ -1,4 +1,4 @@
-"""Why a plan has the graphs that it has: the evidence for it, written from what the search found."""
+"""The evidence for a plan: its figures, the limits that bind, the sizes that were left out, and a verdict."""
 
 from __future__ import annotations
 

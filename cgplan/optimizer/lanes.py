@@ -55,7 +55,7 @@ def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
 
 
 class Routes:
-    """What runs each batch, for any set of keys: the rule of the dispatcher.
+    """The graph that runs each batch, for any set of keys: the rule of the dispatcher.
 
     FULL graphs of uniform decode (if the batch is uniform), then FULL graphs of mixed batches, then PIECEWISE ones; of
     each kind those for the fewest adapters that are enough first; there the smallest size that holds the batch. The
@@ -81,7 +81,7 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one graph runs, or eager steps do (lane and size None).
+    """The batches that one graph runs, or that run eagerly (lane and size None).
 
     Attributes:
         lane, size: The graph; size in tokens.

@@ -1,4 +1,4 @@
-"""Lint: where a plan falls off a cliff, or holds what no batch needs. Each rule gives sentences with figures."""
+"""Lint: batches that fall off a cliff, and graphs that no batch needs. Each rule gives sentences with figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lint(plan: Plan, traffic: Traffic, times: StepTimes) -> tuple[str, ...]:
 
 
 def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
-    """What can be said of a plan that was not made for traffic: no figures of steps, only of sizes."""
+    """Warnings about a plan that was not made for traffic: its sizes alone are known."""
     return (
         *uncaptured_decode(plan),
         *unreachable_sizes(plan),

@@ -53,9 +53,9 @@ def propose(
 
     Args:
         config: Mode, bounds of a batch, LoRA, budget; its capture sizes are only compared with.
-        traffic: What to plan for.
+        traffic: The batches to plan for.
         times: How long steps take.
-        costs: What graphs cost; None: only their number is known, and only ``budget.max_graphs`` bounds the plan.
+        costs: Memory and seconds of graphs; None: not known, so that only ``budget.max_graphs`` bounds the plan.
         failed: Keys that could not be captured, and why: the plan does without them, and says so.
 
     Raises:
@@ -91,7 +91,7 @@ def propose(
 
 
 def _without_keys(config: Config) -> Plan:
-    """A plan with all but the keys. What sizes the configuration lists does not matter."""
+    """A plan with all but the keys, whatever sizes the configuration lists."""
     one = {"cudagraph_capture_sizes": (config.query_len,), "max_cudagraph_capture_size": None}
     bare = config.model_copy(update={"compilation": config.compilation.model_copy(update=one)})
     of_config = {"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}

@@ -5,7 +5,7 @@ Note [Several lanes]
 A batch goes to the first of its lanes whose largest size holds it. So once it is fixed where each lane *ends*, it is
 fixed which batches it runs, and the lanes share nothing but the limits: each is Note [One lane], exactly and for every
 number of graphs, and a min-plus product shares the graphs out. The last lane serves every batch that a graph may
-serve, and only eager steps follow it, so its end comes out of its own paths.
+serve, and only eager steps follow it, so its paths tell its end.
 
 The search goes over the ends of the other lanes. With two lanes that is one number, and it is enumerated: of the ends
 between two that were tried, lo and hi, none is better than the first lane cut at lo + 1, the last lane with the batches
@@ -49,7 +49,7 @@ SAMPLE = 1024  # sizes of a lane to try as one graph more
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may cost: graphs, bytes, seconds; None: no limit."""
+    """The limits of a plan: graphs, bytes, seconds; None: no limit."""
 
     graphs: int
     memory: float | None = None
@@ -157,7 +157,7 @@ class Search:
 
     Args:
         problem: Candidates and demands.
-        limits: What may be spent; if keys of a mode differ in cost, the cheapest counts.
+        limits: Of the budget; if keys of a mode differ in cost, the cheapest counts.
         rate: Price on bytes and seconds: of a whole limit, as a share of the microseconds that graphs can save.
         curve: Whether to prove every number of graphs, to 0.05%, or the largest alone.
         effort: Candidates times graphs times ends to try, about.
@@ -237,7 +237,7 @@ class Search:
             middles = self._try([((low.ends[0] + high.ends[0]) // 2,) for low, high, _ in halved])
             for (low, high, least), middle in zip(halved, middles, strict=True):
                 spans += [*self._spans(low, middle, least), *self._spans(middle, high, least)]
-        return floor
+        return np.maximum(floor, self._apart()) if self._left <= 0 else floor
 
     def _spans(self, low: _Corner, high: _Corner, least: Floats) -> list[_Span]:
         """The ends between two that were tried, if there are any; no plan with one of them is below ``least``."""

@@ -84,7 +84,7 @@ def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
 
     Args:
         plan: Its keys, and the tokens of a request in uniform decode.
-        keys: Those of the plan, or what is left of them without the largest sizes of some lanes.
+        keys: Those of the plan, or the rest of them without the largest sizes of some lanes.
         most: How many to keep.
     """
     if len(keys) <= most:

@@ -260,9 +260,13 @@ class CopiedResult(NamedTuple):
 
     def accept(self, value: Any) -> bool:
         """Copy ``value`` in; False if it does not fit."""
-        if not self.fits(value):
+        slot = self.slot
+        if type(value) is torch.Tensor:  # as in ``fits``, without a call
+            if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != slot.device:
+                return False
+        elif not self.fits(value):
             return False
-        self.slot.copy_(value.detach() if value.requires_grad else value)
+        slot.copy_(value.detach() if value.requires_grad else value)
         return True
 
     def __str__(self) -> str:

@@ -24,12 +24,12 @@ _GRID = 1.25  # pools are worked out for sizes this factor apart, and interpolat
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one key's capture allocated.
+    """The allocations of one key's capture.
 
     Attributes:
         mode, has_lora, num_tokens: Which key.
         operators: Recorded operators.
-        events: What it took from an empty pool and gave back, in order. Blocks are numbered as they were taken.
+        events: Blocks that it took from an empty pool and gave back, in order. Blocks are numbered as they were taken.
         hidden_bytes: Most bytes taken at once inside operators with Python code of their own, which are not in
             ``events``: on a GPU such an operator is mostly one kernel.
         hidden_in: The names of those operators.
@@ -95,7 +95,7 @@ class EstimatedCosts(GraphCosts):
     Args:
         recordings: Of each mode, and of LoRA cases with and without adapters, one or more sizes.
         config: For the static buffers and the number of warm-ups.
-        note: What else ``source`` is to say.
+        note: A further part of ``source``.
     """
 
     estimated = True

@@ -20,11 +20,11 @@ _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
 def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]]) -> Iterator[str]:
-    """A note for each kind of graph that has no figures of its own: nothing is priced at nothing.
+    """A note for each kind of graph that was not measured: no graph is priced at nothing.
 
     Args:
-        config: What is planned for: its mode says which graphs there may be, its `lora` for which adapters.
-        priced: (mode, has_lora) of what there are figures of.
+        config: Of the plan: its mode says which graphs there may be, its `lora` for which adapters.
+        priced: (mode, has_lora) of the graphs that were measured.
 
     Raises:
         ModeError: as ``resolve_mode`` does.
@@ -122,9 +122,9 @@ class MeasuredCosts(GraphCosts):
     where there are no others (or the other way round); the notes say so.
 
     Args:
-        keys: What was captured.
+        keys: Of the captures.
         pools: For each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
-        config: What is planned for; its inputs give the static buffers.
+        config: Of the plan; its inputs give the static buffers.
         workspace_bytes, once_seconds: See GraphCosts.
         bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
         source: Where the figures come from.
@@ -201,7 +201,7 @@ class MeasuredCosts(GraphCosts):
         take at least their share of the smallest. Rounded up to whole segments where pools consist of them.
         """
         points = self._pools.get(mode)
-        if not points:  # of a mode that was not measured: what those that were need at most
+        if not points:  # a mode that was not measured: the largest pool of the others
             return max((self.pool_bytes(other, num_tokens) for other, found in self._pools.items() if found), default=0)
         above = next((point for point in points if point[0] >= num_tokens), None)
         if above is not None and above[0] == num_tokens:
@@ -230,7 +230,7 @@ class MeasuredCosts(GraphCosts):
         return self._once_seconds
 
     def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
-        """A figure of a key: what was measured of it, else from those like it, whatever their number of adapters, if
+        """A figure of a key: as measured of it, else from those like it, whatever their number of adapters, if
         they have some; else from those of its mode, else from all.
 
         No size takes less than the least that was measured: times are noisy, and a line through two of them, drawn

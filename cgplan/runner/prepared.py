@@ -9,15 +9,15 @@ Note [The hot path]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cgplan.backends.context import forward_context
+from cgplan.backends.context import ForwardContext, reset_context, set_context
 from cgplan.buffers.copier import Copier, CopyIn
 from cgplan.buffers.outputs import OutputRows
 from cgplan.captures.model_graphs import GraphedModel
@@ -96,7 +96,7 @@ class PreparedCall:
         if mode is CUDAGraphMode.FULL:
             replay = graphed.backend.launcher(entry.graph)
         else:
-            replay = partial(_replay_pieces, entry, route, graphed, copier)
+            replay = _replay_of_pieces(entry, route, graphed, copier)
         return cls(route, count, copy_in, replay, outputs.reader(entry.output, tokens, reqs), needs_check=True)
 
 
@@ -121,16 +121,24 @@ class _ModelRun:
         return self._finish(output)
 
 
-def _replay_pieces(entry: CUDAGraphEntry, route: Route, graphed: GraphedModel, copier: Copier) -> None:
-    """Replay a PIECEWISE key. Its eager pieces read the forward context, and may write into the static buffers."""
-    buffers, padded_reqs = graphed.buffers, graphed.padded_reqs(route.descriptor)
-    metadata = {}
-    for name in graphed.config.metadata:
-        buffer = buffers.buffers[name]
-        metadata[name] = buffer.view(buffer.count(route.descriptor.num_tokens, padded_reqs)).detach()
-    before = buffers.versions()
-    try:
-        with torch.no_grad(), forward_context(route.mode, route.descriptor, metadata, scope=graphed.scope):
-            entry.graph.replay()
-    finally:
-        copier.note_writes(before)
+def _replay_of_pieces(entry: CUDAGraphEntry, route: Route, graphed: GraphedModel, copier: Copier) -> Callable[[], None]:
+    """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
+    mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
+    tensors = [buffer.tensor for buffer in graphed.buffers.buffers.values()]
+    views, names = graphed.views(descriptor), tuple(graphed.config.metadata)
+    metadata = [views[name] for name in names]
+    version = operator.attrgetter("_version")
+
+    def run() -> None:
+        before = [*map(version, tensors)]
+        given = dict(zip(names, map(torch.Tensor.detach, metadata), strict=True))
+        token = set_context(ForwardContext(mode, descriptor, given, scope))
+        try:
+            with torch.no_grad():
+                replay()
+        finally:
+            reset_context(token)
+            if [*map(version, tensors)] != before:
+                copier.note_writes(before)
+
+    return run

@@ -427,13 +427,6 @@ class GraphRunner:
         self._graphed.invalidate(name)
         self._check_again()
 
-    def refuse(self, error: CgplanError) -> None:
-        """Have calls that a graph would serve raise an error like this one until ``recapture``: another rank is lost,
-        and a graph would sum its old memory silently. From any thread.
-        """
-        self._graphed.refuse(error)
-        self._check_again()
-
     def _check_again(self) -> None:
         staged = [reference() for reference in list(self._handed)]
         for call in (*list(self._calls.values()), *(block._call for block in staged if block is not None)):

