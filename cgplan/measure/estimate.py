@@ -157,7 +157,15 @@ class AllocationLog(TorchDispatchMode):
         finally:
             torch._C._dynamo.eval_frame.reset_code(own.__code__)
 
-    def add_named(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # noqa: ARG002
+    def add_named(
+        self,
+        name: str,  # noqa: ARG002
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_traced: bool = False,  # noqa: ARG002
+    ) -> Any:
         """Run an eager piece."""
         self.eager_pieces += 1
         with self.recording(False):

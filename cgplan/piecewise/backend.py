@@ -96,7 +96,7 @@ class PiecewiseBackend:
             module = getattr(split, piece.name)
             _ = module.code  # generates it: until then `forward` is a stub that does so on each call
             if piece.eager:
-                module.forward = broken_out(module.forward, piece.title)
+                module.forward = broken_out(module.forward, piece.title, is_traced=not _changes_in_place(module))
             elif self.compiler == "inductor":
                 key = structure_of(module)
                 if key not in self.compiled:
@@ -112,6 +112,13 @@ class PiecewiseBackend:
                 return split(*args)
 
         return forward_of_pieces
+
+
+def _changes_in_place(module: fx.GraphModule) -> bool:
+    """Whether operators of a piece end with an underscore: some change the shape of a tensor object (``t_``)."""
+    targets = (node.target for node in module.graph.nodes if node.op.startswith("call_"))
+    names = (target if isinstance(target, str) else getattr(target, "__name__", "") for target in targets)
+    return any(name.split(".")[0].endswith("_") for name in names)
 
 
 class _TraceWrapper(BreakableCUDAGraphWrapper):

@@ -236,8 +236,16 @@ class BreakableCUDAGraphCapture:
         for graph in graphs:
             self._backend.reset(graph)
 
-    def add_named(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As ``add_eager``, under a name for messages."""
+    def add_named(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_traced: bool = False,
+    ) -> Any:
+        """As ``add_eager``, under a name for messages; ``is_traced``: the function is operators of a trace."""
         line = blamed_line()
         if self._open is None or self._broken_in is not None:
             raise CaptureError(
@@ -246,7 +254,7 @@ class BreakableCUDAGraphCapture:
             )
         self._broken_in, opened = name, self._open
         self._end_segment(opened, f"eager piece {name}, at {line}")
-        piece = EagerPiece(name, line, function, self._backend, self._pool)
+        piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
         self._items.append(piece)
         context = current_forward_context()
         if context is None:

@@ -48,8 +48,11 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """The same as ``eager_break_during_capture``, under a name for messages, and unnoticed by a look."""
+def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) -> Callable[P, R]:
+    """The same as ``eager_break_during_capture``, under a name for messages, and unnoticed by a look.
+
+    ``is_traced``: the function is operators of a trace.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +61,7 @@ def broken_out(function: Callable[P, R], name: str) -> Callable[P, R]:
             if (look := current_look()) is not None:  # it looks at segments; here the host may be needed
                 return look.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
             return function(*args, **kwargs)
-        return capture.add_named(name, function, args, kwargs)  # type: ignore[no-any-return]
+        return capture.add_named(name, function, args, kwargs, is_traced=is_traced)  # type: ignore[no-any-return]
 
     return call
 

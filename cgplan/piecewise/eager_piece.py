@@ -41,8 +41,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory 
 class EagerPiece:
     """One function between two segments, with its arguments and the places of its results.
 
-    It owns no pool memory: slots and captured arguments are borrowed. Each run gets new tensor objects on the memory of
-    the capture, so that the function may change the objects (``transpose_``).
+    It owns no pool memory: slots and captured arguments are borrowed. Each run of a user's function gets new tensor
+    objects on the memory of the capture, so that the function may change the objects (``transpose_``); operators of a
+    trace do not, and get the same objects each time: each new object costs the host a microsecond.
 
     Attributes:
         name: For messages: the function's qualified name, the module's dotted name, or the splitting operator.
@@ -50,9 +51,19 @@ class EagerPiece:
         state: Torch's thread-local state at capture; ``run`` expects it.
     """
 
-    def __init__(self, name: str, line: str, function: Callable[..., Any], backend: GraphBackend, pool: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        line: str,
+        function: Callable[..., Any],
+        backend: GraphBackend,
+        pool: Any,
+        *,
+        is_traced: bool = False,
+    ) -> None:
         self.name = name
         self.line = line
+        self._is_traced = is_traced
         self.state = AmbientState.now(backend.device.type)
         self._function = function
         self._backend = backend
@@ -137,8 +148,8 @@ class EagerPiece:
                 results.append(AliasedResult.of(copied, leaf, block[1]) if block and shares else copied)
                 copies.append((slot, leaf.detach()))
         self._results = results
-        is_single = self._spec == _LEAF and isinstance(results[0], CopiedResult)
-        self._only = results[0] if is_single else None
+        self._only = results[0] if self._spec == _LEAF else None
+        self._is_flat = self._spec.type is tuple and len(results) == self._spec.num_children
         del self._flat, self._is_kept, self._shared
         for module, name, value in self._bound:
             slot = self._new_slot(value)
@@ -160,7 +171,7 @@ class EagerPiece:
 
         Raises CaptureError if they are not what they were at capture; the function's own errors pass.
         """
-        leaves = [leaf.detach() if is_tensor else leaf for leaf, is_tensor in self._leaves]
+        leaves = self._kept if self._is_traced else [t.detach() if is_new else t for t, is_new in self._leaves]
         if self._nested is not None:  # new lists and dicts each time, in case the function edits them
             args, kwargs = tree_unflatten(leaves, self._nested)
             result = self._function(*args, **kwargs)
@@ -169,7 +180,12 @@ class EagerPiece:
             result = self._function(*leaves[:count], **dict(zip(self._names, leaves[count:], strict=True)))
         else:
             result = self._function(*leaves)
-        if self._only is None or not self._only.accept(result):  # the common case, without a walk over a tree
+        if self._only is not None:  # the common cases, without a walk over a tree
+            fits = self._only.accept(result)
+        else:
+            fits = self._is_flat and type(result) is tuple and len(result) == len(self._results)
+            fits = fits and all(map(_accepts, self._results, result))
+        if not fits:
             self._deliver(result)
         for module, name, slot in self._bound:
             slot.accept(getattr(module, name, None))
@@ -194,6 +210,7 @@ class EagerPiece:
         if not all(map(is_leaf, given)):
             given, self._nested = tree_flatten((args, kwargs), is_leaf=is_leaf)
         self._leaves = list(map(kept, given))
+        self._kept = [leaf for leaf, _ in self._leaves]
 
     def _deliver(self, result: Any) -> None:
         flat, spec = tree_flatten(result)
@@ -248,27 +265,24 @@ class EagerPiece:
         )
 
 
-class CopiedResult(NamedTuple):
+class CopiedResult:
     """A fresh tensor: each replay copies it into its slot."""
 
-    slot: torch.Tensor
+    def __init__(self, slot: torch.Tensor) -> None:
+        self.slot = slot
+        self._shape, self._dtype, self._device = slot.shape, slot.dtype, slot.device
 
     def fits(self, value: Any) -> bool:
         """Whether shape, dtype and device are those of the capture."""
-        slot = self.slot
-        if not isinstance(value, torch.Tensor) or value.shape != slot.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != self._shape:
             return False
-        return value.dtype is slot.dtype and value.device == slot.device
+        return value.dtype is self._dtype and value.device == self._device
 
     def accept(self, value: Any) -> bool:
         """Copy ``value`` in; False if it does not fit."""
-        slot = self.slot
-        if type(value) is torch.Tensor:  # as in ``fits``, without a call
-            if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != slot.device:
-                return False
-        elif not self.fits(value):
+        if not self.fits(value):
             return False
-        slot.copy_(value.detach() if value.requires_grad else value)
+        self.slot.copy_(value.detach() if value.requires_grad else value)
         return True
 
     def __str__(self) -> str:
@@ -343,6 +357,10 @@ class Constant(NamedTuple):
 
 
 _Result = CopiedResult | AliasedResult | PassThrough | Constant
+
+
+def _accepts(kept: _Result, value: Any) -> bool:
+    return kept.accept(value)
 
 
 def described(value: Any) -> str:

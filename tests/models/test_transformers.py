@@ -180,7 +180,7 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
         ({"config": MAMBA}, "layers of kind linear_attention"),
         ({"config": RWKV}, "rwkv does not use the key-value cache"),
         ({"config": BLOOM}, "bloom does not run on a key-value cache"),
-        ({"config": {"model_type": "xlnet", "d_model": 7}}, "no valid config of xlnet"),
+        ({"config": {"model_type": "xlnet", "d_model": 7}}, "does not describe a xlnet"),
         ({"config": {**QWEN3, "layer_types": ["linear_attention"] * 2}}, "layers of kind linear_attention"),
         ({"config": [1]}, "no mapping"),
         ({"config": QWEN3, "attn_implementation": "flash"}, "Choose sdpa or eager"),
