@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         "which is 7",
     ),
     "capture on a name": (lambda: BreakableCUDAGraphCapture("cpu", None), CgplanError, "needs a backend, found 'cpu'"),  # type: ignore[arg-type]
-    "capture without a pool": (lambda: captured(print, pool=3), BackendError, "3 is no pool"),
+    "capture without a pool": (lambda: captured(print, pool=3), BackendError, "3 is not a pool"),
     "a foreign pool": (
         lambda: captured(print, pool=select_backend("cpu").new_pool()),
         BackendError,
