@@ -166,8 +166,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block in which warm-ups and captures run: one garbage collection, then none; autocast's cache off; on CUDA
-        the capture stream.
+        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
 
         A session inside a session is part of it.
         """
@@ -219,7 +218,7 @@ class GraphBackend(ABC):
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
     """A block with autocast's cache of cast weights on or off. Code that Dynamo compiled in one state is compiled again
-    in the other, so warm-ups run in that of captures, and eager pieces in that of replays.
+    in the other, so graph code is warmed up with it off, and code between graphs is captured with it on.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(on)

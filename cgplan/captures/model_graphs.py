@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.backend import autocast_cache
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
@@ -246,8 +247,10 @@ class GraphedModel:
 
     def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Run what a key captures, without capturing; where a trace is captured, it is found or made here."""
-        call = self.route.whole if mode is CUDAGraphMode.FULL else self.route.warm
-        self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+        is_full = mode is CUDAGraphMode.FULL
+        with autocast_cache(on=not is_full and self.route.name == "wrappers"):  # wrappers turn it off for themselves
+            call = self.route.whole if is_full else self.route.warm
+            self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
         """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose

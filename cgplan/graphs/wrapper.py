@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import (
     AddressPolicy,
@@ -223,6 +224,9 @@ class CUDAGraphWrapper:
             if self.runtime_mode is CUDAGraphMode.PIECEWISE and (look := current_look()) is not None:
                 with look.in_wrapper(self, is_whole=not self._computes_while_capturing):
                     return self.runnable(*args, **kwargs)
+            if context is not None and context.scope is not None and context.scope.is_open:  # a warm-up
+                with autocast_cache(on=False):
+                    return self.runnable(*args, **kwargs)
             return self.runnable(*args, **kwargs)
         key = self._key(context.descriptor, args, kwargs)
         entry = self.entries.get(key)
@@ -384,7 +388,8 @@ class CUDAGraphWrapper:
         with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
-                self._warm_up(args, kwargs)
+                with autocast_cache(on=False):
+                    self._warm_up(args, kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
             if self._pool is None and scope is None and self._own_pool is None:
                 self._own_pool = self.backend.new_pool()

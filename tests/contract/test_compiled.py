@@ -12,8 +12,9 @@ from checks import Tally
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import GraphRunner, Input
+from cgplan import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRunner, Input, forward_context
 from cgplan.backends import GraphBackend
+from cgplan.backends.host_sync import is_probing
 
 EVENTS = Tally()
 IS_CAPTURING = Tally()
@@ -98,6 +99,57 @@ def test_compiled_parts_are_captured_and_stay_compiled(
         EVENTS.clear()
         model(batches[0])
         assert EVENTS == ["ran"] * 3, "what was compiled is neither skipped nor compiled again"
+
+
+@pytest.mark.parametrize("way", ["full", "modules", "wrappers", "alone"])
+def test_graph_code_is_warmed_up_under_the_guards_of_its_capture(backend: GraphBackend, way: str) -> None:
+    """Autocast's cache, which captures turn off, is one of Dynamo's guards; code between graphs runs with it on."""
+    graph_code, between = Tally(), Tally()
+
+    class Segment(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not is_probing():
+                graph_code.append(torch.is_autocast_cache_enabled())
+            return x * 2
+
+    class Outside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not is_probing():
+                between.append(torch.is_autocast_cache_enabled())
+            return x + 1
+
+    class Both(nn.Module):
+        def __init__(self, segment: Callable[..., Any]) -> None:
+            super().__init__()
+            self.segment, self.outside = segment, Outside()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outside(self.segment(x))  # type: ignore[no-any-return]
+
+    segment: Any = Segment()
+    if way == "alone":
+        wrapper = CUDAGraphWrapper(segment, CUDAGraphMode.FULL, backend=backend)
+        with forward_context(CUDAGraphMode.FULL, BatchDescriptor(2)):
+            wrapper(torch.ones(2, 8, device=backend.device))
+        assert graph_code
+        assert not any(graph_code)
+        return
+    split = {
+        "full": {"cudagraph_mode": "FULL"},
+        "modules": {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["outside"]},
+        "wrappers": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
+    }[way]
+    model = Both(CUDAGraphWrapper(segment, CUDAGraphMode.PIECEWISE) if way == "wrappers" else segment)
+    with closing(open_runner(backend, model, **split)) as runner:
+        assert len(graph_code) == 6, "a warm-up and a capture of each size"
+        assert not any(graph_code)
+        if way == "full":
+            assert not any(between)
+            return
+        captured = between[1::2]
+        between.clear()
+        runner(x=torch.ones(3, 8, device=backend.device))
+        assert [*captured, *between] == [True] * 4, "captures, and a replay"
 
 
 def test_an_eager_piece_is_compiled_ahead_of_its_replays(backend: GraphBackend) -> None:
