@@ -166,7 +166,8 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
+        """A block in which warm-ups and captures run: one garbage collection, then none; autocast's cache off; on CUDA
+        the capture stream.
 
         A session inside a session is part of it.
         """
@@ -201,20 +202,31 @@ class GraphBackend(ABC):
         Autocast's cache of cast weights is off inside: a weight cast before would be read after it was freed, and one
         cast inside would lie in the pool, where the next graph overwrites it.
         """
-        cached = torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(False)
         try:
-            self.begin(graph)
-            try:
-                yield
-            except BaseException:
-                self.abort(graph)
-                raise
-            self.end(graph)
+            with autocast_cache(on=False):
+                self.begin(graph)
+                try:
+                    yield
+                except BaseException:
+                    self.abort(graph)
+                    raise
+                self.end(graph)
         finally:
             torch.clear_autocast_cache()  # a forward may have turned it on: casts that it made lie in the pool
-            torch.set_autocast_cache_enabled(cached)
+
+
+@contextmanager
+def autocast_cache(*, on: bool) -> Iterator[None]:
+    """A block with autocast's cache of cast weights on or off. Code that Dynamo compiled in one state is compiled again
+    in the other, so warm-ups run in that of captures, and eager pieces in that of replays.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(on)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 _lock, _depth = threading.RLock(), 0

@@ -27,7 +27,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
+from cgplan.backends.backend import (
+    Feature,
+    GraphBackend,
+    MemoryReading,
+    autocast_cache,
+    foreign_pool,
+    gc_paused,
+)
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
@@ -366,7 +373,7 @@ class CudaBackend(GraphBackend):
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             try:
-                with gc_paused(), torch.cuda.stream(self._stream):
+                with gc_paused(), autocast_cache(on=False), torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:

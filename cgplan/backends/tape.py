@@ -20,7 +20,14 @@ from threading import get_ident
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
+from cgplan.backends.backend import (
+    Feature,
+    GraphBackend,
+    MemoryReading,
+    autocast_cache,
+    foreign_pool,
+    gc_paused,
+)
 from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, replay, tensor_on
@@ -152,7 +159,7 @@ class TapeBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """A block without garbage collection."""
         import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
-        with gc_paused():
+        with gc_paused(), autocast_cache(on=False):
             yield
 
     def supports(self, feature: Feature) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from cgplan.errors import BackendError, ConfigError, RankMismatchError, RendezvousError
+from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -168,7 +168,11 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
             remedy="Look at the output of the other ranks.",
         ) from error
     _meetings[where] += 1
-    check_devices(found)
+    try:
+        check_devices(found)
+    except CgplanError:
+        part(store, place, min(timeout, 10.0))  # ended at once, rank 0 would leave the others without its store
+        raise
     return store, found
 
 

@@ -28,6 +28,7 @@ import torch
 from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.backend import autocast_cache
 from cgplan.backends.host_sync import tensors_in
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
@@ -70,7 +71,8 @@ class EagerPiece:
         tensors = tensors_in(given)
         addresses = list(map(_address, tensors))
         self._keep_arguments(args, kwargs)
-        result = self._function(*args, **kwargs)
+        with autocast_cache(on=True):
+            result = self._function(*args, **kwargs)
         self._refuse_changed_arguments(given, tree_leaves((args, kwargs)))
         if list(map(_address, tensors)) != addresses:
             raise CaptureError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
 from cgplan.buffers.batch import BatchReader
@@ -109,7 +110,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         # Sizes and numbers in which this model differs from one traced before must not become variables; and inputs
         # that happen to have equal sizes must not share one.
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with shapes, config.patch(automatic_dynamic_shapes=False, **limits):
+        with shapes, config.patch(automatic_dynamic_shapes=False, **limits), autocast_cache(on=False):
             try:
                 return self._traced(**own)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:

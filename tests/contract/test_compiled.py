@@ -98,3 +98,12 @@ def test_compiled_parts_are_captured_and_stay_compiled(
         EVENTS.clear()
         model(batches[0])
         assert EVENTS == ["ran"] * 3, "what was compiled is neither skipped nor compiled again"
+
+
+def test_an_eager_piece_is_compiled_ahead_of_its_replays(backend: GraphBackend) -> None:
+    model = Layers().to(backend.device).eval()
+    with closing(open_runner(backend, model, cudagraph_mode="PIECEWISE", splitting_modules=["norm"])) as runner:
+        EVENTS.clear()
+        for rows in (3, 1, 2):
+            runner(x=torch.randn(rows, 8, device=backend.device))
+        assert EVENTS == ["ran"] * 3

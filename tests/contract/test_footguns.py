@@ -449,7 +449,7 @@ def test_the_autocast_cache_of_weights(backend: GraphBackend, way: str) -> None:
     autocast = {"device_type": backend.device.type, "dtype": torch.bfloat16}
     x, layer = full(backend, 1), nn.Linear(2, 2, bias=False, device=backend.device)
     graph = backend.new_graph(backend.new_pool())
-    with backend.session(), torch.no_grad(), torch.autocast(**autocast):
+    with backend.session(), torch.no_grad(), torch.autocast(**autocast, cache_enabled=True):
         layer(x)  # the warm-up fills the cache
         backend.begin(graph)
         out = layer(x)

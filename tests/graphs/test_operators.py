@@ -262,12 +262,12 @@ class Compiled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs = 0
+        self.runs = Tally()
         self.scaled = torch.compile(lambda x: x.sin() * 2, backend=self._count, dynamic=True)
 
     def _count(self, gm: Any, _: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            self.runs += 1
+            self.runs.append("ran")
             return gm(*args)
 
         return run
@@ -290,11 +290,11 @@ def test_code_that_was_compiled_still_runs_after_a_look(backend: GraphBackend) -
     with torch.no_grad():
         for _ in range(2):
             model(x)
-        assert model.runs == 2
+        assert len(model.runs) == 2
         assert host_sync_of(lambda: model(x), backend.device) is None
-        assert model.runs == 2, "as it is written, meanwhile"
+        assert len(model.runs) == 2, "as it is written, meanwhile"
         model(x)
-        assert model.runs == 3
+        assert len(model.runs) == 3
 
 
 @pytest.mark.gpu
@@ -310,7 +310,7 @@ def test_further_keys_are_captured_with_compiled_code() -> None:
     model = Keeps()
     cuda = select_backend("cuda")
     with closing(open_runner(cuda, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=1)) as runner:
-        assert compiled.runs == 4, "a warm-up and a capture of each key"
+        assert len(compiled.runs) == 4, "a warm-up and a capture of each key"
         x = torch.randn(3, 6, device=cuda.device)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
-        assert compiled.runs == 5
+        assert len(compiled.runs) == 5

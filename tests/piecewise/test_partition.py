@@ -34,7 +34,8 @@ def _fresh_dynamo() -> None:
 def replay_random_batches(
     backend: GraphBackend, mode: str, batches: int = 20, close: dict[str, float] | None = None, **compilation: Any
 ) -> GraphRunner:
-    """Capture the decoder and compare replays with its own code on the same padded batch, bit for bit."""
+    """Capture the decoder and compare replays with its own code on the same padded batch, bit for bit or as close."""
+    tolerance = close or {"rtol": 0, "atol": 0}
     model = decoder.build(num_layers=2).to(backend.device)
     rows, reqs = "num_tokens", "num_reqs"
     config = validate_config(
@@ -63,9 +64,9 @@ def replay_random_batches(
         after = [cache.clone() for cache in caches]
         for cache, old in zip(caches, before, strict=True):
             cache.copy_(old)
-        torch.testing.assert_close(found, runner.run_eagerly(**tensors), **(close or {"rtol": 0, "atol": 0}))
-        # The last block takes what padding rows write; real blocks must be the same to the last bit.
-        assert all(torch.equal(cache[:-1], new[:-1]) for cache, new in zip(caches, after, strict=True))
+        torch.testing.assert_close(found, runner.run_eagerly(**tensors), **tolerance)
+        for cache, new in zip(caches, after, strict=True):  # the last block takes what padding rows write
+            torch.testing.assert_close(new[:-1], cache[:-1], **tolerance)
     assert bool(runner.stats.replays) == (mode != "NONE")
     return runner
 

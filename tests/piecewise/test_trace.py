@@ -708,7 +708,7 @@ def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: G
 def test_replays_do_not_need_what_dynamo_keeps(backend: GraphBackend) -> None:
     class Constant(Scaled):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=x.device)
+            return super().forward(x) + torch.arange(8.0, device=x.device)
 
     model = Constant(8, 2.0).to(backend.device)
     runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
