@@ -183,7 +183,6 @@ class GraphedModel:
         if mode is CUDAGraphMode.PIECEWISE and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._use_generators(tuple(found.generators.values()))
-        self.backend.release_cached()  # captures take memory of their own
 
     def _calls_breaks(self) -> bool:
         if not any_breaks():

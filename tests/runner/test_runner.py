@@ -775,7 +775,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_session(backend: GraphBackend) 
 
     wide = {"x": Input(shape=("num_tokens", 16384), dtype="float32", pad=0)}
     reserved(backend)
-    with short_of_memory(backend, 96 * MIB) as short:
+    with short_of_memory(backend, 160 * MIB) as short:  # the look at the first key takes as much as its capture
         before = reserved(short)
         steps: list[CaptureProgress] = []
         with pytest.raises(CaptureMemoryError) as caught:
