@@ -24,7 +24,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,6 +115,8 @@ class Look(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Footprint()
         self.refusals = Refusals(raises=False)
+        # elsewhere the dispatcher sees what moves values to the host
+        self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if device.type == "cpu" else nullcontext()
         self._state, self._names, self._device, self._limit = state, names, device, limit
         self._part: Part = part
         self._is_whole, self._called = is_whole, set[int]()
@@ -143,7 +145,7 @@ class Look(TorchDispatchMode):
             self._count(func, part)
             self._inside += 1
             try:
-                with self.in_part(part), self:
+                with self.in_part(part), self, self.guard:
                     key = getattr(torch._C.DispatchKey, self._key)
                     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
             finally:
@@ -288,8 +290,7 @@ def look(
     device = state.device
     with random_state_kept(device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, known, device, limit, **options)
-        if device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
-            stack.enter_context(HostGuard(mode.refusals))
+        stack.enter_context(mode.guard)
         stack.enter_context(mode)
         try:
             call()

@@ -74,6 +74,9 @@ def _middle(x: Tensor) -> Tensor:
 
 _LIBRARY.impl("middle", _middle, "CompositeExplicitAutograd")
 torch.library.register_fake("footguns::middle", torch.empty_like, lib=_LIBRARY)
+_LIBRARY.define("scaled(Tensor x) -> Tensor")
+_LIBRARY.impl("scaled", lambda x: x * sum(x[0].tolist()), "CompositeExplicitAutograd")
+torch.library.register_fake("footguns::scaled", torch.empty_like, lib=_LIBRARY)
 
 
 class Middle(nn.Module):
@@ -619,6 +622,16 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     graph, out = bare(backend, lambda: x * 2)  # the device captures as before
     backend.replay(graph)
     same(out, x * 2)
+
+
+@all_ways
+def test_a_host_method_inside_a_custom_operator(backend: GraphBackend, way: str) -> None:
+    """The operator's Python kernel would run once, at capture, and its number would be that of padding rows. Experts
+    of mixture models loop over ``offsets.tolist()`` in such an operator.
+    """
+    model = torch.ops.footguns.scaled if way == "full" else Model(backend, way, torch.ops.footguns.scaled)
+    with pytest.raises(HostSyncError, match=r"needs the host .*test_footguns\.py:\d+: `.*tolist"):
+        open_runner(backend, (lambda x: model(x)) if way == "full" else model, way)
 
 
 @pytest.mark.parametrize("way", ["full", "modules"])
