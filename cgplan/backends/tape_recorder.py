@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
+    HostGuard,
     Refusals,
     implemented_in_python,
     is_composite,
@@ -78,7 +79,7 @@ class Recorder(TorchDispatchMode):
         """Record one operator."""
         kwargs = kwargs or {}
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
-            with self:
+            with self, HostGuard(self.refusals):  # the call of the operator left the guard around the capture
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
             with self:

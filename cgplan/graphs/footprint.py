@@ -22,17 +22,20 @@ Note [Random state]
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
@@ -41,6 +44,7 @@ from cgplan.backends.host_sync import (
     is_composite,
     probing,
     refuse_host,
+    tensors_in,
 )
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import number_of, random_state_kept
@@ -70,6 +74,7 @@ class Footprint:
         breaks: Whether a function under ``eager_break_during_capture`` was called.
         numbers: The numbers that operators in graph code were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
+        unreturned: Where graph code read a tensor that an eager piece made and did not return.
         error: The first line of what the forward raised.
     """
 
@@ -81,6 +86,7 @@ class Footprint:
     breaks: bool = False
     numbers: list[object] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
+    unreturned: str | None = None
     error: str | None = None
 
 
@@ -115,11 +121,15 @@ class Look(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Footprint()
         self.refusals = Refusals(raises=False)
+        # elsewhere the dispatcher sees what moves values to the host
+        self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if device.type == "cpu" else nullcontext()
         self._state, self._names, self._device, self._limit = state, names, device, limit
         self._part: Part = part
         self._is_whole, self._called = is_whole, set[int]()
         self._eager_ops, self._key, self._inside = eager_ops, device.type.upper(), 0
         self._numbers, self._last = numbers, numbers()
+        self._derived: dict[Any, Any] = {}
+        self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
         self._random: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._after: dict[int, torch.Tensor] = {}
         for generator in (self._default(), *state.generators):
@@ -143,7 +153,7 @@ class Look(TorchDispatchMode):
             self._count(func, part)
             self._inside += 1
             try:
-                with self.in_part(part), self:
+                with self.in_part(part), self, self.guard:
                     key = getattr(torch._C.DispatchKey, self._key)
                     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
             finally:
@@ -160,9 +170,15 @@ class Look(TorchDispatchMode):
                 self._note(func, args, kwargs)
                 self._compare()
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
             finally:
                 self._after = self._states()
+        if self._is_aside:
+            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
+            for t in tensors_in(result):
+                if t.untyped_storage()._cdata not in given:
+                    self._made[id(t)] = weakref.ref(t)
+        return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         refuse_host(func, args, kwargs, self.refusals)
@@ -172,6 +188,8 @@ class Look(TorchDispatchMode):
                     self.found.numbers.append(repr(leaf))
             elif id(leaf) in self._names:
                 self.found.reads[self._names[id(leaf)]] = None
+            elif id(leaf) in self._made and self._made[id(leaf)]() is leaf:
+                self.found.unreturned = self.found.unreturned or blamed_line()
             elif func is torch.ops.aten.lift_fresh.default and leaf.dim() == 0 and leaf.device.type == "cpu":
                 self.found.numbers.append(leaf.item())
 
@@ -225,10 +243,24 @@ class Look(TorchDispatchMode):
         """Run an eager piece. It is handed copies of what it returns of the model's state, as graphs are."""
         if self._is_whole:
             return function(*args, **kwargs)
-        with self.in_part("eager piece"):
-            result = function(*args, **kwargs)
+        before, self._is_aside = self._is_aside, True
+        context = current_forward_context()
+        derived = {} if context is None else context.derived
+        if context is not None:  # as a breakable capture: no segment reads what a piece derives
+            context.derived = self._derived
+        try:
+            with self.in_part("eager piece"):
+                result = function(*args, **kwargs)
+        finally:
+            self._is_aside = before
+            if context is not None:
+                context.derived = derived
+        for module in modules_reached(function, args, kwargs):  # graphs get slots for what is bound there
+            for value in (*vars(module).values(), *module._buffers.values()):
+                self._made.pop(id(value), None)
         with _disable_current_modes():
-            return tree_map_only(torch.Tensor, lambda t: t.detach() if id(t) in self._names else t, result)
+            copied = self._names.keys() | self._made.keys()
+            return tree_map_only(torch.Tensor, lambda t: t.detach() if id(t) in copied else t, result)
 
     def _default(self) -> torch.Generator:
         if self._device.type == "cuda":
@@ -267,6 +299,12 @@ class Look(TorchDispatchMode):
         return found
 
 
+def modules_reached(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Module]:
+    """The modules that an eager piece is, is a method of, or is given, and those inside."""
+    reached = (function, getattr(function, "__self__", None), *args, *kwargs.values())
+    return [inner for module in reached if isinstance(module, Module) for inner in module.modules()]
+
+
 def current_look() -> Look | None:
     """The look that sees the next operator first: no other mode is inside of it, such as a tape's that records."""
     mode = _get_current_dispatch_mode()
@@ -288,8 +326,7 @@ def look(
     device = state.device
     with random_state_kept(device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, known, device, limit, **options)
-        if device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
-            stack.enter_context(HostGuard(mode.refusals))
+        stack.enter_context(mode.guard)
         stack.enter_context(mode)
         try:
             call()
@@ -325,10 +362,16 @@ def examine(
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
     first = ModelState.of(state.roots, state.device) if state.rebound() else state
-    if not _lost(found, state, first, inputs) and not _numbers_that_differ(state, first):
+    if not (found.unreturned or _lost(found, state, first, inputs) or _numbers_that_differ(state, first)):
         return found, []
     again = look(call, state, limit, names=first, numbers=lambda: _numbers(first), **options)
     second = ModelState.of(state.roots, state.device)
+    if again.unreturned is not None:
+        raise CaptureError(
+            f"graph code reads a tensor that an eager piece made and did not return, at {again.unreturned}; a graph "
+            "would always read that of the capture",
+            remedy="Return the tensor from the eager piece, or write it in place (copy_) into one that stays.",
+        )
     lost, moved = _lost(again, first, second, inputs), [path for path in _numbers(state) if path in again.moved]
     frozen: list[str] = []
     if moved:
@@ -365,4 +408,4 @@ def _numbers_that_differ(before: ModelState, now: ModelState) -> bool:
     return any(p.path in now.places and now.places[p.path].value != p.value for p in numbers)
 
 
-__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look"]
+__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look", "modules_reached"]

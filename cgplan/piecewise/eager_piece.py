@@ -33,6 +33,7 @@ from cgplan.backends.host_sync import tensors_in
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.footprint import modules_reached
 
 _LEAF = tree_flatten(None)[1]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
@@ -76,8 +77,7 @@ class EagerPiece:
 
     def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run on the arguments of the capture and keep them."""
-        reached = (self._function, getattr(self._function, "__self__", None), *args, *kwargs.values())
-        modules = [inner for m in reached if isinstance(m, torch.nn.Module) for inner in m.modules()]
+        modules = modules_reached(self._function, args, kwargs)
         before, given = _attributes(modules), tree_leaves((args, kwargs))
         tensors = tensors_in(given)
         addresses = list(map(_address, tensors))

@@ -74,6 +74,9 @@ def _middle(x: Tensor) -> Tensor:
 
 _LIBRARY.impl("middle", _middle, "CompositeExplicitAutograd")
 torch.library.register_fake("footguns::middle", torch.empty_like, lib=_LIBRARY)
+_LIBRARY.define("scaled(Tensor x) -> Tensor")
+_LIBRARY.impl("scaled", lambda x: x * sum(x[0].tolist()), "CompositeExplicitAutograd")
+torch.library.register_fake("footguns::scaled", torch.empty_like, lib=_LIBRARY)
 
 
 class Middle(nn.Module):
@@ -619,6 +622,58 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
     graph, out = bare(backend, lambda: x * 2)  # the device captures as before
     backend.replay(graph)
     same(out, x * 2)
+
+
+@all_ways
+def test_a_host_method_inside_a_custom_operator(backend: GraphBackend, way: str) -> None:
+    """The operator's Python kernel would run once, at capture, and its number would be that of padding rows. Experts
+    of mixture models loop over ``offsets.tolist()`` in such an operator.
+    """
+    model = torch.ops.footguns.scaled if way == "full" else Model(backend, way, torch.ops.footguns.scaled)
+    with pytest.raises(HostSyncError, match=r"needs the host .*test_footguns\.py:\d+: `.*tolist"):
+        open_runner(backend, (lambda x: model(x)) if way == "full" else model, way)
+
+
+@pytest.mark.parametrize("kind", ["each call", "first call", "its own"])
+def test_an_eager_piece_binds_a_tensor_that_a_segment_reads(backend: GraphBackend, kind: str) -> None:
+    """A graph would read the tensor of the capture. What the piece binds in its own modules gets a slot; elsewhere, as
+    in a context object, cgplan cannot know of it, and refuses. A table that the first call makes stays.
+    """
+
+    class Context:
+        held: Tensor | None = None
+
+    context = Context()
+
+    class Binds(nn.Module):
+        mine: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "its own":
+                self.mine = x * 3
+            elif kind == "each call" or context.held is None:
+                context.held = x * 3 if kind == "each call" else torch.full((2,), 3.0, device=x.device)
+            return x + 1
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.middle = Binds()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.middle(x * 2)
+            held = self.middle.mine if kind == "its own" else context.held
+            assert held is not None
+            return y + held
+
+    if kind == "each call":
+        with pytest.raises(CaptureError, match=r"an eager piece made and did not return, at .*test_footguns\.py:\d+"):
+            open_runner(backend, Reads(), "modules")
+        return
+    runner = open_runner(backend, Reads(), "modules")
+    for value in (1, 2):
+        same(runner(x=full(backend, value)), full(backend, value * 2 + 1 + (value * 6 if kind == "its own" else 3)))
+    runner.close()
 
 
 @pytest.mark.parametrize("way", ["full", "modules"])
