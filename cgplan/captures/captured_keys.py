@@ -25,7 +25,7 @@ from cgplan.captures.budget import NO_GRAPH, BudgetGuard
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.together import ALONE, Together
 from cgplan.errors import BudgetError, CaptureError, CaptureMemoryError, ConfigError, ModelError, RankFailedError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
@@ -68,7 +68,7 @@ class CapturedKeys:
 
     def __init__(
         self,
-        graphed: GraphedModel,
+        graphed: ModelGraphs,
         guard: BudgetGuard,
         asked: Plan,
         before: MemoryReading,
@@ -141,7 +141,7 @@ class CapturedKeys:
         self._is_new = not self._records
         self._seal(shared, end - start, end - inspecting + reading)
 
-    def without_buffers(self, graphed: GraphedModel) -> None:
+    def without_buffers(self, graphed: ModelGraphs) -> None:
         """Go on with a model whose buffers hold no key, as none was captured."""
         self.graphed = graphed
         self._seal(None, self.report.session_seconds, self.report.inspection_seconds)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.captures.failures import explain_failure
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.wrapper import CUDAGraphEntry
@@ -79,7 +79,7 @@ def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryRead
     return (before.free - after.free) - (after.reserved - before.reserved)
 
 
-def capture_key(graphed: GraphedModel, key: Key, *, in_service: bool = False) -> CapturedKey:
+def capture_key(graphed: ModelGraphs, key: Key, *, in_service: bool = False) -> CapturedKey:
     """Warm up and capture one key, inside the backend's session. The model is as it was afterwards.
 
     Args:

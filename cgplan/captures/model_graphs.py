@@ -47,7 +47,7 @@ class _Unchecked(CUDAGraphOptions):
         return "off"
 
 
-class GraphedModel:
+class ModelGraphs:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Attributes:

@@ -14,7 +14,7 @@ Note [Teardown]
     (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
     Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
     before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left out, the order stays.
-    `GraphedModel.free` does (1) to (5) through `RankedCapture.release`, `AllReduce.close` (6), `Ranks.close` (7).
+    `ModelGraphs.free` does (1) to (5) through `RankedCapture.release`, `AllReduce.close` (6), `Ranks.close` (7).
 """
 
 from __future__ import annotations

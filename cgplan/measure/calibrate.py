@@ -23,7 +23,7 @@ from cgplan.backends.context import CaptureScope
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
@@ -56,7 +56,7 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
     before = backend.memory()
-    graphed = GraphedModel(restricted(plan, keys, config), config, model, backend)
+    graphed = ModelGraphs(restricted(plan, keys, config), config, model, backend)
     try:
         with graphed.keeping_state(), backend.session(), torch.no_grad():
             alone, workspace, once = _measure_alone(graphed, keys, before)
@@ -90,9 +90,7 @@ class _Alone:
     seconds: float
 
 
-def _measure_alone(
-    graphed: GraphedModel, keys: Sequence[Key], before: MemoryReading
-) -> tuple[list[_Alone], int, float]:
+def _measure_alone(graphed: ModelGraphs, keys: Sequence[Key], before: MemoryReading) -> tuple[list[_Alone], int, float]:
     """Each key by itself; bytes that the session keeps outside of its pool and its buffers; seconds spent once."""
     backend, found, workspace, once = graphed.backend, list[_Alone](), 0, 0.0
     for mode, descriptor in keys:
@@ -126,7 +124,7 @@ def _pools(alone: Sequence[_Alone], mode: CUDAGraphMode) -> list[tuple[int, int]
     return sorted(sizes.items())
 
 
-def _driver_rates(graphed: GraphedModel, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
+def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without a driver."""
     backend, scope, held = graphed.backend, graphed.scope, list[CapturedKey]()
     modes = dict.fromkeys(mode for mode, _ in keys)
@@ -140,7 +138,7 @@ def _driver_rates(graphed: GraphedModel, keys: Sequence[Key]) -> dict[CUDAGraphM
         graphed.scope = scope
 
 
-def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[tuple[int, int]]:
+def _readings(graphed: ModelGraphs, key: Key, held: list[CapturedKey]) -> list[tuple[int, int]]:
     """Capture a key again and again, see Note [Chunks]."""
     backend, readings = graphed.backend, list[tuple[int, int]]()
     nodes = nbytes = chunks = since = 0
@@ -156,7 +154,7 @@ def _readings(graphed: GraphedModel, key: Key, held: list[CapturedKey]) -> list[
     return readings
 
 
-def _free(graphed: GraphedModel, held: Sequence[CapturedKey]) -> None:
+def _free(graphed: ModelGraphs, held: Sequence[CapturedKey]) -> None:
     """Free graphs of which wrappers know the last ones alone."""
     graphed.drop_all()
     for entry in (entry for captured in held for entry in captured.entries):

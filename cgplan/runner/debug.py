@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from cgplan.buffers.compare import largest_difference
 from cgplan.buffers.outputs import OutputRows
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
@@ -33,7 +33,7 @@ class DebugChecks:
     output of the call before is filled with NaN.
     """
 
-    def __init__(self, graphed: GraphedModel, outputs: OutputRows) -> None:
+    def __init__(self, graphed: ModelGraphs, outputs: OutputRows) -> None:
         self._graphed, self._outputs = graphed, outputs
         # By key and whether there was padding: the difference that was found, None if there is none.
         self._seen: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], str | None] = {}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from cgplan.backends.context import ForwardContext, reset_context, set_context
 from cgplan.buffers.copier import Copier, CopyIn
 from cgplan.buffers.outputs import OutputRows
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.routing import Route
@@ -60,7 +60,7 @@ class PreparedCall:
         route: Route,
         count: BatchCount,
         values: Values | None,
-        graphed: GraphedModel,
+        graphed: ModelGraphs,
         outputs: OutputRows,
         copier: Copier,
     ) -> PreparedCall:
@@ -121,7 +121,7 @@ class _ModelRun:
         return self._finish(output)
 
 
-def _replay_of_pieces(entry: CUDAGraphEntry, route: Route, graphed: GraphedModel, copier: Copier) -> Callable[[], None]:
+def _replay_of_pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
     """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
     mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
     tensors = [buffer.tensor for buffer in graphed.buffers.buffers.values()]

@@ -14,7 +14,7 @@ import torch
 
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.failures import explain_eager_failure
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError, InputError
 from cgplan.graphs.ambient import random_state_kept
@@ -36,7 +36,7 @@ Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
 REPEATS = 5
 
 
-def time_on_padding(graphed: GraphedModel, repeats: int = REPEATS) -> Points:
+def time_on_padding(graphed: ModelGraphs, repeats: int = REPEATS) -> Points:
     """Median microseconds of graphs and of eager steps, from an idle device, by (runtime mode, LoRA case) and tokens.
 
     The representative keys among those that are captured are run on padding. That is what their kernels take, except

@@ -12,7 +12,7 @@ from cgplan.buffers.static import check_dtypes
 from cgplan.captures.budget import BudgetGuard, fitting
 from cgplan.captures.captured_keys import CapturedKeys, CaptureProgress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
-from cgplan.captures.model_graphs import GraphedModel
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError
@@ -128,7 +128,7 @@ class CaptureSession:
         for no more.
         """
         backend, config = self._backend, self._config
-        graphed: GraphedModel | None = None
+        graphed: ModelGraphs | None = None
         try:
             check_dtypes({**config.inputs, **config.metadata}, backend.device)
             backend.release_cached()
@@ -158,9 +158,9 @@ class CaptureSession:
             raise failure from error
         return captured
 
-    def _open(self, plan: Plan, guard: BudgetGuard) -> GraphedModel:
+    def _open(self, plan: Plan, guard: BudgetGuard) -> ModelGraphs:
         """The model with buffers for the plan; for no key, if there is a budget and no memory for them on some rank."""
-        graphed: GraphedModel | None = None
+        graphed: ModelGraphs | None = None
         try:
             graphed = self._new(plan)
         except CaptureMemoryError as error:
@@ -176,8 +176,8 @@ class CaptureSession:
         guard.static_bytes, guard.copied_bytes = graphed.buffers.nbytes, lambda: graphed.copied_bytes
         return graphed
 
-    def _new(self, plan: Plan) -> GraphedModel:
-        graphed = GraphedModel(plan, self._config, self._model, self._backend, self._pool, self._state)
+    def _new(self, plan: Plan) -> ModelGraphs:
+        graphed = ModelGraphs(plan, self._config, self._model, self._backend, self._pool, self._state)
         graphed.before_free, graphed.is_alone = self._together.release, self._together is ALONE
         return graphed
 
@@ -211,7 +211,7 @@ def describe_split(
     if not config.compilation.use_inductor_graph_partition:
         compilation = config.compilation.model_copy(update={"compiler": "eager"})
         config = config.model_copy(update={"compilation": compilation})
-    graphed = GraphedModel(plan, config, model, backend or select_backend(config.device))
+    graphed = ModelGraphs(plan, config, model, backend or select_backend(config.device))
     mode, smallest = piecewise[-1]
     try:
         if graphed.route.splitter is not None:
