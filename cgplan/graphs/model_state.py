@@ -3,7 +3,8 @@
 Note [What is looked at]
     One walk answers for addresses, exchanged objects, rebinding, random generators and what is put back. It enters
     modules, dicts, lists, tuples, deques, attributes and slots of objects, partials and bound methods; of a function
-    what it is closed over, its defaults and attributes, and the globals that its own code names; of a class with
+    what it is closed over, its defaults and attributes, and the globals that its own code names, functions of its
+    file included; of a module its forward hooks; of a class with
     ``forward`` or ``__call__`` the tensors, generators, modules, numbers and containers that this method names. A
     script module is read through ``named_parameters`` and ``named_buffers``. The walk does not enter sets, classes,
     Python modules, threads, locks, attributes of tensors, and what belongs to graphs (``__graph_memory__``). It reads
@@ -43,6 +44,7 @@ _PLAIN = frozenset(
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)  # globals of a class's method
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
 _OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the __dict__ of each module
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 100_000  # of one container: a vocabulary, say, is not looked into
@@ -306,7 +308,7 @@ class ModelState:
                     self.is_compiled |= "_orig_mod" in inner
                     yield from self._of_dict(inner, f"{path}.{part}", in_module=True)
             self._sizes[f"{path}.__dict__"] = own, list(own)
-            hidden = _OF_TORCH if is_module else ()
+            hidden = _OF_TORCH.difference(hooks for hooks in _HOOKS if own.get(hooks)) if is_module else ()
             yield from ((own, name, _step(name)) for name in own if isinstance(name, str) and name not in hidden)
         yield from ((_Members(value), member, _step(name)) for name, member in layout.slots)
         for method in layout.methods:
@@ -333,7 +335,7 @@ class ModelState:
         yield from (
             (named, name, f".<{name}>")
             for name in code.co_names
-            if name in named and not isinstance(named[name], types.FunctionType)
+            if name in named and (not isinstance(named[name], types.FunctionType) or named[name].__globals__ is named)
         )
 
     @property

@@ -164,6 +164,33 @@ def test_a_function_notices_a_moved_weight(backend: GraphBackend) -> None:
         assert kept is not model.weight
 
 
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALES["now"]
+
+
+SCALES: dict[str, torch.Tensor] = {}
+
+
+def test_tensors_behind_helpers_and_hooks_are_looked_at(backend: GraphBackend) -> None:
+    hooked = nn.Linear(2, 2).to(backend.device)
+    offset = [torch.ones(2, device=backend.device)]
+    hooked.register_forward_hook(lambda _, args, output: output + offset[0])
+    SCALES["now"] = torch.ones(2, device=backend.device)
+
+    def by_helper(x: torch.Tensor) -> torch.Tensor:
+        return scaled(x)
+
+    x = torch.zeros(2, 2, device=backend.device)
+    for model, holder, key in ((by_helper, SCALES, "now"), (hooked, offset, 0)):
+        kept = holder[key]  # type: ignore[index]
+        with closing(open_runner(backend, lambda x, model=model: model(x), address_check="always")) as runner:
+            runner(x=x)
+            holder[key] = torch.full((2,), 5.0, device=backend.device)  # type: ignore[index]
+            with pytest.raises(cgplan.AddressError, match="1 changed"):
+                runner(x=x)
+        assert kept is not holder[key]  # type: ignore[index]
+
+
 @pytest.mark.parametrize("kind", ["scripted", "traced", "nested"])
 def test_torchscript_models_are_captured(backend: GraphBackend, kind: str) -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(backend.device).eval()
