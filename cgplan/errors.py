@@ -25,7 +25,7 @@
     ├── DistributedError          40   ranks cannot work together
     │   ├── RendezvousError       41   ... because one of them did not come
     │   ├── RankMismatchError     42   ... because they differ: configuration, model, torch, driver, captures
-    │   ├── RankFailedError       43   ... because one of them raised, was killed, or does not answer
+    │   ├── RankFailedError       43   ... because one of them raised, left, or did not come in time
     │   ├── RegistrationError     44   graph buffers cannot be shared, or are not registered yet
     │   └── AllReduceError        45   the all-reduce that was asked for cannot work here, or failed
     ├── ReportError               16   a saved file is not a report or plan that this version reads
@@ -124,7 +124,7 @@ class BackendError(CgplanError):
 
 
 class CaptureError(CgplanError):
-    """A graph could not be captured. What the session had captured has been freed."""
+    """A graph could not be captured. A session frees all its graphs; between batches only that key is given up."""
 
     exit_code = 10
 
@@ -172,7 +172,7 @@ class NumbersError(CgplanError):
 
 
 class DistributedError(CgplanError):
-    """Ranks cannot work together; every rank that still lives raises it, in the same words."""
+    """Ranks cannot work together; all ranks that take the step raise it."""
 
     exit_code = 40
 
@@ -190,7 +190,7 @@ class RankMismatchError(DistributedError):
 
 
 class RankFailedError(DistributedError):
-    """A rank raised, was killed, or has stopped answering; the message names the rank, the step and the cause."""
+    """A rank raised, or did not come within the timeout; the message names the step, and the rank where it is known."""
 
     exit_code = 43
 

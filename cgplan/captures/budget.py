@@ -123,9 +123,9 @@ class BudgetGuard:
         """Stop counting seconds until ``go_on``: batches are served in between."""
         self._spent = self.used_seconds
 
-    def go_on(self, *, anew: bool = False) -> None:
-        """Count seconds again, ``anew`` from 0."""
-        self._start = time.perf_counter() - (0.0 if anew else self.used_seconds)
+    def go_on(self, *, from_zero: bool = False) -> None:
+        """Count seconds again, on from those before the rest, or from 0."""
+        self._start = time.perf_counter() - (0.0 if from_zero else self.used_seconds)
         self._spent = None
         if not self._captured and self._is_first:  # nothing of what was allocated since the session is of graphs
             now = self._backend.memory()

@@ -116,8 +116,7 @@ class CapturedKeys:
     def capture_first(self, keys: Sequence[Key], start: float) -> None:
         """Capture these keys until the budget stops it, on all ranks, and write the report.
 
-        A key that cannot be captured is an error, but for memory that runs out where there is a budget. Where some keys
-        were asked for and none was captured, ``report`` is not written yet: the static buffers are of no use.
+        A key that cannot be captured is an error, but for memory that runs out where there is a budget.
 
         Args:
             keys: In capture order.
@@ -209,18 +208,20 @@ class CapturedKeys:
 
     # --- between batches ------------------------------------------------------------------------------------------
 
-    def capture(self, keys: Collection[Key], *, evicted: Collection[Key] = (), anew: bool = False) -> tuple[Key, ...]:
+    def capture(
+        self, keys: Collection[Key], *, evicted: Collection[Key] = (), from_zero: bool = False
+    ) -> tuple[Key, ...]:
         """Give up some keys, then capture others, the largest first. Failures are remembered, and do not raise.
 
         Args:
             keys: Keys to capture, as far as they are among ``wanted``, have no graph and have not failed before.
             evicted: Keys to give up before.
-            anew: Whether the budget's seconds count from 0 again.
+            from_zero: Whether the budget's seconds count from 0 again.
 
         Returns:
             The keys that were captured.
         """
-        with self._changes(anew):
+        with self._changes(from_zero):
             self._evict(evicted)
             new = [key for key in self._possible(keys) if key not in self._records]
             self._capture_recorded(new)
@@ -232,16 +233,16 @@ class CapturedKeys:
         Returns:
             The keys that were captured.
         """
-        with self._changes(anew=True):
+        with self._changes(from_zero=True):
             keys = self._possible(keys)
             self._free_all()
             self._capture_recorded(keys)
         return tuple(self._records)
 
     @contextmanager
-    def _changes(self, anew: bool) -> Iterator[None]:
+    def _changes(self, from_zero: bool) -> Iterator[None]:
         start = time.perf_counter()
-        self._guard.go_on(anew=anew)
+        self._guard.go_on(from_zero=from_zero)
         try:
             with self.graphed.captures_again():
                 yield

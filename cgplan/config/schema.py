@@ -104,8 +104,8 @@ class DistributedConfig(Section):
     """Several processes under torchrun, one rank each; without torchrun nothing of it is used."""
 
     timeout: Annotated[Seconds, Field(gt=0)] = 60.0
-    """How long ranks wait for one another, with a unit as in `30s`: at the start, at each common step, and for a rank
-    that has stopped answering.
+    """How long ranks wait for one another, with a unit as in `30s`: at the start, at each common step, and in each
+    all-reduce.
     """
     all_reduce_max_size: Bytes = 8 << 20
     """Largest tensor that the custom and symm_mem all-reduce take, in the units of `budget.memory`; larger ones go to

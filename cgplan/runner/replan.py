@@ -244,18 +244,18 @@ class OnDemand:
                 self.live = reopen(wanted)
             except CaptureMemoryError:
                 self.live = reopen(before)
-                self.live.capture(before.keys, anew=True)
+                self.live.capture(before.keys, from_zero=True)
                 raise
             finally:
                 self.live.failed.update(failed)
-            return "new buffers", self.live.capture(keys, anew=True)
+            return "new buffers", self.live.capture(keys, from_zero=True)
         evicted = tuple(key for key in live.keys if key not in set(keys))
         added = tuple(key for key in keys if key not in set(live.keys))
         live.asked = live.wanted = wanted
         if self._is_worth_moving(keys, evicted, added):
             return "new generation", live.begin_again(keys)
         if evicted or added:
-            return "exchanged", live.capture(added, evicted=evicted, anew=True)
+            return "exchanged", live.capture(added, evicted=evicted, from_zero=True)
         return "exchanged", ()
 
     def _is_worth_moving(self, keys: tuple[Key, ...], evicted: tuple[Key, ...], added: tuple[Key, ...]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,14 +21,6 @@ _LATER = {
     MissReason.MODE_EXCLUDED: "Leave invalid_modes out",
     MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
 }
-
-
-def as_count(name: str, value: Any) -> int:
-    """A count that a caller gives, as a plain int. Raises InputError for a value of another type."""
-    try:
-        return operator.index(value)
-    except (TypeError, RuntimeError):
-        raise InputError(f"{name} is {value!r:.100}, a {type(value).__name__}", remedy="Pass an int.") from None
 
 
 @dataclass(frozen=True, slots=True)
