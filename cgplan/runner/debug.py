@@ -12,7 +12,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from cgplan.buffers.compare import largest_difference
-from cgplan.buffers.outputs import OutputRows
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.ambient import random_state_kept
@@ -33,8 +32,8 @@ class DebugChecks:
     output of the call before is filled with NaN.
     """
 
-    def __init__(self, graphed: ModelGraphs, outputs: OutputRows) -> None:
-        self._graphed, self._outputs = graphed, outputs
+    def __init__(self, graphed: ModelGraphs) -> None:
+        self._graphed = graphed
         # By key and whether there was padding: the difference that was found, None if there is none.
         self._seen: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], str | None] = {}
         self._handed: list[torch.Tensor] = []
@@ -76,7 +75,7 @@ class DebugChecks:
             written.restore()
             put_back()
             with self._random_state_kept():
-                eager = _copied(self._outputs.cut(run_eager(), batch.num_tokens, batch.num_reqs))
+                eager = _copied(graphed.outputs.cut(run_eager(), batch.num_tokens, batch.num_reqs))
             references.append(("the model's own code", eager))
             put_back()
             written.restore()
