@@ -82,72 +82,53 @@ class PreparedCall:
 
     @classmethod
     def of(
-        cls,
-        route: Route,
-        count: BatchCount,
-        values: Values | None,
-        graphed: ModelGraphs,
-        copier: Copier,
+        cls, route: Route, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier
     ) -> PreparedCall:
         """Prepare calls with such tensors; ``values=None``: with a batch that is written into the static buffers."""
         mode, descriptor, tokens, reqs = route.mode, route.descriptor, route.batch.num_tokens, route.batch.num_reqs
         outputs = graphed.outputs
         if mode is CUDAGraphMode.NONE:
-            device, names = graphed.backend.device, tuple(graphed.buffers.buffers)
-
-            def run_eager(values: Values) -> Any:
-                tensors = dict(zip(names, on_device(values, device), strict=True))
-                return graphed.run_eager(route.unpadded, tensors)
-
-            run = _ModelRun(
-                run_eager, lambda out: tree_map_only(torch.Tensor, torch.clone, out) if outputs.clone else out
-            )
-            return cls(route, count, run.copy_in, run.replay, run.output, needs_check=False)
-        copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, graphed.padded_reqs(descriptor))
+            return cls(route, count, *_runs_eagerly(route, graphed), needs_check=False)
+        padded_reqs = graphed.padded_reqs(descriptor)
+        copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, padded_reqs)
         copy_in = copy.pad if values is None else copy.path(values)
         entry = graphed.entry((mode, descriptor))
-        if entry is None:
+        if entry is not None:
+            is_full = mode is CUDAGraphMode.FULL
+            replay = graphed.backend.launcher(entry.graph) if is_full else _pieces(entry, route, graphed, copier)
+            return cls(route, count, copy_in, replay, outputs.reader(entry.output, tokens, reqs), needs_check=True)
+        held: list[Any] = []
 
-            def run_padded(_: Values) -> Any:
-                before = graphed.buffers.versions()
-                try:
-                    output = graphed.run_graphed(mode, descriptor, graphed.views(descriptor))
-                finally:
-                    copier.note_writes(before)
-                outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
-                return output
+        def run_padded() -> None:
+            before = graphed.buffers.versions()
+            try:
+                held[:] = [graphed.run_graphed(mode, descriptor, graphed.views(descriptor))]
+            finally:
+                copier.note_writes(before)
+            outputs.check(held[0], descriptor, padded_reqs)
 
-            run = _ModelRun(run_padded, lambda out: outputs.cut(out, tokens, reqs))
-            return cls(route, count, copy_in, run.replay, run.output, needs_check=True)
-        if mode is CUDAGraphMode.FULL:
-            replay = graphed.backend.launcher(entry.graph)
-        else:
-            replay = _replay_of_pieces(entry, route, graphed, copier)
-        return cls(route, count, copy_in, replay, outputs.reader(entry.output, tokens, reqs), needs_check=True)
+        return cls(route, count, copy_in, run_padded, lambda: outputs.cut(held.pop(), tokens, reqs), needs_check=True)
 
 
-class _ModelRun:
-    """The model itself in place of a replay. It holds the batch's tensors until it runs, and then the output until that
-    is asked for.
-    """
+def _runs_eagerly(route: Route, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
+    """``copy_in``, ``replay`` and ``output`` of the model's own code on the tensors of a call."""
+    held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
+    device, names, clone = graphed.backend.device, tuple(graphed.buffers.buffers), graphed.outputs.clone
 
-    def __init__(self, run: Callable[[Values], Any], finish: Callable[[Any], Any]) -> None:
-        self._run, self._finish = run, finish
-        self._held: Any = ()
+    def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
+        held[:] = [values]
 
-    def copy_in(self, values: Values, stream: int, known: bool) -> None:  # noqa: ARG002
-        self._held = values
+    def run() -> None:
+        tensors = dict(zip(names, on_device(held.pop(), device), strict=True))
+        held[:] = [graphed.run_eager(route.unpadded, tensors)]
 
-    def replay(self) -> None:
-        values, self._held = self._held, ()
-        self._held = self._run(values)
+    def output() -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, held.pop()) if clone else held.pop()
 
-    def output(self) -> Any:
-        output, self._held = self._held, ()
-        return self._finish(output)
+    return take, run, output
 
 
-def _replay_of_pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
+def _pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
     """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
     mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
     tensors = [buffer.tensor for buffer in graphed.buffers.buffers.values()]

@@ -103,9 +103,7 @@ class GraphRunner:
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
         planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
-        self._router = BatchRouter(
-            self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against, planned
-        )
+        self._router = BatchRouter(self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned)
         self.stats.plan = self.plan
         self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
 
@@ -231,7 +229,7 @@ class GraphRunner:
         if mode is CUDAGraphMode.NONE:
             reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
         logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor)
-        count = self.stats.count_of(route, mode, route.descriptor, reason)
+        count = self.stats.count_of(route, reason)
         call = PreparedCall.of(route, count, values, self._graphed, self._copier)
         if self._debug is not None and mode is not CUDAGraphMode.NONE:
             self._debug.wrap(call)
@@ -313,13 +311,15 @@ class GraphRunner:
         if known is not None:
             return known
         self._check_open()
-        route, demand = self._router.of_counts(*counts), self._demand
+        counts_reqs, flags, demand = "num_reqs" in self._reader.symbols, counts[2:], self._demand
+        batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
+        route = self._router.route(batch, *flags)
         if demand.may_capture(route) and self._use.acquire(False):  # not inside another block, whose rows are written
             try:
                 self._capture_for(route)
             finally:
                 self._use.release()
-            route = self._router.of_counts(*counts)
+            route = self._router.route(batch, *flags)
         views = self._graphed.buffers.views(route.batch.num_tokens, route.batch.num_reqs or 0)
         late = not self._graphed.outputs.clone
         staged = StagedBuffers(self, self._prepared(route, None), views, late=late)
@@ -369,7 +369,7 @@ class GraphRunner:
     ) -> Route:
         """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
         self._check_open()
-        return self._router.of_tensors(inputs, uniform_decode, num_active_loras, invalid_modes)
+        return self._router.route(self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes)
 
     def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
         """Views of the static buffers for a batch, by name: write into them and pass them to the call.

@@ -53,7 +53,7 @@ def count_of(
     descriptor: BatchDescriptor,
     reason: MissReason | None = None,
 ) -> BatchCount:
-    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), mode, descriptor, reason)
+    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), reason)
 
 
 def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
