@@ -16,7 +16,7 @@ from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import Config
-from cgplan.errors import AddressError, CaptureMemoryError, InputError
+from cgplan.errors import AddressError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of
 from cgplan.graphs.footprint import Footprint, examine, look
 from cgplan.graphs.model_state import ModelState
@@ -87,7 +87,9 @@ class ModelGraphs:
         self.most_tokens = plan.max_capture_size
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
-        self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
+        tokens, specs = self.most_tokens, {**config.inputs, **config.metadata}
+        # before the route, which may change modules until `free`
+        self.buffers = StaticBuffers(specs, tokens, min(tokens, plan.max_num_seqs), backend.device)
         self.model = model
         self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
         self.generators: tuple[torch.Generator, ...] = ()
@@ -204,19 +206,6 @@ class ModelGraphs:
         self.generators += tuple(new)
         for generator in new:
             self.backend.register_generator(generator)
-
-    def _allocate_buffers(self) -> StaticBuffers:
-        tokens = self.most_tokens
-        specs = {**self.config.inputs, **self.config.metadata}
-        try:
-            return StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one from the CPU's allocator
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            raise CaptureMemoryError(
-                f"no memory for static buffers of {tokens} tokens: {str(error).splitlines()[0]}",
-                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
-            ) from error
 
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
