@@ -226,7 +226,7 @@ class StaticBuffers:
 def example_batch(
     specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """A batch as the `example` keys declare it, for warm-up and bench, on the device; equal seeds give equal batches."""
+    """A batch on the device as the `example` keys declare it, for warm-up and bench; equal seeds, equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
     return {name: _example(spec, num_tokens, num_reqs, device, generator) for name, spec in specs.items()}
 
