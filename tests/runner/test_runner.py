@@ -147,14 +147,6 @@ def test_eager_runs_may_leave_the_padding_out(backend: GraphBackend) -> None:
     assert not runner.stats.replays
 
 
-def test_a_miss_is_an_error_where_asked_for(backend: GraphBackend) -> None:
-    runner = open_runner(backend, lambda x: x * 2, compilation={"on_miss": "error"})
-    same(runner(x=batch(backend, 8)), batch(backend, 8) * 2)
-    with pytest.raises(DispatchMissError, match="9 tokens: larger than the largest capture size"):
-        runner(x=batch(backend, 9))
-    assert not runner.stats.eager
-
-
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 def test_a_miss_of_a_saved_plan_is_about_that_plan(backend: GraphBackend, mode: str) -> None:
     """What the configuration says of sizes and mode does not count there."""
@@ -688,19 +680,6 @@ def test_sessions_leave_the_collector_as_they_found_it(backend: GraphBackend) ->
     assert gc.get_freeze_count() < 10_000, "from Python 3.12 on some objects are always frozen, but not all"
 
 
-def test_gradients_are_off_and_the_callers_modes_stay(backend: GraphBackend) -> None:
-    layer = nn.Linear(2, 2).to(backend.device)
-    runner = open_runner(backend, lambda x: layer(x))
-    x = batch(backend, 3).requires_grad_()
-    for call in (runner, runner.run_eagerly):
-        assert not call(x=x).requires_grad
-    assert torch.is_grad_enabled()
-    with torch.inference_mode():
-        found = runner(x=batch(backend, 3))
-    with torch.no_grad():
-        torch.testing.assert_close(found.clone(), layer(batch(backend, 3)), rtol=1e-5, atol=1e-6)
-
-
 def test_a_failure_of_the_model_itself_names_the_users_line(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         return x @ torch.zeros(7, 7, device=x.device)
@@ -797,20 +776,6 @@ def test_memory_that_runs_out_in_the_middle_of_a_session(backend: GraphBackend) 
 NO_WARM_UP = {"cudagraph_num_of_warmups": 0}
 
 
-def test_memory_is_back_after_a_capture_that_failed(backend: GraphBackend) -> None:
-    before = reserved(backend)
-
-    def model(x: Tensor) -> Tensor:
-        big = x.repeat(1, MIB)
-        return x + big.sum().item()
-
-    with pytest.raises(HostSyncError) as caught:
-        open_runner(backend, model, sizes=[2, 4])
-    assert back_at(backend, before), "while the error is still held"
-    assert f"{__file__}:{model.__code__.co_firstlineno + 2}" in caught.value.message
-    same(open_runner(backend, lambda x: x * 2)(x=batch(backend, 3)), batch(backend, 3) * 2)
-
-
 # --- the short way in -----------------------------------------------------------------------------------------
 
 
@@ -854,28 +819,6 @@ def test_wrappers_without_a_backend_take_the_sessions(backend: GraphBackend) -> 
         torch.testing.assert_close(runner(x=x), second.runnable(first.runnable(x)))
 
 
-def test_a_second_thread_is_refused_while_a_call_is_under_way(backend: GraphBackend) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def model(x: Tensor) -> Tensor:
-        if x.shape[0] > 8:  # too large for a graph: runs eagerly
-            inside.set()
-            leave.wait(10)
-        return x * 2
-
-    runner = open_runner(backend, model)
-    results: list[Tensor] = []
-    thread = threading.Thread(target=lambda: results.append(runner(x=batch(backend, 9))))
-    thread.start()
-    assert inside.wait(10)
-    with pytest.raises(CgplanError, match="while another call was under way"):
-        runner(x=batch(backend, 3))
-    leave.set()
-    thread.join()
-    same(results[0], batch(backend, 9) * 2)
-    same(runner(x=batch(backend, 3)), batch(backend, 3) * 2)
-
-
 def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         return x * get_forward_context().metadata["lenghts"].sum()
@@ -912,16 +855,6 @@ def test_an_error_that_is_its_own_cause_ends_the_session(backend: GraphBackend) 
 
     with pytest.raises(ModelError, match="ValueError: boom"):
         open_runner(backend, model)
-
-
-def test_a_runner_captured_in_inference_mode_works_outside_of_it(backend: GraphBackend) -> None:
-    with torch.inference_mode():
-        runner = open_runner(backend, lambda x: x * 2, sizes=[2, 4])
-    x = batch(backend, 3)
-    same(runner(x=x), x * 2)
-    same(runner.run_eagerly(x=x), x * 2)
-    with torch.inference_mode():
-        same(runner(x=x[:1]), x[:1] * 2)
 
 
 def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBackend) -> None:
@@ -970,14 +903,6 @@ def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBacken
     same(runner(x=x), x * 6)
 
 
-def test_the_call_that_captures_has_no_gradient_either(backend: GraphBackend) -> None:
-    weight = torch.ones(2, 2, device=backend.device, requires_grad=True)
-    wrapper = CUDAGraphWrapper(lambda x: x @ weight, FULL, backend=backend)
-    x = torch.ones(4, 2, device=backend.device)
-    with torch.enable_grad(), forward_context(FULL, BatchDescriptor(4)):
-        assert [wrapper(x).requires_grad for _ in range(3)] == [False] * 3
-
-
 def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) -> None:
     wrapper = CUDAGraphWrapper(
         lambda x: x * 2, PIECEWISE, backend=backend, options=CUDAGraphOptions(copied_arguments=(0,))
@@ -1014,23 +939,6 @@ def test_copied_arguments_are_those_of_the_capture(backend: GraphBackend, kind: 
         with pytest.raises(AddressError, match=rf"PIECEWISE num_tokens=4: {said}"):
             wrapper(*change(x, y))
         same(wrapper(x + 1, y), (x + 1) * y)
-
-
-@pytest.mark.parametrize("captured_under", [False, True])
-def test_autocast_has_to_be_as_it_was_at_capture(backend: GraphBackend, captured_under: bool) -> None:
-    linear = nn.Linear(2, 2).to(backend.device)
-    kind, x, large = backend.device.type, batch(backend, 3), batch(backend, 9)
-    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
-        runner = open_runner(backend, lambda x: linear(x))
-        kept = {runner(x=x).dtype, runner(x=large).dtype}
-    assert kept == {torch.bfloat16 if captured_under else torch.float32}, "a replay, and an eager run beside it"
-    with (
-        torch.autocast(kind, torch.bfloat16, enabled=not captured_under),
-        pytest.raises(CaptureError, match="was captured with autocast"),
-    ):
-        runner(x=x)
-    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
-        assert runner(x=x).dtype in kept
 
 
 def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(backend: GraphBackend) -> None:
