@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.host_sync import is_probing, record_whole
+from cgplan.backends.host_sync import is_probing
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
 from cgplan.distributed.rendezvous import first_line
@@ -45,7 +45,6 @@ GLOO_DTYPES = (
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x, int group) -> Tensor")
 _LIBRARY.define("all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()")
-record_whole("cgplan::all_reduce_row")
 
 _numbers = itertools.count(1)
 _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
