@@ -400,7 +400,7 @@ def _lost(found: Footprint, before: ModelState, now: ModelState, inputs: Sequenc
 def _numbers(state: ModelState) -> dict[str, object]:
     """The numbers in a model now, by path."""
     now = ModelState.of(state.roots, state.device) if state.rebound() else state
-    return {path: p.now() for path, p in now.places.items() if isinstance(p.value, _NUMBERS)}
+    return {path: p.container[p.key] for path, p in now.places.items() if isinstance(p.value, _NUMBERS)}
 
 
 def _numbers_that_differ(before: ModelState, now: ModelState) -> bool:
