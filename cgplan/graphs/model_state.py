@@ -39,11 +39,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cgplan.backends.host_sync import written_tensors
 from cgplan.errors import AddressError
 
-NUMBERS = (bool, int, float, complex)
+_NUMBERS = (bool, int, float, complex)
 _PLAIN = frozenset(
-    {*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range, slice}
+    {*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range, slice}
 )
-_STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *NUMBERS)
+_STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
 _OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
 _FOREIGN = frozenset({"torch", "cgplan", "numpy", *sys.stdlib_module_names})  # packages whose code is not entered
@@ -214,7 +214,7 @@ class ModelState:
 
     def _walk(self) -> None:
         defaults = {id(torch.default_generator), *map(id, torch.cuda.default_generators)}
-        layout_of = cache(_layout_of)  # classes may change between walks
+        layout_of: Callable[[type], _Layout | None] = cache(_layout_of)  # classes may change between walks
         seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
         todo: list[Any] = [(None, 0, self.roots, name, name) for name in reversed(self.roots)]
         while todo:
@@ -297,7 +297,7 @@ class ModelState:
                 self._contents[f"{path}.{part}"] = inner, type(inner), list(inner)
                 found += [(inner, name, f"[{name}]" if name.isdecimal() else f".{name}") for name in inner]
             self._contents[f"{path}.__dict__"] = own, dict, list(own)
-            hidden = [n for n in _OF_TORCH if not (n in _HOOKS and own.get(n))] if layout.is_module else ()
+            hidden = _OF_TORCH.difference(name for name in _HOOKS if own.get(name)) if layout.is_module else ()
             found += [(own, name, f".{name}") for name in own if name not in hidden]
         found += [(_Via(value, getattr_static, _bind_in_class), n, f".{n}") for n in layout.state if n not in own]
         return found + [({"": method}, "", "") for method in layout.methods]
@@ -329,6 +329,11 @@ class ModelState:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, on any device, each once."""
         return list({id(p.value): p.value for p in self.places.values() if _is_tensor(p.value)}.values())
+
+    @property
+    def numbers(self) -> dict[str, complex]:
+        """The numbers by path."""
+        return {path: p.value for path, p in self.places.items() if type(p.value) in _NUMBERS}
 
     def summary(self) -> str:
         """One line on what is looked at."""
@@ -549,7 +554,7 @@ def _version_of(tensor: torch.Tensor) -> int | None:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    if type(before) not in (*NUMBERS, str) or type(before) is not type(now):
+    if type(before) not in (*_NUMBERS, str) or type(before) is not type(now):
         return before is now
     return bool(before == now or before != before)
 
@@ -598,4 +603,4 @@ def _remedy(lines: dict[str, list[str]]) -> str:
     return remedy
 
 
-__all__ = ["NUMBERS", "ModelState", "Place"]
+__all__ = ["ModelState", "Place"]
