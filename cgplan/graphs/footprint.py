@@ -126,14 +126,13 @@ class Look(TorchDispatchMode):
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
-        self._random: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._after: dict[int, torch.Tensor] = {}
-        is_cuda = state.device.type == "cuda"
-        self._default = torch.cuda.default_generators[state.device.index or 0] if is_cuda else torch.default_generator
+        self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
+        cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
+        self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
         for generator in (self._default, *state.generators):
             self._know(generator)
             generator.manual_seed(_SEED)  # where no forward would set it
-        self._after = self._states()
+        self._note_states()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,33 +143,32 @@ class Look(TorchDispatchMode):
             try:
                 return func(*args, **kwargs)
             finally:
-                self._after = self._states()
-        name = func._schema.name
+                self._note_states()
+        part: Part = "eager piece" if func._schema.name in self._eager_ops else self._part
         if implemented_in_python(func, self._key):
-            part: Part = "eager piece" if name in self._eager_ops else self._part
-            self._count(func, part)
-            self._inside += 1
-            try:
-                with self.in_part(part), self, self.guard:
+            with self.in_part(part), self, self.guard:
+                self._count(func)
+                self._inside += 1
+                try:
                     key = getattr(torch._C.DispatchKey, self._key)
                     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
-            finally:
-                self._inside -= 1
+                finally:
+                    self._inside -= 1
         if is_composite(func):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
         self._state.save_written(func, args, kwargs, self._limit)
         if (generator := kwargs.get("generator")) is not None:
             self._know(generator)
-        with self.in_part("eager piece" if name in self._eager_ops else self._part):
-            self._count(func, self._part)
+        with self.in_part(part):
+            self._count(func)
             if self._part == "segment":
                 self._note(func, args, kwargs)
                 self._compare()
             try:
                 result = func(*args, **kwargs)
             finally:
-                self._after = self._states()
+                self._note_states()
         if self._is_aside:
             given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
             for t in tensors_in(result):
@@ -191,13 +189,12 @@ class Look(TorchDispatchMode):
             elif func is torch.ops.aten.lift_fresh.default and leaf.dim() == 0 and leaf.device.type == "cpu":
                 self.found.numbers.append(leaf.item())
 
-    def _count(self, func: Any, part: Part) -> None:
+    def _count(self, func: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
-        is_view = torch.Tag.inplace_view in func.tags or (
-            not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
-        )
+        returns_alias = any(r.alias_info is not None for r in func._schema.returns)
+        is_view = torch.Tag.inplace_view in func.tags or (returns_alias and not func._schema.is_mutable)
         if not (self._inside or is_view or namespace in ("prim", "profiler") or name.startswith(_COMPUTES_NOTHING)):
-            self.found.operators[part][func._schema.name] += 1
+            self.found.operators[self._part][func._schema.name] += 1
 
     @contextmanager
     def in_part(self, part: Part) -> Iterator[None]:
@@ -232,7 +229,8 @@ class Look(TorchDispatchMode):
             if part == "segment":
                 self.found.moved |= {path: None for path in now if now[path] != self._last.get(path, now[path])}
                 self._compare()
-            self._last, self._after = now, self._states()
+            self._last = now
+            self._note_states()
 
     def _numbers(self) -> Mapping[str, object]:
         return {} if self._now is None else _later(self._now).numbers
@@ -263,18 +261,18 @@ class Look(TorchDispatchMode):
     def _know(self, generator: torch.Generator) -> None:
         key = number_of(generator)
         if key not in self._random:
-            self._random[key] = generator, generator.get_state()
-            self._after[key] = self._random[key][1]
+            self._random[key] = [generator, generator.get_state(), generator.get_state()]
             if key != number_of(self._default):
                 self.found.generators[key] = generator
 
-    def _states(self) -> dict[int, torch.Tensor]:
-        return {key: generator.get_state() for key, (generator, _) in self._random.items()}
+    def _note_states(self) -> None:
+        for known in self._random.values():
+            known[2] = known[0].get_state()
 
     def _compare(self) -> None:
         """Note a generator that is not where the last operator left it."""
-        for key, (generator, _) in self._random.items() if self.found.random is None else ():
-            if not torch.equal(self._after[key], generator.get_state()):
+        for key, (generator, _, after) in self._random.items() if self.found.random is None else ():
+            if not torch.equal(after, generator.get_state()):
                 is_default = key == number_of(self._default)
                 names = [p.path for p in self._state.places.values() if p.value is generator]
                 names.append("torch's default generator" if is_default else "a torch.Generator")
@@ -285,7 +283,7 @@ class Look(TorchDispatchMode):
         found = self.found
         if found.error is None:
             self._end_part(self._part)
-        for generator, before in self._random.values():
+        for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync = self.refusals.first
         return found
@@ -304,12 +302,8 @@ def current_look() -> Look | None:
 
 
 def look(call: Callable[[], object], state: ModelState, limit: int = 0, **options: Any) -> Footprint:
-    """Run a forward eagerly, once, and note its footprint. An error of the forward is in ``Footprint.error``.
-
-    Args:
-        call: Runs the forward on padding.
-        state: The model before the look.
-        limit, options: As for ``Look``.
+    """Run a forward eagerly, once, by ``call``; its footprint, with the error that it raised. For ``state``, ``limit``
+    and ``options`` see ``Look``.
     """
     with random_state_kept(state.device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, limit, **options)

@@ -19,7 +19,6 @@ Note [What is put back]
 
 from __future__ import annotations
 
-import keyword
 import re
 import sys
 import types
@@ -173,9 +172,8 @@ class _Saved:
 
 @dataclass(slots=True, eq=False)
 class ModelState:
-    """Everything that some objects hold at one moment, by path; see Note [What is looked at].
-
-    It holds the objects until ``let_go``; afterwards paths and numbers alone.
+    """Everything that some objects hold at one moment, by path; see Note [What is looked at]. It holds the objects
+    until ``let_go``; afterwards paths and numbers alone.
 
     Attributes:
         roots: The objects by name.
@@ -379,11 +377,7 @@ class ModelState:
 
     def moved(self, now: ModelState | None = None, *, may_grow: bool = False) -> dict[str, list[str]]:
         """Lines on tensors that lie elsewhere (``changed``), are in another form (``reshaped``), are gone (``missing``)
-        or came (``added``, unless ``may_grow``: no graph can depend on them).
-
-        Args:
-            now: Another record of the same roots; absent: as they are now.
-            may_grow: See above.
+        or came (``added``, unless ``may_grow``: no graph can depend on them), by ``now`` or a record of this moment.
         """
         now = ModelState.of(self.roots, self.device) if now is None else now
         after = {p.path: p for p in self._steady(now.places) if p.address is not None}
@@ -404,11 +398,8 @@ class ModelState:
         return lines
 
     def refuse_moved(self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False) -> None:
-        """Raise AddressError for what ``moved`` lists, and for exchanged generators; ``what`` is the graph.
-
-        Args:
-            roots: Other objects in place of those of the record, such as the arguments of this call.
-            may_grow: As for ``moved``.
+        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what`` is the graph; ``roots``
+        are objects in place of those of the record, such as the arguments of this call.
         """
         now = ModelState.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
@@ -470,11 +461,8 @@ class ModelState:
             self._once[token] = self._once.get(token, True) and token in warm and _equal(value, warm[token])
 
     def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
-        """Copy the model's storages that an operator is about to write, unless that was done.
-
-        Args:
-            func, args, kwargs: The operator and its arguments, in a dispatch mode around the forward.
-            limit: Bytes of copies on their device; further ones lie on the host.
+        """Copy the model's storages that an operator is about to write, unless that was done; ``limit`` bytes of copies
+        lie on their device, further ones on the host.
         """
         for tensor in written_tensors(func, args, kwargs):
             try:
@@ -494,9 +482,7 @@ class ModelState:
                 self._fresh[address] = StorageWeakRef(storage), storage.clone(), _version_of(tensor)
 
     def adopt_fresh(self) -> None:
-        """After a run: small tensors that it made and the model holds now (a counter) get back the values that they
-        were made with, if captures write them, too.
-        """
+        """After a run: small tensors that it made and the model holds now (a counter) get their first values back."""
         fresh, self._fresh = {key: f for key, f in self._fresh.items() if not f[0].expired()}, {}
         for place in ModelState.of(self.roots, self.device).places.values() if fresh else ():
             if _is_tensor(place.value) and place.value.layout is torch.strided:
@@ -566,8 +552,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _step(key: Any) -> str:
-    """The step of a path for a key, without code of the user: ``.name``, ``[2]``, ``['a b']``, ``[<Point>]``."""
-    if type(key) is str and key.isascii() and key.isidentifier() and not keyword.iskeyword(key):
+    """The step of a path for a key, without code of the user: ``.name``, ``['a b']``, ``[<Point>]``."""
+    if type(key) is str and key.isidentifier():
         return f".{key}"
     if isinstance(key, Enum):
         return f"[{type(key).__name__}.{key._name_}]"

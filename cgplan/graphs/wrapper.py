@@ -329,7 +329,8 @@ class CUDAGraphWrapper:
             self._backend = scope.backend  # another object of the same device has other pools and another stream
         if self.backend.is_capturing():
             raise CaptureError(
-                f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {blamed_line()}",
+                "the model holds graph wrappers of its own, and is to be captured as a whole as well, at "
+                f"{blamed_line()}",
                 remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
                 "another one needs another runtime mode.",
             )

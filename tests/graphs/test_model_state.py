@@ -137,7 +137,7 @@ SEEN: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "named tuple": (lambda: Pair(t(), [t()]), ["x.left", "x.right[0]"]),
     "keys": (
         lambda: {"b c": t(), 3: t(), Color.RED: t(), Key(): t(), Key(): t(), "class": t()},
-        ["x['b c']", "x[3]", "x[Color.RED]", "x[<Key>]", "x[<Key>]#2", "x['class']"],
+        ["x['b c']", "x[3]", "x[Color.RED]", "x[<Key>]", "x[<Key>]#2", "x.class"],
     ),
     "ordered": (lambda: OrderedDict(a=t()), ["x.a"]),
     "objects": (lambda: SimpleNamespace(a=t(), b=Data(t(), [t()])), ["x.a", "x.b.first", "x.b.second[0]"]),
