@@ -398,8 +398,8 @@ class ModelState:
         return lines
 
     def refuse_moved(self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False) -> None:
-        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what`` is the graph, ``roots``
-        are objects in place of those of the record, such as the arguments of this call.
+        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what`` is the graph; other
+        objects than those of the record come as ``roots``, such as the arguments of this call.
         """
         now = ModelState.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
