@@ -7,7 +7,7 @@ from rich.text import Text
 
 from cgplan.reports.capture_tables import environment_rows, rank_table
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, stacked, titled
-from cgplan.reports.plan_tables import mode_rows, model_rows
+from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import OURS, BenchReport, Environment, PeerRecord, PeersRecord
 from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
@@ -18,8 +18,7 @@ def _bench(report: BenchReport) -> RenderableType:
     cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
     rows = [
         *environment_rows(environment),
-        *model_rows(capture.plan),
-        *mode_rows(capture.plan),
+        *head_rows(capture.plan, sizes=False),
         ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
         ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
     ]

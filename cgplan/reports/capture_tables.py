@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
-from cgplan.reports.plan_tables import mode_rows, model_rows, sizes_row
+from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import (
     BudgetRecord,
     CaptureReport,
@@ -28,8 +28,8 @@ MOST_STOPS = 3
 
 @render.register
 def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*environment_rows(report.environment), *model_rows(report.plan), *mode_rows(report.plan)]
-    rows += [sizes_row(report.plan), *([("checked", report.looked_at)] if report.looked_at else []), *_policy(report)]
+    rows = [*environment_rows(report.environment), *head_rows(report.plan)]
+    rows += [*([("checked", report.looked_at)] if report.looked_at else []), *_policy(report)]
     if report.environment.is_tape:
         backend = report.environment.backend
         rows.append(("note", f"bytes and times are those of {backend}, the CPU stand-in, and say little about a GPU"))

@@ -170,10 +170,9 @@ class Drawing:
 
 def sentences(*lines: str) -> RenderableType:
     """Remarks under a table, each on new lines."""
-    return Group(*(Padding(Text(line), (0, 0, 0, 2)) for line in lines))
+    return Padding(Text("\n".join(lines)), (0, 0, 0, 2))
 
 
-def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str], gap: int = 2) -> RenderableType:
+def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:
     """A table of rows by column name; the first row has all columns, and those in ``left`` hold text."""
-    columns = (Column(name, methodcaller("get", name), left=name in left) for name in rows[0])
-    return Grid(rows, *columns, gap=gap)
+    return Grid(rows, *(Column(name, methodcaller("get", name), left=name in left) for name in rows[0]))

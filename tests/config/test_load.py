@@ -47,7 +47,6 @@ def test_a_folder_and_bytes_are_no_yaml_file(tmp_path: Path) -> None:
         ("device: cpu\n\tx: 1\n", ":2:1", "cannot start any token"),
         ("? [a, b]\n: 1\n", ":1:3", "key"),
         ("device: cpu\n? {a: 1}\n: 1\n", ":2:3", "key"),
-        ("model: &a\n  kwargs: *a\n", ":1", "alias refers to itself"),
     ],
 )
 def test_text_that_is_not_yaml(refusal: Any, text: str, where: str, complaint: str) -> None:
