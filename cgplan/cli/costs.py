@@ -16,11 +16,11 @@ from cgplan.config.load import beside
 from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportError
 from cgplan.modes import Key
 from cgplan.optimizer.subset import within_count
-from cgplan.planning import build_plan
+from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
-from cgplan.reports import CaptureReport, load_report
+from cgplan.reports import CaptureReport, Environment, load_report
 from cgplan.reports.records import uncapturable
 
 WORDS = ("estimate", "measure")
@@ -71,16 +71,18 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     from cgplan.pricing.measured import MeasuredCosts
 
     on_device = report.environment.driver is not None
-    costs = MeasuredCosts.from_report(report, loaded.config, tuple(_about(report, given, loaded.config)))
+    notes = tuple(about(f"the costs of {given}", report.plan, report.environment, loaded.config))
+    costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
     return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
 
 
-def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
-    if found := named(mismatches(report.plan, config)):
-        yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
-    if report.environment.driver is None:
-        yield f"the costs of {path} are those of {report.environment.backend}, not of a GPU"
+def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:
+    """Notes on figures that were measured with another configuration's ``plan``, or on the tape."""
+    if found := named(mismatches(plan, config)):
+        yield f"{subject} were measured with another configuration, and are taken as they are: {found}"
+    if environment.driver is None:
+        yield f"{subject} are those of {environment.backend}, not of a GPU"
 
 
 def _check_modes(report: CaptureReport, path: str, config: Config) -> None:

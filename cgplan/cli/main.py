@@ -299,14 +299,11 @@ def inspect(
     given = {name: value for name, value in of_vllm.items() if value is not None}
     if [report, config, vllm].count(None) != 2:
         raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
-    if split and (config is None or as_json):
-        raise BadParameter("--split shows a configuration's model as a table: give --config FILE, without --json")
-    if everything and (config is None or as_json):
-        raise BadParameter("--all lists a configuration's values in a table: give --config FILE, without --json")
-    if costs is not None and config is None:
-        raise BadParameter("--costs prices a configuration's graphs: give --config FILE with it")
-    if config is None and overrides:
-        raise BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
+    for option, value in {"--split": split, "--all": everything, "--costs": costs, "--set": overrides}.items():
+        if value and config is None:
+            raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
+        if value and as_json and option in ("--split", "--all"):
+            raise BadParameter(f"{option} shows a table: leave out --json")
     if vllm is None and given:
         raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):

@@ -154,34 +154,24 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps.
+    """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps: a line that changes
+    on a terminal, about ten lines elsewhere.
 
     Args:
         doing: The work under way, such as "capture"; nothing is shown where it is empty.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     console = Console(stderr=True)
 
     def line(index: int, total: int, what: str) -> None:
         first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
         if doing and (first_of_its_tenth or index == total - 1):
-            console.file.write(f"{doing} {index + 1}/{total}: {what}\n")
-            console.file.flush()
+            note(f"{doing} {index + 1}/{total}: {what}")
 
     if not doing or not console.is_terminal:
         yield line
         return
-    bar = Progress(
-        TextColumn("{task.fields[doing]}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None, doing=doing)
-        yield lambda index, total, what: bar.update(task, completed=index, total=total, description=what)
+    with console.status(doing) as status:
+        yield lambda index, total, what: status.update(Text(f"{doing} {index + 1}/{total}: {what}"))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import typer
 
-from cgplan.cli.costs import Priced, costs_of
+from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.load import read_text
 from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.difference import compare, machine_changes, mismatches, named
+from cgplan.planning.difference import compare, machine_changes, named
 from cgplan.planning.engines import Engine, emit
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
@@ -177,12 +177,10 @@ def _about_times(text: str, path: Path, config: Config, machine: Machine | None)
     report = parse_report(text, path) if text.lstrip().startswith("{") else None
     if not isinstance(report, BenchReport):
         return
-    if found := named(mismatches(report.capture.plan, config)):
-        yield f"the step times of {path} were measured with another configuration: {found}"
-    if report.environment.driver is None:
-        yield f"the step times of {path} are those of {report.environment.backend}, not of a GPU"
-    elif machine is not None and machine != report.environment.as_machine:
-        found = named(machine_changes(machine, report.environment.as_machine))
+    yield from about(f"the step times of {path}", report.capture.plan, report.environment, config)
+    measured_on = report.environment.as_machine
+    if report.environment.driver is not None and machine not in (None, measured_on):
+        found = named(machine_changes(machine, measured_on))
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 

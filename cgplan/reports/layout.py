@@ -54,6 +54,11 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 key``, ``2 keys``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table.
@@ -71,12 +76,13 @@ class Column:
     left: bool = False
 
     def cell(self, row: Any) -> str:
-        value = row
-        for name in self.value.split(".") if isinstance(self.value, str) else ():
-            if value is not None:
-                value = value[int(name)] if name.isdigit() else getattr(value, name)
         if callable(self.value):
             value = self.value(row)
+        else:
+            value = row
+            for name in self.value.split("."):
+                if value is not None:
+                    value = value[int(name)] if name.isdigit() else getattr(value, name)
         return "-" if value is None else self.format(value)
 
 

@@ -388,7 +388,7 @@ def _replan(report: ReplanReport) -> RenderableType:
         rows.append(("keys", f"{len(report.captured)} captured, {len(report.evicted)} evicted{again}"))
     told = {(part.lane, size) for part in report.difference.failed for size in part.sizes}
     for key in report.failed:
-        if (Lane.of(key.mode, key.descriptor), key.descriptor.num_tokens) not in told:
+        if (key.lane, key.descriptor.num_tokens) not in told:
             rows.append(("failed", f"{key.mode} {key.descriptor}: {key.text}"))
     before, after = map(format_bytes, report.pool_bytes)
     rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(report.seconds))]

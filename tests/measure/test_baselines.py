@@ -73,7 +73,7 @@ def batch_of(backend: GraphBackend, rows: int) -> Tensor:
     ],
 )
 def test_an_unknown_peer_is_answered_with_the_nearest(wrong: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown peer '{wrong}'") as caught:
+    with pytest.raises(ConfigError, match=f"unknown baseline '{wrong}'") as caught:
         check_peers(["eager", wrong])
     assert f"Did you mean {near!r}?" in caught.value.remedy
     assert all(name in caught.value.remedy for name in PEERS)
@@ -82,7 +82,7 @@ def test_an_unknown_peer_is_answered_with_the_nearest(wrong: str, near: str) -> 
 def test_peers_are_taken_once_in_the_order_given() -> None:
     assert check_peers([" bare", "eager", "bare"]) == ("bare", "eager")
     assert set(PEERS) == set(BASELINES) - {"cgplan"}
-    with pytest.raises(ConfigError, match="unknown peer ''"):
+    with pytest.raises(ConfigError, match="unknown baseline ''"):
         check_peers([""])
 
 
