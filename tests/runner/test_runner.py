@@ -23,7 +23,6 @@ from cgplan.errors import (
     CaptureError,
     CaptureMemoryError,
     CgplanError,
-    ConfigError,
     DispatchMissError,
     HostSyncError,
     InputError,
@@ -393,21 +392,6 @@ def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> Non
     assert not model.first.entries
 
 
-def test_a_model_with_wrappers_is_captured_anew_by_a_second_session(backend: GraphBackend) -> None:
-    """The first session's graphs read the first session's static buffers: they are of no use to the second."""
-    model = Pieces(backend)
-    options: dict[str, Any] = {"sizes": [4], "compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}}
-    first = open_runner(backend, lambda x: model(x), {"x": ROWS}, **options)
-    x = rows(1, 2, 3, device=backend.device)
-    same(first(x=x), x * 6)
-    second = open_runner(backend, lambda x: model(x), {"x": ROWS}, **options)
-    same(second(x=x + 1), (x + 1) * 6)
-    with pytest.raises(SealedError):
-        first(x=x)
-    first.close()
-    same(second(x=x), x * 6)
-
-
 def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBackend) -> None:
     model = Pieces(backend)
 
@@ -490,24 +474,6 @@ def test_a_wrapper_outside_of_any_session(backend: GraphBackend) -> None:
     assert not wrapper.entries
     with forward_context(FULL, BatchDescriptor(4)):
         same(wrapper(x), x * 2)
-
-
-def test_a_wrapper_derives_inside_its_capture(backend: GraphBackend) -> None:
-    """Warm-ups and capture of a wrapper on its own share one context."""
-
-    def forward(x: Tensor) -> Tensor:
-        derived = get_forward_context().derived
-        if "total" not in derived:
-            derived["total"] = x.sum()
-        return x + derived["total"]
-
-    wrapper = CUDAGraphWrapper(forward, FULL, backend=backend)
-    x = torch.ones(4, device=backend.device)
-    for value in (1.0, 5.0):
-        x.fill_(value)
-        with forward_context(FULL, BatchDescriptor(4)) as context:
-            same(wrapper(x), torch.full_like(x, 5 * value))
-            assert not context.derived, "nothing is left that lies on graph memory"
 
 
 def test_a_wrapper_still_looks_like_its_module(backend: GraphBackend) -> None:
@@ -712,11 +678,6 @@ def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> 
     same(open_runner(backend, model)(x=batch(backend, 3)), batch(backend, 3) * 2)
 
 
-def test_a_model_called_with_the_wrong_names_is_a_model_error(backend: GraphBackend) -> None:
-    with pytest.raises(ModelError, match="unexpected keyword argument 'x'"):
-        open_runner(backend, lambda y: y)
-
-
 def test_errors_of_the_caller_pass_through_and_free_all(backend: GraphBackend) -> None:
     before = reserved(backend)
 
@@ -797,14 +758,6 @@ def test_capture_in_one_call(backend: GraphBackend) -> None:
     assert dict(runner.stats.eager) == {MissReason.TOO_LARGE: 1}
 
 
-def test_capture_refuses_bad_sections() -> None:
-    inputs = {"x": X}
-    with pytest.raises(ConfigError, match=r"unknown key 'compilation\.cudagraph_mod'"):
-        cgplan.capture(lambda x: x, inputs, compilation={"cudagraph_mod": "FULL"}, device="cpu")
-    with pytest.raises(ConfigError, match="'gpu'"):
-        cgplan.capture(lambda x: x, inputs, device="gpu")
-
-
 # --- what first-time users tried ------------------------------------------------------------------------------
 
 
@@ -877,6 +830,9 @@ def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBacken
         torch.testing.assert_close(second(x=x), model.inner(x))
     with pytest.raises(SealedError, match="captured again by a later session"):
         first(x=x)
+    first.close()
+    with torch.no_grad():
+        torch.testing.assert_close(second(x=x), model.inner(x))
 
 
 @pytest.mark.parametrize("earlier", ["nobody", "a runner", "by hand"])
@@ -1009,15 +965,12 @@ class Squares(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["first", "always"])
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_module_that_gets_a_second_name_is_checked_as_before(
-    backend: GraphBackend, policy: str, mode: str, inside: bool
+    backend: GraphBackend, policy: str, inside: bool
 ) -> None:
     model = Squares().to(backend.device).requires_grad_(False)
-    compilation = {"address_check": policy, "cudagraph_mode": mode}
-    if mode == "PIECEWISE":
-        compilation["splitting_modules"] = ["first"]
+    compilation = {"address_check": policy, "cudagraph_mode": "PIECEWISE", "splitting_modules": ["first"]}
     runner = open_runner(backend, model, compilation=compilation)
     model.first.other = [model.second] if inside else model.second
     x = batch(backend, 2)
@@ -1028,14 +981,11 @@ def test_a_module_that_gets_a_second_name_is_checked_as_before(
     assert kept.numel()
 
 
-@pytest.mark.parametrize("policy", ["first", "always"])
 @pytest.mark.parametrize("change", ["t_", "data"])
-def test_a_weight_that_is_transposed_in_place_is_found_on_a_first_replay(
-    backend: GraphBackend, policy: str, change: str
-) -> None:
+def test_a_weight_that_is_transposed_in_place_is_found_on_a_first_replay(backend: GraphBackend, change: str) -> None:
     """Though it is the same object at the same address, which no check on every replay looks into."""
     model = Squares().to(backend.device).requires_grad_(False)
-    runner = open_runner(backend, model, compilation={"address_check": policy})
+    runner = open_runner(backend, model, compilation={"address_check": "always"})
     for _ in range(2):
         runner(x=batch(backend, 2))
     if change == "t_":
