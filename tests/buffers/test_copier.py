@@ -103,7 +103,7 @@ class Emulated:
         return int(self.library.launched())
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool = True) -> KernelCopier:
-        blocks = StagingBlocks(CPU, NoFence, lambda: None, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        blocks = StagingBlocks(NoFence, lambda: None, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
         return KernelCopier(buffers, self.kernel, blocks, copy_inputs=copy_inputs)
 
 
