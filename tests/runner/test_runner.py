@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import cgplan
 from cgplan.backends import GraphBackend
-from cgplan.backends.context import CaptureScope, forward_context, get_forward_context
+from cgplan.backends.context import forward_context, get_forward_context
 from cgplan.backends.tape import TapeBackend
 from cgplan.config import Input, validate_config
 from cgplan.errors import (
@@ -33,7 +33,6 @@ from cgplan.errors import (
 )
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.piecewise.breakable import BreakableCUDAGraphWrapper
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.difference import fitted
 from cgplan.runner.runner import GraphRunner
@@ -442,75 +441,6 @@ def test_piecewise_without_wrappers_says_so(backend: GraphBackend) -> None:
 # --- wrappers and the forward context -------------------------------------------------------------------------
 
 
-def test_a_wrapper_outside_of_any_session(backend: GraphBackend) -> None:
-    calls: list[str] = []
-
-    def forward(x: Tensor, *, scale: float = 2.0) -> Tensor:
-        calls.append("run")
-        return x * scale
-
-    wrapper = CUDAGraphWrapper(forward, FULL, backend=backend, options=CUDAGraphOptions(num_of_warmups=2))
-    x = batch(backend, 4)
-    same(wrapper(x), x * 2)  # no context: as it is
-    assert calls == ["run"]
-    assert not wrapper.entries
-    with forward_context(PIECEWISE, BatchDescriptor(4)):
-        same(wrapper(x), x * 2)  # another mode: as it is
-    assert not wrapper.entries
-    calls.clear()
-    for seed in range(3):
-        x.copy_(batch(backend, 4, seed))
-        with forward_context(FULL, BatchDescriptor(4)):
-            same(wrapper(x, scale=3.0), x * 3)
-    assert calls == ["run"] * 3, "two warm-ups and the capture"
-    entry = wrapper.entries[BatchDescriptor(4)]
-    assert entry.descriptor == BatchDescriptor(4)
-    assert entry.manifest.places["args[0]"].address == x.data_ptr()
-    assert entry.capture_seconds > 0
-    with forward_context(FULL, BatchDescriptor(4)):
-        moved = wrapper(batch(backend, 4, 9), scale=100.0)  # arguments are not looked at
-    same(moved, x * 3)
-    wrapper.reset()
-    assert not wrapper.entries
-    with forward_context(FULL, BatchDescriptor(4)):
-        same(wrapper(x), x * 2)
-
-
-def test_a_wrapper_still_looks_like_its_module(backend: GraphBackend) -> None:
-    wrapper = CUDAGraphWrapper(nn.Linear(2, 3), FULL, backend=backend)
-    assert wrapper.out_features == 3
-    with pytest.raises(AttributeError):
-        _ = wrapper.nothing
-    for mode in (NONE, CUDAGraphMode.FULL_AND_PIECEWISE):
-        with pytest.raises(CgplanError, match="cannot have the mode"):
-            CUDAGraphWrapper(lambda x: x, mode, backend=backend)
-
-
-def test_outputs_of_a_wrapper_may_hold_their_memory(backend: GraphBackend) -> None:
-    pool, x = backend.new_pool(), torch.ones(4, device=backend.device)
-    options = CUDAGraphOptions(borrow_outputs=False)
-    wrappers = [
-        CUDAGraphWrapper(lambda x, k=k: x * k, FULL, backend=backend, pool=pool, options=options) for k in (2, 3)
-    ]
-    with forward_context(FULL, BatchDescriptor(4)):
-        outs = [wrapper(x) for wrapper in wrappers]
-    same(outs, [x * 2, x * 3])
-
-
-def test_a_sealed_scope_captures_nothing_more(backend: GraphBackend) -> None:
-    wrapper = CUDAGraphWrapper(lambda x: x * 2, FULL, backend=backend)
-    scope, x = CaptureScope(backend.new_pool()), batch(backend, 4)
-    with forward_context(FULL, BatchDescriptor(4), scope=scope):
-        wrapper(x)
-    scope.is_open = False
-    with forward_context(FULL, BatchDescriptor(4), scope=scope):
-        same(wrapper(x), x * 2)
-    with forward_context(FULL, BatchDescriptor(8), scope=scope), pytest.raises(SealedError) as caught:
-        wrapper(x)
-    assert "num_tokens=8" in caught.value.message
-    assert "cudagraph_capture_sizes" in caught.value.remedy
-
-
 def test_the_forward_context_is_each_threads_own() -> None:
     seen: dict[str, Any] = {}
     barrier = threading.Barrier(2)
@@ -859,44 +789,6 @@ def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBacken
     same(runner(x=x), x * 6)
 
 
-def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) -> None:
-    wrapper = CUDAGraphWrapper(
-        lambda x: x * 2, PIECEWISE, backend=backend, options=CUDAGraphOptions(copied_arguments=(0,))
-    )
-    x = torch.ones(4, device=backend.device)
-    with torch.inference_mode(), forward_context(PIECEWISE, BatchDescriptor(4)):
-        same(wrapper(x.clone()), x * 2)
-    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
-        same(wrapper(x * 3), x * 6)
-
-
-@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda x, y: (x[:1], y),
-            r"argument 0, .* is torch.float32 \[1, 3\]; at capture it was torch.float32 \[4, 3\]",
-        ),
-        (lambda x, y: (x, y.double()), r"argument 1, .* is torch.float64 \[4, 3\]"),
-        (lambda x, y: (x.int(), y), r"argument 0, .* is torch.int32"),
-        (lambda x, y: (x, 5.0), r"argument 1, .* is 5.0; at capture"),
-        (lambda x, y: (x,), "argument 1, .* is missing among 1 arguments"),
-    ],
-)
-def test_copied_arguments_are_those_of_the_capture(backend: GraphBackend, kind: Any, change: Any, said: str) -> None:
-    options = CUDAGraphOptions(copied_arguments=(0, 1), address_check="off")
-    mode = (PIECEWISE,) if kind is CUDAGraphWrapper else ()
-    wrapper = kind(lambda x, y: x * y, *mode, backend=backend, options=options)
-    x, y = (torch.arange(12.0, device=backend.device).view(4, 3) + k for k in range(2))
-    with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
-        for _ in range(2):
-            same(wrapper(x, y), x * y)
-        with pytest.raises(AddressError, match=rf"PIECEWISE num_tokens=4: {said}"):
-            wrapper(*change(x, y))
-        same(wrapper(x + 1, y), (x + 1) * y)
-
-
 def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(backend: GraphBackend) -> None:
     model = nn.Sequential(nn.Linear(2, 2)).to(backend.device)
     huge = Input(shape=("num_tokens", 1 << 48), dtype="float32", pad=0)
@@ -930,67 +822,3 @@ def test_what_a_forward_keeps_is_no_state_that_could_move(backend: GraphBackend)
     model.weight.data = torch.full((2,), 5.0, device=backend.device)
     with pytest.raises(AddressError, match=r"model\.weight"):
         runner(x=batch(backend, 1))
-
-
-class Plain:
-    """A model that is no module."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.full((2,), 3.0, device=device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-@pytest.mark.parametrize("bound", [False, True])
-def test_tensors_of_a_plain_object_are_checked_too(backend: GraphBackend, bound: bool) -> None:
-    model = Plain(backend.device)
-    runner = open_runner(backend, model.__call__ if bound else model, compilation={"address_check": "always"})
-    x = batch(backend, 2)
-    same(runner(x=x), x * 3)
-    model.scale = model.scale * 2
-    with pytest.raises(AddressError, match=r"model\.scale"):
-        runner(x=batch(backend, 1))
-
-
-class Squares(nn.Module):
-    """Two layers with square weights, which may be transposed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize("policy", ["first", "always"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_module_that_gets_a_second_name_is_checked_as_before(
-    backend: GraphBackend, policy: str, inside: bool
-) -> None:
-    model = Squares().to(backend.device).requires_grad_(False)
-    compilation = {"address_check": policy, "cudagraph_mode": "PIECEWISE", "splitting_modules": ["first"]}
-    runner = open_runner(backend, model, compilation=compilation)
-    model.first.other = [model.second] if inside else model.second
-    x = batch(backend, 2)
-    torch.testing.assert_close(runner(x=x), model(x))
-    kept, model.second.weight = model.second.weight, nn.Parameter(torch.ones(2, 2, device=backend.device))
-    with pytest.raises(AddressError, match=r"changed  model\.second\.weight"):
-        runner(x=batch(backend, 4))
-    assert kept.numel()
-
-
-@pytest.mark.parametrize("change", ["t_", "data"])
-def test_a_weight_that_is_transposed_in_place_is_found_on_a_first_replay(backend: GraphBackend, change: str) -> None:
-    """Though it is the same object at the same address, which no check on every replay looks into."""
-    model = Squares().to(backend.device).requires_grad_(False)
-    runner = open_runner(backend, model, compilation={"address_check": "always"})
-    for _ in range(2):
-        runner(x=batch(backend, 2))
-    if change == "t_":
-        model.first.weight.t_()
-    else:
-        model.first.weight.data = model.first.weight.data.t()
-    with pytest.raises(AddressError, match=r"reshaped  model\.first\.weight"):
-        runner(x=batch(backend, 4))
