@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -18,7 +19,7 @@ from cgplan.errors import CgplanError
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runner.session", "rank_programs"]
+    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runner.session", "cgplan.cli.capture", "rank_programs"]
 )
 HANG = "hang"
 
@@ -60,6 +61,7 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # sessions collect garbage, and torch's modules would take a third of a second each time
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of lost peers
     try:
         sender.send(("value", target(int(given["RANK"]), *args, **kwargs)))
@@ -130,6 +132,8 @@ def _receive(receiver: Connection, outcome: Outcome, patience: float) -> None:
 def values(outcomes: list[Outcome]) -> list[Any]:
     """What every rank returned; fails with the traceback of the first that did not."""
     for rank, outcome in enumerate(outcomes):
+        if outcome.exit_code is None:  # not started
+            continue
         assert not outcome.error, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]

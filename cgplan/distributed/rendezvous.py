@@ -115,13 +115,18 @@ def absent_from(
 ) -> list[str]:
     """Wait until every rank's key is set; returns the ranks whose key is not set after ``timeout`` seconds.
 
-    ``meanwhile`` is called again and again; an exception of it ends the wait.
+    ``meanwhile`` is called again and again; a CgplanError of it ends the wait, unless all keys have been set by then.
     """
     deadline, pause = time.monotonic() + timeout, 0.0005
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
             return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        meanwhile()
+        try:
+            meanwhile()
+        except CgplanError:  # a rank has left: perhaps after this step
+            if store.check(list(keys)):
+                break
+            raise
         time.sleep(pause)
         pause = min(1.5 * pause, 0.02)
     return []

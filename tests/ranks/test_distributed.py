@@ -29,7 +29,7 @@ from cgplan.reports.records import BudgetRecord, RankRecord, StopRecord
 from cgplan.runner.session import CaptureSession
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype) -> None:
     """Inputs change, and each rank finds bit for bit what a sum in the order of the ranks gives."""
     found = values(run_ranks(world_size, programs.replays, dtype, [(3, 8), (5, 40)], 3, 12))
