@@ -42,11 +42,13 @@ class TapePool:
             as a GPU would.
 
     Attributes:
+        backend: The backend that made it.
         aliases: A storage beside each that takes a block now, by the address of the latter.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.aliases: dict[int, torch.UntypedStorage] = {}
+        self.backend: object = None
         self._limit = limit
         self._segments: list[_Segment] = []
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     HostGuard,
@@ -157,15 +158,6 @@ def replay(steps: list[Step]) -> None:
                 flat = tree_flatten(result)[0]
                 for i, slot in step.copies:
                     slot.copy_(flat[i])
-
-
-def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A new tensor on ``storage`` with the layout of ``like``."""
-    base = torch.empty(0, dtype=like.dtype, device="cpu").set_(
-        storage, like.storage_offset(), like.size(), like.stride()
-    )
-    base = base.conj() if like.is_conj() else base
-    return torch._neg_view(base) if like.is_neg() else base
 
 
 def _loosened(func: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -168,7 +168,7 @@ class CapturedKeys:
             split=graphed.route.describe(),
             looked_at=graphed.looked_at,
             state=graphed.state,
-            borrowed_outputs=backend.supports("borrow"),
+            borrowed_outputs=True,
             warnings=(*graphed.plan.warnings, *self._warnings()),
         )
 
@@ -202,8 +202,6 @@ class CapturedKeys:
                 "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
                 "padding reaches real rows is not checked"
             )
-        if not graphed.backend.supports("borrow"):
-            warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
         return warnings + graphed.route.warnings() + graphed.notes
 
     # --- between batches ------------------------------------------------------------------------------------------
