@@ -352,7 +352,7 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
     on_cpu = ranks.device.type == "cpu"
     if on_cpu and wanted == "symm_mem":
         return "symmetric memory needs GPUs"
-    if not ranks.on_one_machine:
+    if len({presence.host for presence in ranks.presences}) > 1:
         return "the ranks are on several machines"
     if on_cpu or wanted == "symm_mem":
         return ""

@@ -88,11 +88,6 @@ class Ranks:
         self._steps = 0
         self._has_announced = self.is_closed = False
 
-    @property
-    def on_one_machine(self) -> bool:
-        """Whether all ranks run on the same host."""
-        return len({presence.host for presence in self.presences}) == 1
-
     def new_group(self) -> Any:
         """Another gloo group of all ranks; all of them call it."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
@@ -161,10 +156,6 @@ class Ranks:
         except Exception as raised:
             error = raised
         self.agree(name, error=error)
-
-    def broadcast(self, step: str, value: Any) -> Any:
-        """Rank 0's value, on all ranks. Raises as ``agree``."""
-        return self.agree(step, value=value if self.rank == 0 else None)[0]
 
     def leave(self, error: BaseException) -> None:
         """Take part in no further step, because of an error; the others raise it at their next step."""
