@@ -26,7 +26,7 @@ HANG = "hang"
 
 @dataclass
 class Outcome:
-    """How one rank ended: what its function returned, or what it raised, or ``HANG``."""
+    """The end of one rank: the result of its function, its error, or ``HANG``."""
 
     exit_code: int | None = None
     value: Any = None
@@ -62,7 +62,7 @@ def _main(
 
     torch.set_num_threads(1)
     gc.freeze()  # sessions collect garbage, and torch's modules would take a third of a second each time
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of lost peers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's messages about lost peers
     try:
         sender.send(("value", target(int(given["RANK"]), *args, **kwargs)))
     except CgplanError as error:
@@ -71,7 +71,7 @@ def _main(
     except BaseException as error:
         sender.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         os._exit(1)
-    os._exit(0)  # as quickly as a crash: what is left to clean up then is a leak
+    os._exit(0)  # as quickly as a crash: memory that is left then is a leak
 
 
 def run_ranks(
@@ -130,7 +130,7 @@ def _receive(receiver: Connection, outcome: Outcome, patience: float) -> None:
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank returned; fails with the traceback of the first that did not."""
+    """The result of every rank; fails with the traceback of the first that did not."""
     for rank, outcome in enumerate(outcomes):
         if outcome.exit_code is None:  # not started
             continue

@@ -1,4 +1,4 @@
-"""The backend protocol: what cgplan needs of a device to capture and replay graphs.
+"""The backend protocol: the operations of a device by which cgplan captures and replays graphs.
 
 Note [Lifetimes]
     A pool is released when the last graph captured into it is reset. Tensors made during a capture live in the pool.
@@ -45,7 +45,7 @@ class MemoryReading:
 
 
 class GraphBackend(ABC):
-    """Captures what a function launches on a device, and replays it.
+    """Captures the launches of a function on a device, and replays them.
 
     Attributes:
         name: ``cuda``, or ``cpu (tape)``; reports show it beside every figure.

@@ -10,8 +10,8 @@ Note [Failed captures]
     well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure,
     and by giving the pool another handle, so that later captures take memory of their own.
     The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
-    graphs of the stream still use. `capture_begin` may leave the same behind, so `begin` checks first for what it is
-    known to refuse. A capture is ended on the stream that it began on, whichever is current by then.
+    graphs of the stream still use. `capture_begin` may leave the same behind, so `begin` first checks for cases that
+    it is known to refuse. A capture is ended on the stream that it began on, even if another is current by then.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
+ALIGNMENT = 64  # bytes, as torch's CPU allocator aligns
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class TapePool:
         return sum(sum(segment.free.values()) for segment in self._segments)
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes on a block of the pool. Its contents are what was there before."""
+        """A storage of ``nbytes`` bytes on a block of the pool. It still holds its former contents."""
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         spans = [
             (length, index, offset)

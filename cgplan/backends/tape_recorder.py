@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
             with self, HostGuard(self.refusals):  # the call of the operator left the guard around the capture
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
+        if is_composite(func):  # in inference mode these come whole, and would hide host reads
             with self:
                 return func.decompose(*args, **kwargs)
         refuse_host(func, args, kwargs, self.refusals)
@@ -174,7 +174,7 @@ def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
 
 
 def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
-    """Whether an out variant, tried on scratch memory, leaves it as it is laid out and writes what the slots hold.
+    """Whether an out variant, tried on scratch memory, keeps its layout and writes the values of the slots.
 
     Some grow their result on the way, which memory of the pool cannot, or round in another order.
     """

@@ -208,7 +208,7 @@ class CudaAllReduce(CustomAllReduce):
             self._error.copy_(self._aborted, non_blocking=True)
 
     def check(self) -> None:
-        """Raise what the error word says. Waits for the device."""
+        """Raise the error of the error word. Waits for the device."""
         from cgplan.distributed.triton_kernels import TIMED_OUT, UNREGISTERED
 
         code = int(self._error.item())
@@ -251,7 +251,7 @@ class CpuAllReduce(CustomAllReduce):
             RegistrationError: the row is not written: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
             AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
-                let a rank read what another one has not written yet.
+                let a rank read memory that another one has not written yet.
         """
         addresses = row.tolist()
         if not all(addresses):
@@ -357,7 +357,7 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
     if on_cpu or wanted == "symm_mem":
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
-        return f"{ranks.world_size} ranks are none of {', '.join(map(str, ONE_SHOT_BYTES))}"
+        return f"{ranks.world_size} ranks, where kernels exist for {', '.join(map(str, ONE_SHOT_BYTES))}"
     for module, package in (("triton", "triton"), ("cuda", "cuda-bindings")):
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed"

@@ -9,7 +9,7 @@ Note [Steps]
     them. torchrun ends the other ranks when one is killed; without torchrun they end after the timeout.
 
 Note [Teardown]
-    What ranks share is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
+    Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
     rank closes the handles that it has opened of the others' memory; (3) a step: no rank reads my memory any more;
     (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
     Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
@@ -168,7 +168,7 @@ class Ranks:
             self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that ends this rank or without one; see Note [Teardown] for what comes before.
+        """Leave, with the error that ends this rank or without one; see Note [Teardown] for the steps before.
 
         Without an error it waits for the others. Raises RankFailedError where one of them failed.
         """

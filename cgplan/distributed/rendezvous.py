@@ -84,7 +84,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a rank tells the others of itself.
+    """Host and device of a rank.
 
     Attributes:
         host: Its machine.
@@ -141,7 +141,7 @@ def part(store: Any, place: Place, seconds: float) -> None:
 
 
 def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Presence]]:
-    """The common store, and what every rank tells of itself, once all have come.
+    """The common store, and every rank's presence, once all have come.
 
     Raises:
         RendezvousError: a rank did not come within the timeout, or came twice.

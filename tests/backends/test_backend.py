@@ -43,7 +43,7 @@ def test_a_capture_runs_nothing_and_each_replay_does(backend: GraphBackend) -> N
 
 
 def test_a_capture_leaves_another_graphs_output_alone(backend: GraphBackend) -> None:
-    """Memory of the pool that somebody holds counts as outside memory, too."""
+    """Memory of the pool that is held counts as outside memory, too."""
     pool, x = backend.new_pool(), torch.ones(4, device=backend.device)
     first, held = capture(backend, lambda: x * 2, pool)
     backend.replay(first)

@@ -50,7 +50,7 @@ def test_a_session_captures_registers_and_captures_again(world_size: int) -> Non
 
 
 def test_a_rank_that_looks_at_its_state_sums_alone() -> None:
-    """What runs a forward on one rank only must not wait for the others, nor count as one of their sums."""
+    """A look at the forward on one rank only must not wait for the others, nor count as one of their sums."""
     assert values(run_ranks(2, programs.counts_its_calls)) == [("ok", None)] * 2
 
 
