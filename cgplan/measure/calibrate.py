@@ -22,15 +22,16 @@ from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.context import CaptureScope
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
+from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
+from cgplan.reports.records import GraphRecord
 
 FEWEST_CHUNKS = 4
 FEWEST_CAPTURES = 16
@@ -94,20 +95,19 @@ def _measure_alone(graphed: ModelGraphs, keys: Sequence[Key], before: MemoryRead
     """Each key by itself; bytes that the session keeps outside of its pool and its buffers; seconds spent once."""
     backend, found, workspace, once = graphed.backend, list[_Alone](), 0, 0.0
     for mode, descriptor in keys:
-        first = _seconds(capture_key(graphed, (mode, descriptor)))
+        first = _seconds(graphed.capture_key((mode, descriptor)))
         graphed.drop_all()
         outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes - graphed.copied_bytes
         workspace = max(workspace, outside if backend.supports("driver_bytes") else 0)
-        done = capture_key(graphed, (mode, descriptor))
+        done = graphed.capture_key((mode, descriptor))
         once += max(first - _seconds(done), 0.0)
         name = (mode, descriptor.num_active_loras, descriptor.num_tokens)
-        found.append(_Alone(name, done.after[1], done.record(backend).nodes, _seconds(done)))
-        del done
+        found.append(_Alone(name, graphed.pools.nbytes, done.nodes, _seconds(done)))
         graphed.drop_all()
     return found, workspace, once
 
 
-def _seconds(captured: CapturedKey) -> float:
+def _seconds(captured: GraphRecord) -> float:
     return captured.warmup_seconds + captured.capture_seconds
 
 
@@ -126,7 +126,7 @@ def _pools(alone: Sequence[_Alone], mode: CUDAGraphMode) -> list[tuple[int, int]
 
 def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without a driver."""
-    backend, scope, held = graphed.backend, graphed.scope, list[CapturedKey]()
+    backend, scope, held = graphed.backend, graphed.scope, list[CUDAGraphEntry]()
     modes = dict.fromkeys(mode for mode, _ in keys)
     if not backend.supports("driver_bytes"):
         return dict.fromkeys(modes, 0.0)
@@ -138,26 +138,26 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
         graphed.scope = scope
 
 
-def _readings(graphed: ModelGraphs, key: Key, held: list[CapturedKey]) -> list[tuple[int, int]]:
+def _readings(graphed: ModelGraphs, key: Key, held: list[CUDAGraphEntry]) -> list[tuple[int, int]]:
     """Capture a key again and again, see Note [Chunks]."""
     backend, readings = graphed.backend, list[tuple[int, int]]()
     nodes = nbytes = chunks = since = 0
     while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
         # Wrappers capture a key again for another scope; the pool is the same.
         graphed.scope = CaptureScope(graphed.scope.pool, backend, address_check=graphed.scope.address_check)
-        captured = capture_key(graphed, key)
-        held.append(captured)
-        growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)
-        nodes, nbytes = nodes + (captured.record(backend).nodes or 1), nbytes + growth
+        captured = graphed.capture_key(key)
+        held += graphed.scope.entries
+        growth = max(captured.driver_bytes or 0, 0)
+        nodes, nbytes = nodes + (captured.nodes or 1), nbytes + growth
         chunks, since = chunks + (growth > 0), since + (nbytes > 0)
         readings.append((nodes, nbytes))
     return readings
 
 
-def _free(graphed: ModelGraphs, held: Sequence[CapturedKey]) -> None:
+def _free(graphed: ModelGraphs, held: Sequence[CUDAGraphEntry]) -> None:
     """Free graphs of which wrappers know the last ones alone."""
     graphed.drop_all()
-    for entry in (entry for captured in held for entry in captured.entries):
+    for entry in held:
         for graph in entry.segments:
             graphed.backend.reset(graph)
     graphed.backend.release_cached()

@@ -468,7 +468,7 @@ class GraphRunner:
             CgplanError: a call is under way.
         """
         with self._use.held(self._name):
-            self._demand.live.retry_failed()
+            self._demand.live.failed.clear()
             self.graphs_changed()
 
     def replan(
