@@ -302,12 +302,14 @@ class ModelGraphs:
                 self.generators += (generator,)
                 self.backend.register_generator(generator)
 
-    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Run what a key captures, without capturing; where a trace is captured, it is found or made here."""
+    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """Run what a key captures, without capturing; where a trace is captured, it is found or made here. Returns the
+        output.
+        """
         is_full = mode is CUDAGraphMode.FULL
         with autocast_cache(on=not is_full and self.route.name == "wrappers"):  # wrappers turn it off for themselves
             call = self.route.whole if is_full else self.route.warm
-            self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+            return self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def seal(self) -> None:
         """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""

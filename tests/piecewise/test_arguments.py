@@ -81,12 +81,6 @@ def captured(block: Callable[[BreakableCUDAGraphCapture], object], pool: Any = N
         block(capture)
 
 
-def adaptive() -> GraphRunner:
-    runner = open_runner(Model(), capture_policy="adaptive")
-    runner(x=X)
-    return runner
-
-
 CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "no such section": (
         lambda: compile_piecewise(Model(), {"compilatoin": {}}),
@@ -134,11 +128,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         lambda: captured(print, pool=select_backend("cpu").new_pool()),
         BackendError,
         "is not a pool of this",
-    ),
-    "never entered": (
-        lambda: BreakableCUDAGraphCapture(select_backend("cpu")).__exit__(None, None, None),
-        CaptureError,
-        "left before it began",
     ),
     "nothing to break at": (lambda: eager_break_during_capture(3), CgplanError, "3, which cannot be called"),  # type: ignore[arg-type]
     "context mode by name": (lambda: entered("FULL", BatchDescriptor(2)), CgplanError, "runtime mode 'FULL'"),
