@@ -81,12 +81,6 @@ def captured(block: Callable[[BreakableCUDAGraphCapture], object], pool: Any = N
         block(capture)
 
 
-def adaptive() -> GraphRunner:
-    runner = open_runner(Model(), capture_policy="adaptive")
-    runner(x=X)
-    return runner
-
-
 CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "no such section": (
         lambda: compile_piecewise(Model(), {"compilatoin": {}}),
@@ -109,16 +103,7 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "a number": (lambda: compiled()(x=torch.tensor(1.0)), InputError, r"has shape \[\]"),
     "another type": (lambda: compiled()(x=X.double()), InputError, "dtype torch.float64"),
     "a sparse input": (lambda: compiled()(x=X.to_sparse()), InputError, "torch.sparse_coo"),
-    "capture of a name": (lambda: open_runner("a.py:build"), ModelError, "'a.py:build', which cannot"),  # type: ignore[arg-type]
-    "progress": (
-        lambda: cgplan.capture(Model(), CONFIG["inputs"], progress=3),  # type: ignore[arg-type]
-        ConfigError,
-        "progress is 3",
-    ),
-    "replan for a word": (lambda: adaptive().replan(traffic="x"), InputError, "traffic='x' where a Traffic"),  # type: ignore[arg-type]
-    "replan by a word": (lambda: adaptive().replan(times="x"), InputError, "times='x' where a StepTimes"),  # type: ignore[arg-type]
-    "replan at a price": (lambda: adaptive().replan(costs={}), InputError, "costs={} where a GraphCosts"),  # type: ignore[arg-type]
-    "replan if no": (lambda: adaptive().replan(apply="no"), InputError, "apply='no' where a bool"),  # type: ignore[arg-type]
+    "capture of a name": (lambda: open_runner("a.py:build"), CgplanError, "'a.py:build', which cannot"),  # type: ignore[arg-type]
     "a pool on nothing": (lambda: GraphPool(None), BackendError, "GraphPool on None"),  # type: ignore[arg-type]
     "no managers": (lambda: capture_together([]), CgplanError, "an empty list cannot be"),
     "wrapper of nothing": (lambda: CUDAGraphWrapper(None, FULL), CgplanError, "around None"),  # type: ignore[arg-type]
