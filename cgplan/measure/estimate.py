@@ -36,7 +36,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
-from cgplan.piecewise.modules import break_at_modules
+from cgplan.piecewise.breaks import break_at_modules
 from cgplan.piecewise.split import split_graph
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
