@@ -41,7 +41,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
 
-_LEAF = tree_flatten(None)[1]
+_LEAF, _EMPTY = tree_flatten(None)[1], tree_flatten(())[1]
 _DATA = vars(torch._C.TensorBase)["data"].__get__  # a new tensor object on the same memory
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # slots and values
@@ -158,7 +158,9 @@ class EagerPiece:
             self._results.append(Copied(slot, slot.shape, slot.dtype, slot.device))
             copies.append((slot, leaf.detach()))
         self._sharing = _sharing(self._flat, sharing)
-        self._only = self._results[0] if self._spec == _LEAF and not self._bound else None
+        self._only = None  # the whole result, in the common cases
+        if not self._bound and self._spec in (_LEAF, _EMPTY):
+            self._only = self._results[0] if self._results else Constant((), None)
         self._is_flat = self._spec.type is tuple and len(handed) == self._spec.num_children
         for i, (module, name, value, _) in enumerate(self._bound):
             slot = self._new_slot(value)
@@ -305,13 +307,13 @@ class Constant(NamedTuple):
     """A value that is not a tensor: the segments were captured with it."""
 
     value: Any
-    numbers: str
+    numbers: str | None
 
     def fits(self, value: Any) -> bool:
         """Whether ``value`` is equal, with the numbers in its attributes; NaN equals NaN."""
         mine = self.value
-        if mine is None:
-            return value is None
+        if mine is value and self.numbers is None:
+            return True
         if _numbers_in(value) != self.numbers:
             return False
         try:
@@ -348,11 +350,11 @@ def described(value: Any) -> str:
     return f"{value!r:.200}"
 
 
-def _numbers_in(value: Any) -> str:
-    """Numbers, flags and strings in the attributes of an object, to compare."""
+def _numbers_in(value: Any) -> str | None:
+    """Numbers, flags and strings in the attributes of an object, to compare; None if it has no attributes."""
     held = getattr(value, "__dict__", None)
     if not isinstance(held, dict):
-        return ""
+        return None
     return repr({name: item for name, item in held.items() if item is None or isinstance(item, int | float | str)})
 
 
