@@ -187,8 +187,11 @@ class EagerPiece:
         for name, make in self._named_makers:
             self._kwargs[name] = make()
         result = self._function(*self._args, **self._kwargs)
-        if self._only is None or not self._only.accept(result):
+        only = self._only
+        if only is None or not only.fits(result):
             self._deliver(result)
+        elif type(only) is Copied:
+            only.slot.copy_(result.detach() if result.requires_grad else result)
 
     def _deliver(self, result: Any) -> None:
         values: Sequence[Any] = result
@@ -269,17 +272,9 @@ class Copied(NamedTuple):
     device: torch.device
 
     def fits(self, value: Any) -> bool:
-        """Whether shape, dtype and device are those of the capture."""
         if not isinstance(value, torch.Tensor) or value.shape != self.shape:
             return False
         return value.dtype is self.dtype and value.device == self.device
-
-    def accept(self, value: Any) -> bool:
-        """Copy ``value`` in; False if it does not fit."""
-        fits = self.fits(value)
-        if fits:
-            self.slot.copy_(value.detach() if value.requires_grad else value)
-        return fits
 
     def __str__(self) -> str:
         return described(self.slot)
@@ -292,12 +287,7 @@ class PassThrough(NamedTuple):
     facts: tuple[Any, ...]
 
     def fits(self, value: Any) -> bool:
-        """Whether ``value`` is that memory again."""
         return isinstance(value, torch.Tensor) and value.data_ptr() == self.address and _facts(value) == self.facts
-
-    def accept(self, value: Any) -> bool:
-        """As ``fits``."""
-        return self.fits(value)
 
     def __str__(self) -> str:
         return f"its own argument's memory, or a module's, at {self.address:#x}, of shape {list(self.facts[0])}"
@@ -320,10 +310,6 @@ class Constant(NamedTuple):
             return mine is value or (type(mine) is type(value) and bool(mine == value or (mine != mine != value)))
         except Exception:  # whatever a foreign class raises when it is compared
             return False
-
-    def accept(self, value: Any) -> bool:
-        """As ``fits``."""
-        return self.fits(value)
 
     def __str__(self) -> str:
         return described(self.value) + (f" with {self.numbers}" if self.numbers else "")
