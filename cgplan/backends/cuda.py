@@ -66,6 +66,7 @@ class CudaPool:
 
     Attributes:
         handles: Of all memory that it consists of; captures go into the last one.
+        backend: The backend that made it.
         ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
@@ -74,6 +75,7 @@ class CudaPool:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     listed: tuple[Any, int] | None = None
     is_spoiled: bool = False
+    backend: Any = None
 
     def handle(self) -> Any:
         """The handle to capture into: a new one where torch would refuse the present one."""
@@ -163,7 +165,7 @@ class CudaBackend(GraphBackend):
         self._generators: dict[int, torch.Generator] = {}
 
     def new_pool(self) -> CudaPool:
-        return CudaPool()
+        return CudaPool(backend=self)
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         return sum(segment["total_size"] for segment in segments_of(self.device, pools))

@@ -56,7 +56,7 @@ class TapeBackend(GraphBackend):
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit)
-        self._pools[pool] = weakref.WeakSet()
+        self._pools[pool], pool.backend = weakref.WeakSet(), self
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
