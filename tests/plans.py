@@ -114,8 +114,8 @@ class Costs(GraphCosts):
     source, estimated = "a line", True
 
     def __init__(self, pool: int, static: int, workspace: int, each: int, seconds: float, slope: float, once: float):
-        self.pool, self.static, self.workspace = pool, static, workspace
-        self.each, self.second, self.slope, self.once = each, seconds, slope, once
+        self.pool, self.static, self.workspace_bytes = pool, static, workspace
+        self.each, self.second, self.slope, self.once_seconds = each, seconds, slope, once
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return (self.pool if mode is FULL else self.pool + 2) * num_tokens
@@ -131,11 +131,3 @@ class Costs(GraphCosts):
 
     def _growth(self, key: Key) -> float:
         return 1 + self.slope * key[1].num_tokens
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.workspace
-
-    @property
-    def once_seconds(self) -> float:
-        return self.once

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from cgplan.planning.costs import Record
 from cgplan.planning.plan import LaneRecord, LeftOut
 
 NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Expected(_Record):
+class Expected(Record):
     """Mean microseconds of a step over the traffic.
 
     Attributes:
@@ -30,7 +25,7 @@ class Expected(_Record):
     bound: float
 
 
-class ParetoPoint(_Record):
+class ParetoPoint(Record):
     """The best plan with so many graphs, if nothing else were limited.
 
     Attributes:
@@ -46,7 +41,7 @@ class ParetoPoint(_Record):
     seconds: float | None
 
 
-class LadderPoint(_Record):
+class LadderPoint(Record):
     """A ladder on the same traffic.
 
     Attributes:
@@ -100,14 +95,14 @@ class NotWorth(LaneRecord):
     reason: str
 
 
-class NextGraph(_Record):
+class NextGraph(Record):
     """The gain of one graph more, if only their number counted: microseconds a step, and percent of it."""
 
     microseconds: float
     percent: float
 
 
-class Evidence(_Record):
+class Evidence(Record):
     """Everything that a plan's report shows.
 
     Attributes:

@@ -13,21 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from cgplan.config import load
 from cgplan.errors import CgplanError, ConfigError, TrafficError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.planning.costs import Record
 
 MOST_TOKENS = 1 << 30  # of a request; more is a mistake in the file
 MOST_STEPS = 1 << 53  # that a float counts exactly
 
 
-class Row(BaseModel):
+class Row(Record):
     """Base of typed rows: a field is a column, its alias the column's name in files."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 R = TypeVar("R", bound=Row)
