@@ -68,11 +68,9 @@ class Traffic(Record):
             read = cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise TrafficError(
-                f"not saved traffic: {where + ': ' if where else ''}{first['msg']}",
-                remedy="Give a file that cgplan saved, as it was saved.",
-            ) from None
+            problem = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+            remedy = "Give a file that cgplan saved, as it was saved."
+            raise TrafficError(f"not saved traffic: {problem}", remedy=remedy) from None
         return cls.of(read.histogram, read.source, read.notes)
 
     @property

@@ -18,7 +18,7 @@ from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
-from cgplan.traffic.rows import Form, Row, RuntimeMode, check_separator, csv_rows, whole, wrong_cell
+from cgplan.traffic.rows import Form, Row, RuntimeMode, csv_rows, whole, wrong_cell
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
@@ -282,7 +282,6 @@ def _bench_points(bench: _Bench) -> Points:
 
 
 def _table_points(text: str, path: Path) -> Points:
-    check_separator(text, path, (TABLE,))
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     places: dict[tuple[CUDAGraphMode, int, int], str] = {}
     for where, cells, row in csv_rows(text, path, TABLE):

@@ -195,7 +195,6 @@ SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "poin
         ("", "times: no row of step times", FILES),
         ("mode,num_tokens\nFULL,1\n", "times:1: column 'microseconds' is missing", FILES),
         ("mode,num_tokens,microseconds,color\n", "times:1: unknown column 'color'", FILES),
-        ("mode;num_tokens;microseconds\nFULL;1;5\n", "times:1: the columns are separated by semicolons", FILES),
         (HEADER + "FULL,1\n", "times:2: 2 fields, but the header has 3", "one value for each column"),
         (HEADER + "FULL,1,5\nHALF,1,5\n", "times:3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
         (HEADER + "FULL_AND_PIECEWISE,1,5\n", "times:2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
