@@ -91,12 +91,6 @@ def test_elements_have_torchs_size(dtype: str) -> None:
     assert static_bytes(config, 1) == 3 * getattr(torch, dtype).itemsize
 
 
-def test_metadata_lies_in_static_buffers_too() -> None:
-    lengths = Input(shape=("num_reqs + 1",), dtype="int64", pad="last")
-    config = Config(inputs=CONFIG.inputs, metadata={"starts": lengths})
-    assert static_bytes(config, 8) == 8 * 4 * 4 + 9 * 8
-
-
 # --- which keys tell what the others cost ---------------------------------------------------------------------
 
 
@@ -271,12 +265,6 @@ def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
     )
     assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) == 20 * MIB
     assert MeasuredCosts.from_report(a_report(), CONFIG).notes == ()
-
-
-def test_pools_of_smaller_plans_are_taken_in_proportion() -> None:
-    costs = MeasuredCosts.from_report(a_report(), CONFIG)
-    assert costs.pool_bytes(FULL, 8) == 20 * MIB
-    assert costs.pool_bytes(FULL, 1) == 4 * MIB  # 2.5, in segments of 2
 
 
 def test_a_report_without_node_counts_spreads_the_driver_over_keys() -> None:
