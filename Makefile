@@ -30,7 +30,7 @@ format: $(STAMP)
 
 check: lint typecheck  ## what every commit passes
 
-docs: $(STAMP)  ## write the config reference anew from the models
+docs: $(STAMP)  ## write the config reference from the models
 	$(BIN)/cgplan schema --format markdown > docs/config-reference.md
 
 clean:

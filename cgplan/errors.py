@@ -53,167 +53,117 @@ class CgplanError(Exception):
         self.message = message
         self.remedy = remedy
 
+    def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
+        if exit_code is not None:
+            cls.exit_code = exit_code
+
     def __str__(self) -> str:
         return f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message
 
 
-class ConfigError(CgplanError):
+class ConfigError(CgplanError, exit_code=3):
     """The configuration holds an unknown key, a wrong type, or values that contradict each other."""
 
-    exit_code = 3
 
-
-class ConfigFileError(ConfigError):
+class ConfigFileError(ConfigError, exit_code=4):
     """The configuration file is missing, unreadable, or not YAML."""
 
-    exit_code = 4
 
-
-class PlanError(CgplanError):
+class PlanError(CgplanError, exit_code=5):
     """No plan follows from the configuration: no capture size is left, say."""
 
-    exit_code = 5
 
-
-class ModeError(PlanError):
+class ModeError(PlanError, exit_code=6):
     """The model's attention does not support the cudagraph mode that was asked for."""
 
-    exit_code = 6
 
-
-class BudgetError(PlanError):
+class BudgetError(PlanError, exit_code=20):
     """The budget does not pay for a single graph. The message says which budget would."""
 
-    exit_code = 20
 
-
-class PlanMismatchError(PlanError):
+class PlanMismatchError(PlanError, exit_code=21):
     """A saved plan was made for another configuration, model, driver or version; the message names what differs."""
 
-    exit_code = 21
 
-
-class TrafficError(CgplanError):
+class TrafficError(CgplanError, exit_code=22):
     """Traffic cannot be read, is empty, or makes no sense; the message names the row."""
 
-    exit_code = 22
 
-
-class StepTimeError(CgplanError):
+class StepTimeError(CgplanError, exit_code=23):
     """Step times are missing for a size, not positive, or cannot be read."""
 
-    exit_code = 23
 
-
-class ModelError(CgplanError):
+class ModelError(CgplanError, exit_code=7):
     """The model's target does not import, is not callable, or failed while it was built or run."""
 
-    exit_code = 7
 
-
-class InputError(CgplanError):
+class InputError(CgplanError, exit_code=8):
     """A batch does not match the declared inputs; raised before anything is launched."""
 
-    exit_code = 8
 
-
-class BackendError(CgplanError):
+class BackendError(CgplanError, exit_code=9):
     """The device that was asked for is not available, or lacks a feature."""
 
-    exit_code = 9
 
-
-class CaptureError(CgplanError):
+class CaptureError(CgplanError, exit_code=10):
     """A graph could not be captured. A session frees all its graphs; between batches only that key is given up."""
 
-    exit_code = 10
 
-
-class HostSyncError(CaptureError):
+class HostSyncError(CaptureError, exit_code=11):
     """An operator inside the captured region needs the host; names it and the user's source line."""
 
-    exit_code = 11
 
-
-class CaptureMemoryError(CaptureError):
+class CaptureMemoryError(CaptureError, exit_code=12):
     """Memory ran out during capture; names the key, what was free, and what to lower."""
 
-    exit_code = 12
 
-
-class OutputShapeError(CaptureError):
+class OutputShapeError(CaptureError, exit_code=13):
     """An output of the model does not have the batch dimension first, so padding cannot be sliced off."""
 
-    exit_code = 13
 
-
-class SealedError(CaptureError):
+class SealedError(CaptureError, exit_code=14):
     """A capture was asked for outside a session, after the runner was sealed."""
 
-    exit_code = 14
 
-
-class DispatchMissError(CgplanError):
+class DispatchMissError(CgplanError, exit_code=15):
     """No captured graph serves the batch, and ``compilation.on_miss`` is ``error``."""
 
-    exit_code = 15
 
-
-class AddressError(CgplanError):
+class AddressError(CgplanError, exit_code=18):
     """Tensors that a graph was captured with have moved, are gone, or others have come; raised instead of a replay."""
 
-    exit_code = 18
 
-
-class NumbersError(CgplanError):
+class NumbersError(CgplanError, exit_code=19):
     """In debug mode, a replay gave other numbers than the model's own code, or padding reached real rows."""
 
-    exit_code = 19
 
-
-class DistributedError(CgplanError):
+class DistributedError(CgplanError, exit_code=40):
     """Ranks cannot work together; all ranks that take the step raise it."""
 
-    exit_code = 40
 
-
-class RendezvousError(DistributedError):
+class RendezvousError(DistributedError, exit_code=41):
     """A rank did not come within the timeout, or came twice; the message names it."""
 
-    exit_code = 41
 
-
-class RankMismatchError(DistributedError):
+class RankMismatchError(DistributedError, exit_code=42):
     """Ranks differ where they must not; the message names the rank, and both values."""
 
-    exit_code = 42
 
-
-class RankFailedError(DistributedError):
+class RankFailedError(DistributedError, exit_code=43):
     """A rank raised, or did not come within the timeout; the message names the step, and the rank where it is known."""
 
-    exit_code = 43
 
-
-class RegistrationError(DistributedError):
+class RegistrationError(DistributedError, exit_code=44):
     """Memory that a graph reads cannot be handed to other processes, or a graph was replayed before it was."""
 
-    exit_code = 44
 
-
-class AllReduceError(DistributedError):
+class AllReduceError(DistributedError, exit_code=45):
     """The all-reduce that was asked for cannot work on this machine, or a rank left it while another waited."""
 
-    exit_code = 45
 
-
-class ReportError(CgplanError):
+class ReportError(CgplanError, exit_code=16):
     """A saved file is not a report or plan, or has a schema version that this cgplan does not read."""
 
-    exit_code = 16
 
-
-class OutputPathError(CgplanError):
+class OutputPathError(CgplanError, exit_code=17):
     """The output path cannot be written."""
-
-    exit_code = 17

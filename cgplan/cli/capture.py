@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typer import BadParameter
+
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.together import ALONE, Together
 from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish
 from cgplan.cli.plan import announcements, read_plan
-from cgplan.config import Config, LoadedConfig, Override, read_config
-from cgplan.config.schema import ModelConfig
+from cgplan.config import Config, Override, read_config
 from cgplan.distributed import (
     RankedCapture,
     agree_on_model,
@@ -78,6 +79,8 @@ def run_bench(request: Request, against: Sequence[str], seed: int | None) -> Non
 
 
 def _report(request: Request, command: str, make: Callable[[GraphRunner], Report]) -> None:
+    if request.force and request.plan is None:
+        raise BadParameter("--force is about a saved plan: give --plan FILE with it")
     with redirect_stdout(sys.stderr), _captured(command, request) as runner:  # a model's prints are not the result
         report = make(runner)
     if is_first_rank():
@@ -90,22 +93,59 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     loaded = read_config(request.config, request.overrides)
     config = loaded.config
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
-    model = _checked_model(config, plan, request.config)
+    target, kwargs = loaded.model_for(str(request.config))
+    specs = (*config.inputs.values(), *config.metadata.values())
+    if plan.keys and all(spec.row_dim is None for spec in specs):
+        raise ConfigError(
+            f"{request.config}: no input has a dimension that counts the rows of a batch",
+            remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
+        )
     if request.output is not None and is_first_rank():
         check_writable(request.output)
-    if request.plan is None:
-        _announce(plan)
+
+    def load(backend: GraphBackend) -> Callable[..., Any]:
+        return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
+
     if has_ranks():
-        fit = None if request.plan is None else (lambda backend: _fitted(plan, config, backend, request))
-        with _captured_on_ranks(command, loaded, model, plan, fit) as runner:
+        with _captured_on_ranks(command, config, plan, request, load) as runner:
             yield runner
-        return
-    backend = select_backend(config.device)
-    if request.plan is not None:
+    else:
+        backend = select_backend(config.device)
         plan = _fitted(plan, config, backend, request)
-        _announce(plan)
-    built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    yield _run(config, plan, built.forward, backend)
+        yield _run(config, plan, load(backend), backend)
+
+
+@contextmanager
+def _captured_on_ranks(
+    command: str, config: Config, plan: Plan, request: Request, load: Callable[[GraphBackend], Callable[..., Any]]
+) -> Iterator[GraphRunner]:
+    """A block with this rank's runner. At its end everything is taken down in the order of Note [Teardown].
+
+    Ranks compare their configuration, model, and ``command``, because each command calls the runner in its own way;
+    rank 0's plan is captured. Raises DistributedError on all ranks where one is missing, differs, or failed.
+    """
+    ranks = open_ranks(config.distributed, config.device)
+    if ranks is None:
+        raise RankFailedError("there are no other ranks", remedy="Start the command with torchrun.")
+    with ranks:
+        backend = select_backend(str(ranks.device))
+        agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
+        with ranks.step("fitting the plan"):
+            plan = _fitted(plan, config, backend, request)
+        plan = agree_on_plan(ranks, plan)
+        with open_all_reduce(config, ranks, backend) as reducer:
+            with ranks.step("loading the model"), all_reduce_by(reducer):
+                model = load(backend)
+            agree_on_model(ranks, model)
+            runner = _run(config, plan, model, reducer.backend, RankedCapture(ranks, reducer, config))
+            try:
+                yield runner
+                reducer.check()
+            except BaseException as error:
+                ranks.leave(error)  # the others are not to wait for this one
+                raise
+            finally:
+                runner.close()
 
 
 def _run(
@@ -119,90 +159,32 @@ def _run(
         return CaptureSession(plan, model, backend, config, progress=show, together=together).run()
 
 
-def _announce(plan: Plan) -> None:
-    for line in announcements(plan) if is_first_rank() else ():
-        note(line)
-
-
 def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:
-    """A saved plan for this configuration and machine. Raises PlanMismatchError, unless it is forced."""
-    path = request.plan
-    try:
-        machine = describe_environment(backend, plan.config_hash).as_machine
-        found = fitted(plan, config, machine, force=request.force, file=str(path))
-    except PlanMismatchError as error:
-        raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
-    notes = [
-        f"{path} decides {setting.name}; what the configuration says of it is not used"
-        for setting in unused_settings(plan, config)
-    ]
-    old, new = (_limits(budget) for budget in (plan.budget or {}, budget_of(config)))
-    if old and old != new:
-        present = f"that of the configuration, {new}, bounds this capture" if new else "the configuration has none"
-        notes.append(f"{path} was made for a budget of {old}; {present}")
-    for text in notes if is_first_rank() else ():
-        note(f"note: {text}")
-    return found.model_copy(update={"notes": tuple(notes)})  # its own are about planning
+    """The plan for this configuration and machine, announced; a saved one is checked. Raises PlanMismatchError, unless
+    it is forced.
+    """
+    path, notes = request.plan, []
+    if path is not None:
+        try:
+            machine = describe_environment(backend, plan.config_hash).as_machine
+            found = fitted(plan, config, machine, force=request.force, file=str(path))
+        except PlanMismatchError as error:
+            raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
+        notes = [
+            f"{path} decides {setting.name}; what the configuration says of it is not used"
+            for setting in unused_settings(plan, config)
+        ]
+        old, new = (_limits(budget) for budget in (plan.budget or {}, budget_of(config)))
+        if old and old != new:
+            present = f"that of the configuration, {new}, bounds this capture" if new else "the configuration has none"
+            notes.append(f"{path} was made for a budget of {old}; {present}")
+        plan = found.model_copy(update={"notes": tuple(notes)})  # its own are about planning
+    for line in (*(f"note: {text}" for text in notes), *announcements(plan)) if is_first_rank() else ():
+        note(line)
+    return plan
 
 
 def _limits(budget: dict[str, Any]) -> str:
     """``2 GiB, 40 graphs``; nothing of the reserve, which no plan is made for."""
     words = {"memory": format_bytes, "capture_time": format_seconds, "max_graphs": "{} graphs at most".format}
     return ", ".join(word(budget[name]) for name, word in words.items() if name in budget)
-
-
-def _checked_model(config: Config, plan: Plan, path: Path) -> ModelConfig:
-    """The model to capture. Raises ConfigError without one, and where its inputs do not tell the size of a batch."""
-    if config.model is None or config.model.target is None:
-        raise ConfigError(
-            f"{path}: there is no `model` with a target, so nothing can be captured",
-            remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a starting configuration.",
-        )
-    specs = (*config.inputs.values(), *config.metadata.values())
-    if plan.keys and all(spec.row_dim is None for spec in specs):
-        raise ConfigError(
-            f"{path}: no input has a dimension that counts the rows of a batch",
-            remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
-        )
-    return config.model
-
-
-@contextmanager
-def _captured_on_ranks(
-    command: str, loaded: LoadedConfig, model: ModelConfig, plan: Plan, fit: Callable[[GraphBackend], Plan] | None
-) -> Iterator[GraphRunner]:
-    """A block with this rank's runner. At its end everything is taken down in the order of Note [Teardown].
-
-    Args:
-        command: ``capture`` or ``bench``; ranks compare it, because each command calls the runner in its own way.
-        loaded: The configuration; ranks compare theirs.
-        model: Its model section.
-        plan: This rank's plan; rank 0's is captured.
-        fit: Makes a saved plan fit this machine; None where the plan follows from the configuration.
-
-    Raises:
-        DistributedError: a rank is missing, differs, or failed; all ranks raise it.
-    """
-    config = loaded.config
-    ranks = open_ranks(config.distributed, config.device)
-    if ranks is None:
-        raise RankFailedError("there are no other ranks", remedy="Start the command with torchrun.")
-    with ranks:
-        backend = select_backend(str(ranks.device))
-        agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
-        with ranks.step("fitting the plan"):
-            plan = plan if fit is None else fit(backend)
-        plan = agree_on_plan(ranks, plan)
-        with open_all_reduce(config, ranks, backend) as reducer:
-            with ranks.step("loading the model"), all_reduce_by(reducer):
-                built = load_model(model.target or "", model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-            agree_on_model(ranks, built.forward)
-            runner = _run(config, plan, built.forward, reducer.backend, RankedCapture(ranks, reducer, config))
-            try:
-                yield runner
-                reducer.check()
-            except BaseException as error:
-                ranks.leave(error)  # the others are not to wait for this one
-                raise
-            finally:
-                runner.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
 from cgplan.config.load import beside
-from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, ModelError, ReportError
+from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportError
 from cgplan.modes import Key
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
-from cgplan.reports import CaptureReport, load_report
+from cgplan.reports import CaptureReport, Environment, load_report
 from cgplan.reports.records import uncapturable
 
 WORDS = ("estimate", "measure")
+_REMEDY = "Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure."
 
 
 class Priced(NamedTuple):
@@ -57,41 +58,31 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
         return Priced(None)
     if given in WORDS:
         with redirect_stdout(sys.stderr):  # a model's prints are not the result
-            return _of_model(loaded, given)
+            return Priced(_estimated(loaded)) if given == "estimate" else _measured(loaded)
     if not given or not Path(given).exists():
         near = difflib.get_close_matches(given, WORDS, n=1)
         hint = f"Did you mean {near[0]}? " if near else beside(Path(given))
-        raise ReportError(
-            f"--costs {given or 'is empty'}: there is no such file",
-            remedy=f"{hint}Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
-        )
-    report = _report(given)
+        raise ReportError(f"--costs {given or 'is empty'}: there is no such file", remedy=f"{hint}{_REMEDY}")
+    report = load_report(Path(given))
+    if report.kind == "bench":
+        report = report.capture
+    if report.kind != "capture":
+        raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
     from cgplan.pricing.measured import MeasuredCosts
 
-    notes = tuple(_about(report, given, loaded.config))
     on_device = report.environment.driver is not None
+    notes = tuple(about(f"the costs of {given}", report.plan, report.environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
     return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
 
 
-def _report(path: str) -> CaptureReport:
-    report = load_report(Path(path))
-    if report.kind == "bench":
-        report = report.capture
-    if report.kind != "capture":
-        raise ReportError(
-            f"{path} is a {report.kind}, not a capture report",
-            remedy="Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure.",
-        )
-    return report
-
-
-def _about(report: CaptureReport, path: str, config: Config) -> Iterator[str]:
-    if found := named(mismatches(report.plan, config)):
-        yield f"the costs of {path} were measured with another configuration, and are taken as they are: {found}"
-    if report.environment.driver is None:
-        yield f"the costs of {path} are those of {report.environment.backend}, not of a GPU"
+def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:
+    """Notes on figures that were measured with another configuration's ``plan``, or on the tape."""
+    if found := named(mismatches(plan, config)):
+        yield f"{subject} were measured with another configuration, and are taken as they are: {found}"
+    if environment.driver is None:
+        yield f"{subject} are those of {environment.backend}, not of a GPU"
 
 
 def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
@@ -109,51 +100,46 @@ def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
         )
 
 
-def _of_model(loaded: LoadedConfig, word: str) -> Priced:
-    config, plan = loaded.config, build_plan(loaded.config)
-    if config.model is None or config.model.target is None:
-        raise ConfigError(
-            f"--costs {word} needs a model, and the configuration has none",
-            remedy="Add model.target, or give the capture report of such a model.",
-        )
-    if word == "estimate":
-        return Priced(_estimated(loaded, config.model.target, config.model.kwargs, plan))
+def _measured(loaded: LoadedConfig) -> Priced:
+    target, kwargs = loaded.model_for("--costs measure")
     from cgplan.backends import select_backend  # torch from here on
     from cgplan.captures.environment import describe_environment
     from cgplan.measure.calibrate import calibrate
     from cgplan.models.loading import load_model
 
-    backend = select_backend(config.device)
-    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    measured = calibrate(config, built.forward, backend, plan)
+    backend, plan = select_backend(loaded.config.device), build_plan(loaded.config)
+    built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+    measured = calibrate(loaded.config, built.forward, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
     return Priced(measured, machine if backend.device.type == "cuda" else None)
 
 
-def _estimated(loaded: LoadedConfig, target: str, kwargs: Mapping[str, Any], plan: Plan) -> GraphCosts:
+def _estimated(loaded: LoadedConfig) -> GraphCosts:
     """Costs of a model that is built for that alone. Raises CaptureMemoryError where the host has too little memory."""
+    target, kwargs = loaded.model_for("--costs estimate")
     import torch
 
     from cgplan.captures.failures import is_out_of_memory
     from cgplan.measure.estimate import estimate, fake_tensors
-    from cgplan.models.loading import LoadedModel, load_model
+    from cgplan.models.loading import load_model
 
-    def build() -> LoadedModel:
-        return load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir)
+    def build() -> Callable[..., Any]:
+        return load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir).forward
 
+    config, plan = loaded.config, build_plan(loaded.config)
     note("running forwards of the model on tensors without memory, on the CPU")
-    if loaded.config.device == "cpu":
+    if config.device == "cpu":
         note("note: the estimate is of graphs on a GPU; --costs measure tells what they take here")
     try:
         with fake_tensors():
             try:
-                model = build().forward
+                model = build()
             except ModelError as error:
                 reason = str(error.__cause__ or error.message).partition("\n")[0]
                 note(f"the model is built with memory for its weights; without, building fails: {reason}")
             else:
-                return estimate(loaded.config, model, plan)
-        return estimate(loaded.config, build().forward, plan)
+                return estimate(config, model, plan)
+        return estimate(config, build(), plan)
     except CgplanError as error:
         if not is_out_of_memory(error.__cause__ or error):
             raise

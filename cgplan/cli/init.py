@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,7 +15,7 @@ from cgplan.errors import ConfigError
 from cgplan.models.loading import ForwardArgument, forward_signature, load_model
 
 # Arguments that hold indices in most models, by the end of their name.
-_INDEX_NAMES = ("ids", "idx", "indices", "index", "tokens", "positions", "lengths", "lens")
+_INDEX_NAMES = ("_ids", "_idx", "_indices", "_index", "_tokens", "_positions", "_lengths", "_lens")
 _IMAGE_SIDE = 224  # pixels, as most vision models take
 _CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
@@ -25,31 +23,23 @@ _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn
 
 def starting_config(target: str, kwargs_text: str) -> str:
     """YAML for a model. Raises ConfigError for wrong kwargs, ModelError if the model cannot be built."""
-    kwargs = _parse(kwargs_text)
-    with redirect_stdout(sys.stderr):  # a model's prints are not the result
-        model = load_model(target, kwargs, device=torch.device("cpu"))
-        consumers = {} if model.module is None else _first_layers(model.module)
-        arguments = forward_signature(model.forward)
-    return starting_yaml(target, kwargs, [_guess(argument, consumers.get(argument.name)) for argument in arguments])
-
-
-def _parse(text: str) -> dict[str, Any]:
-    kwargs = read_yaml(text, f"--kwargs {text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
-    if kwargs is None:
-        return {}
+    kwargs = read_yaml(kwargs_text, f"--kwargs {kwargs_text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
+    kwargs = {} if kwargs is None else kwargs
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
         raise ConfigError(
-            f"--kwargs {text!r} is not a mapping of names to values",
+            f"--kwargs {kwargs_text!r} is not a mapping of names to values",
             remedy="Write keyword arguments, such as '{hidden_size: 64}'.",
         )
-    return kwargs
+    with redirect_stdout(sys.stderr):  # a model's prints are not the result
+        model = load_model(target, kwargs, device=torch.device("cpu"))
+        layers = {} if model.module is None else _first_layers(model.module)
+        arguments = forward_signature(model.forward)
+    return starting_yaml(target, kwargs, [_guess(argument, *layers.get(argument.name, ())) for argument in arguments])
 
 
-def _first_layers(module: nn.Module) -> Mapping[str, tuple[str, nn.Module]]:
-    """By argument name, the layer of PyTorch that reads the argument first, and its name in the model.
-
-    The forward is traced symbolically, with the arguments' own defaults. Where its code cannot be traced (it
-    branches on values, say) there is nothing honest to tell.
+def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """By argument, the layer of PyTorch that reads it first, and its name in the model; empty where the forward cannot
+    be traced symbolically (it branches on values, say).
     """
     defaults = {
         name: parameter.default
@@ -60,12 +50,8 @@ def _first_layers(module: nn.Module) -> Mapping[str, tuple[str, nn.Module]]:
         graph = fx.Tracer().trace(module, concrete_args=defaults)
     except Exception:  # tracing runs the model's own code, which may raise anything
         return {}
-    layers: dict[str, tuple[str, nn.Module]] = {}
-    for node in graph.nodes:
-        found = _first_layer(node, module) if node.op == "placeholder" else None
-        if found is not None:
-            layers[str(node.target)] = found
-    return layers
+    found = {str(node.target): _first_layer(node, module) for node in graph.nodes if node.op == "placeholder"}
+    return {name: layer for name, layer in found.items() if layer is not None}
 
 
 def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | None:
@@ -81,34 +67,28 @@ def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | No
     return None
 
 
-def _guess(argument: ForwardArgument, consumer: tuple[str, nn.Module] | None) -> InputGuess:
-    name, required = argument.name, argument.required
-    if consumer is not None:
-        return _from_layer(name, required, *consumer)
-    if any(name == ending or name.endswith(f"_{ending}") for ending in _INDEX_NAMES):
-        reason = "by the name, one whole number a row"
-        return InputGuess(name, required, ("num_tokens",), "int64", 0, None, reason)
-    reason = "nothing in the code told it; correct it"
-    if argument.annotation in ("int", "float", "bool", "str"):
-        reason = f"the forward says {argument.annotation}, but inputs are tensors; wrap the model in a function"
-    return InputGuess(name, required, ("num_tokens",), "float32", 0, None, reason)
-
-
-def _from_layer(name: str, required: bool, path: str, layer: nn.Module) -> InputGuess:
-    kind = type(layer).__name__
-    dtype = str(next((p.dtype for p in layer.parameters()), torch.float32)).removeprefix("torch.")
+def _guess(argument: ForwardArgument, path: str = "", layer: nn.Module | None = None) -> InputGuess:
+    name, required, kind = argument.name, argument.required, type(layer).__name__
+    dtype = "float32"
+    shape: tuple[int | str, ...] = ("num_tokens",)
+    if layer is not None:
+        dtype = str(next((p.dtype for p in layer.parameters()), torch.float32)).removeprefix("torch.")
     if isinstance(layer, nn.Embedding):
-        reason = f"{path} is an {kind} of {layer.num_embeddings} rows, one index a row of the batch"
-        pad = layer.padding_idx or 0
-        return InputGuess(name, required, ("num_tokens",), "int64", pad, (0, layer.num_embeddings), reason)
+        rows = layer.num_embeddings
+        reason = f"{path} is an {kind} of {rows} rows, one index a row of the batch"
+        return InputGuess(name, required, shape, "int64", reason, layer.padding_idx or 0, (0, rows))
     if isinstance(layer, nn.Linear):
-        shape: tuple[int | str, ...] = ("num_tokens", layer.in_features)
-        reason = f"{path} is a {kind} with in_features {layer.in_features}"
+        shape, reason = (*shape, layer.in_features), f"{path} is a {kind} with in_features {layer.in_features}"
     elif isinstance(layer, nn.LayerNorm):
-        shape = ("num_tokens", *layer.normalized_shape)
-        reason = f"{path} is a {kind} over {list(layer.normalized_shape)}"
-    else:
+        shape, reason = (*shape, *layer.normalized_shape), f"{path} is a {kind} over {list(layer.normalized_shape)}"
+    elif layer is not None:
         channels, sides = int(getattr(layer, "in_channels", 1)), _CONVOLUTIONS[type(layer)]
-        shape = ("num_tokens", channels, *([_IMAGE_SIDE] * sides))
+        shape = (*shape, channels, *([_IMAGE_SIDE] * sides))
         reason = f"{path} is a {kind} with in_channels {channels}; the {_IMAGE_SIDE} is only usual"
-    return InputGuess(name, required, shape, dtype, 0, None, reason)
+    elif f"_{name}".endswith(_INDEX_NAMES):
+        dtype, reason = "int64", "by the name, one whole number a row"
+    elif argument.annotation in ("int", "float", "bool", "str"):
+        reason = f"the forward says {argument.annotation}, but inputs are tensors; wrap the model in a function"
+    else:
+        reason = "nothing in the code told it; correct it"
+    return InputGuess(name, required, shape, dtype, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ import yaml
 from pydantic import BaseModel
 from rich.console import RenderableType
 
+from cgplan.cli.costs import costs_of
 from cgplan.cli.output import note, show
-from cgplan.config import LoadedConfig, read_config
-from cgplan.errors import ConfigError, ReportError
+from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
@@ -49,13 +50,9 @@ def inspect_config(
     """
     loaded = read_config(path, overrides)
     plan = within_count(build_plan(loaded.config), loaded.config)
-    priced = None
-    if costs is not None:
-        from cgplan.cli.costs import costs_of  # the planner's modules, and torch for a model
-
-        priced, machine, _ = costs_of(loaded, costs)
-        predicted = None if priced is None else priced.of(plan.keys)
-        plan = plan.model_copy(update={"predicted": predicted, "machine": machine})
+    priced, machine, _ = costs_of(loaded, costs)
+    if priced is not None:
+        plan = plan.model_copy(update={"predicted": priced.of(plan.keys), "machine": machine})
     if as_json:
         for text in () if priced is None else priced.notes:
             note(f"note: {text}")
@@ -79,23 +76,21 @@ def inspect_config(
     show(*parts, titled(f"Values of {path}" if everything else f"Values set for {path}", _key_table(lines), *rest))
 
 
-def _key_table(rows: Sequence[Row]) -> RenderableType:
+def _key_table(rows: Iterable[Row]) -> RenderableType:
     return Grid(rows, *(Column(name, name, left=True) for name in Row._fields))
 
 
 def _split_of(loaded: LoadedConfig) -> RenderableType:
     """Which operators or modules of the model end up where; the model is built for it, and traced or searched."""
+    target, kwargs = loaded.model_for("--split")
     from cgplan.backends import select_backend  # torch from here on
     from cgplan.models.loading import load_model
     from cgplan.runner.session import describe_split
 
-    config = loaded.config
-    if config.model is None or config.model.target is None:
-        raise ConfigError("there is no `model` with a target to split", remedy="Add model.target.")
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
-        backend = select_backend(config.device)
-        built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-        found = describe_split(built.forward, config, backend)
+        backend = select_backend(loaded.config.device)
+        built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+        found = describe_split(built.forward, loaded.config, backend)
     return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")]) if found is None else render(found)
 
 
@@ -110,9 +105,8 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
-    rows = [row for row in origin_rows(read.loaded, plan) if row.origin != "default"]
-    table = _key_table([row for row in rows if row.key != "report.sizes"])
-    show(render(plan), titled("vLLM's configuration", table))
+    rows = [r for r in origin_rows(read.loaded, plan) if r.origin != "default" and r.key != "report.sizes"]
+    show(render(plan), titled("vLLM's configuration", _key_table(rows)))
 
 
 def inspect_report(path: Path, *, as_json: bool) -> None:
@@ -130,17 +124,17 @@ def inspect_report(path: Path, *, as_json: bool) -> None:
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value names its source."""
-    resolved = _resolved(loaded, plan)
-
-    def with_resolution(row: Row) -> Row:
-        if row.key not in resolved:
-            return row
-        value, source = resolved[row.key]
-        if row.origin == "default":
-            return Row(row.key, f"{value} (from {source})", "resolved")
-        return Row(row.key, f"{row.value} -> {value} (from {source})", row.origin)
-
-    return [with_resolution(row) for row in _rows(loaded.config, "", loaded)]
+    resolved = _resolved(loaded.config, plan)
+    rows = []
+    for key, value, origin in _rows(loaded.config, "", loaded):
+        found = resolved.get(key, "")
+        if not found:
+            rows.append(Row(key, value, origin))
+        elif origin == "default":
+            rows.append(Row(key, found, "resolved"))
+        else:
+            rows.append(Row(key, f"{value} -> {found}", origin))
+    return rows
 
 
 def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
@@ -166,29 +160,37 @@ def _text(value: Any) -> str:
     return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
 
 
-def _resolved(loaded: LoadedConfig, plan: Plan) -> dict[str, tuple[str, str]]:
-    """Values that planning found or changed, by key: the value and its source."""
-    compilation = loaded.config.compilation
-    given, asked = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
-    found: dict[str, tuple[str, str]] = {}
+def _resolved(config: Config, plan: Plan) -> dict[str, str]:
+    """Values that planning found or changed, by key, each with its source."""
+    given, asked = config.compilation.cudagraph_capture_sizes, config.compilation.max_cudagraph_capture_size
+    found: dict[str, str] = {}
     sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
     if plan.changes:
         reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)  # the plan has them in full
-        found["compilation.cudagraph_mode"] = (str(plan.mode), reasons)
+        found["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
     if plan.capture_sizes != given:
-        found["compilation.cudagraph_capture_sizes"] = (sizes, _sizes_source(loaded, plan))
+        found["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {_sizes_source(config, plan)})"
     if asked is None or asked != plan.max_capture_size:
-        found["compilation.max_cudagraph_capture_size"] = (str(plan.max_capture_size), _maximum_source(loaded, plan))
-    if loaded.config.report.sizes is None:
-        found["report.sizes"] = (sizes, "cudagraph_capture_sizes")
+        if not plan.capture_sizes:
+            source = "cudagraph_mode"
+        elif isinstance(given, tuple):
+            source = "cudagraph_capture_sizes"
+        elif asked is not None:
+            source = "the ladder's steps, max_num_batched_tokens"
+        else:
+            query = "num_speculative_tokens, " if plan.query_len > 1 else ""
+            source = f"max_num_seqs, {query}max_num_batched_tokens"
+        found["compilation.max_cudagraph_capture_size"] = f"{plan.max_capture_size} (from {source})"
+    if config.report.sizes is None:
+        found["report.sizes"] = f"{sizes} (from cudagraph_capture_sizes)"
     return found
 
 
-def _sizes_source(loaded: LoadedConfig, plan: Plan) -> str:
-    given = loaded.config.compilation.cudagraph_capture_sizes
+def _sizes_source(config: Config, plan: Plan) -> str:
+    given = config.compilation.cudagraph_capture_sizes
     if not plan.capture_sizes:
         return "cudagraph_mode"
-    resolved = resolve_sizes(loaded.config, plan.mode).sizes
+    resolved = resolve_sizes(config, plan.mode).sizes
     counted = resolved != plan.capture_sizes
     if not isinstance(given, tuple):
         return f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
@@ -199,15 +201,3 @@ def _sizes_source(loaded: LoadedConfig, plan: Plan) -> str:
         "budget.max_graphs": counted,
     }
     return ", ".join(name for name, applies in causes.items() if applies) or "the same, sorted"
-
-
-def _maximum_source(loaded: LoadedConfig, plan: Plan) -> str:
-    compilation = loaded.config.compilation
-    if not plan.capture_sizes:
-        return "cudagraph_mode"
-    if isinstance(compilation.cudagraph_capture_sizes, tuple):
-        return "cudagraph_capture_sizes"
-    if compilation.max_cudagraph_capture_size is not None:
-        return "the ladder's steps, max_num_batched_tokens"
-    query = ["num_speculative_tokens"] if plan.query_len > 1 else []
-    return ", ".join(["max_num_seqs", *query, "max_num_batched_tokens"])

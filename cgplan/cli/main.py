@@ -15,8 +15,6 @@ from cgplan.version import __version__
 
 
 class EngineName(StrEnum):
-    """Engines that `cgplan plan --emit` writes for."""
-
     vllm = "vllm"
     sglang = "sglang"
     trtllm = "trtllm"
@@ -24,48 +22,40 @@ class EngineName(StrEnum):
 
 
 class SchemaFormat(StrEnum):
-    """How `cgplan schema` writes the keys of a configuration."""
-
     json = "json"
     markdown = "markdown"
+
+
+def _not_empty(value: Any) -> Any:
+    if value is not None and str(value).strip() in ("", "."):  # an empty path is the current folder
+        raise BadParameter("it is empty; leave the option out, or give it a value")
+    return value
 
 
 ConfigOption = Option("--config", "-c", metavar="FILE", help="The YAML configuration.")
 Config = Annotated[Path, ConfigOption]
 OptionalConfig = Annotated[Path | None, ConfigOption]
-Overrides = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="Override a value by its dotted key; the value is YAML. May be repeated.",
-    ),
-]
-Output = Annotated[
-    Path | None, Option("--output", "-o", metavar="FILE", help="Also save the result as JSON in this file.")
-]
+OVERRIDE = "Override a value by its dotted key; the value is YAML. May be repeated."
+Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help=OVERRIDE)]
+SAVE = "Also save the result as JSON in this file."
+Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", callback=_not_empty, help=SAVE)]
 AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
-PlanPath = Annotated[
-    Path | None,
-    Option(
-        "--plan", metavar="FILE", help="Capture exactly the keys of this saved plan, or refuse if it is not for this."
-    ),
-]
+SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
+PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", callback=_not_empty, help=SAVED_PLAN)]
 Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
-Costs = Annotated[
-    str | None,
-    Option(
-        "--costs",
-        metavar="SOURCE",
-        help="What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures.",
-    ),
-]
-Device = Annotated[
-    str | None, Option("--device", metavar="DEVICE", help="Short for --set device=DEVICE: auto, cpu, cuda, cuda:N.")
-]
+COSTS = "What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures."
+Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
+DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
+Device = Annotated[str | None, Option("--device", metavar="DEVICE", callback=_not_empty, help=DEVICE)]
+SHORT_FOR = {  # options by the key that they set
+    "device": "device",
+    "debug": "compilation.debug",
+    "max_graphs": "budget.max_graphs",
+    "memory": "budget.memory",
+    "capture_time": "budget.capture_time",
+}
 PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "rich_markup_mode": None,
@@ -76,7 +66,6 @@ class PlanGroup(TyperGroup):
     """Tells a file without its option from a command that is misspelt."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As usual, but for files."""
         if args[0] not in self.commands and Path(args[0]).exists():
             ctx.fail(f"{args[0]} stands without an option: give --config FILE, --traffic FILE, or `diff OLD NEW`")
         return super().resolve_command(ctx, args)
@@ -108,28 +97,15 @@ def root(
         typer.echo(context.get_help())
 
 
-def _request(
-    config: Path,
-    overrides: list[str] | None,
-    plan: Path | None,
-    force: bool,
-    device: str | None,
-    debug: bool,
-    output: Path | None,
-    as_json: bool,
-) -> Any:
-    """Arguments of capture and bench; torch is loaded with it."""
-    if plan == Path():
-        raise BadParameter("--plan is empty, or the current folder: give the path of a file")
-    if plan is None and force:
-        raise BadParameter("--force is about a saved plan: give --plan FILE with it")
-    from cgplan.cli.capture import Request
+def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
+    """The values of ``--set`` and of the options that are short for one."""
     from cgplan.config import Override
 
-    given: list[str | Override] = [*(overrides or ()), *(["compilation.debug=true"] if debug else ())]
-    if device:
-        given.append(Override(f"device={device}", "--device"))
-    return Request(config, given, plan, force, output, as_json)
+    given = {name: value for name, value in short.items() if value is not None}
+    return [
+        *(overrides or ()),
+        *(Override(f"{SHORT_FOR[name]}={value}", f"--{name.replace('_', '-')}") for name, value in given.items()),
+    ]
 
 
 @app.command(
@@ -150,10 +126,10 @@ def capture(
 ) -> None:
     """Capture graphs, and report their memory and time."""
     with failures_reported(show_traceback):
-        request = _request(config, overrides, plan, force, device, debug, output, as_json)
-        from cgplan.cli.capture import run_capture
+        from cgplan.cli.capture import Request, run_capture
 
-        run_capture(request)
+        settings = _settings(overrides, device=device, debug=debug or None)
+        run_capture(Request(config, settings, plan, force, output, as_json))
 
 
 @app.command(
@@ -167,15 +143,12 @@ def bench(
     against: Annotated[
         str | None,
         Option(
-            "--against",
             metavar="NAMES",
             help="Also measure these ways to run the model, in turns with cgplan: eager, bare, "
             "make_graphed_callables, reduce-overhead.",
         ),
     ] = None,
-    seed: Annotated[
-        int | None, Option("--seed", help="With --against: of the random order; drawn and shown if absent.")
-    ] = None,
+    seed: Annotated[int | None, Option(help="With --against: of the random order; drawn and shown if absent.")] = None,
     plan: PlanPath = None,
     force: Force = False,
     device: Device = None,
@@ -186,12 +159,13 @@ def bench(
 ) -> None:
     """Capture, and time each batch size with and without graphs."""
     if seed is not None and against is None:
-        raise BadParameter("--seed is about the order of peers: give --against NAMES with it")
+        raise BadParameter("--seed is about the order of baselines: give --against NAMES with it")
     with failures_reported(show_traceback):
-        request = _request(config, overrides, plan, force, device, debug, output, as_json)
-        from cgplan.cli.capture import run_bench
+        from cgplan.cli.capture import Request, run_bench
 
-        run_bench(request, () if against is None else against.split(","), seed)
+        settings = _settings(overrides, device=device, debug=debug or None)
+        baselines = () if against is None else against.split(",")
+        run_bench(Request(config, settings, plan, force, output, as_json), baselines, seed)
 
 
 @plans.callback(
@@ -206,26 +180,24 @@ def plan_(
     overrides: Overrides = None,
     traffic: Annotated[
         Path | None,
-        Option("--traffic", metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
+        Option(metavar="FILE", callback=_not_empty, help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
     ] = None,
-    speedup: Annotated[
-        float, Option("--speedup", metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")
-    ] = 1.0,
+    speedup: Annotated[float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")] = 1.0,
     step_times: Annotated[
-        Path | None, Option("--step-times", metavar="FILE", help="Step times: a bench report, or a table.")
+        Path | None, Option(metavar="FILE", callback=_not_empty, help="Step times: a bench report, or a table.")
     ] = None,
     costs: Costs = None,
-    max_graphs: Annotated[int | None, Option("--max-graphs", help="Short for --set budget.max_graphs=N.")] = None,
+    max_graphs: Annotated[int | None, Option(help="Short for --set budget.max_graphs=N.")] = None,
     memory: Annotated[
-        str | None, Option("--memory", metavar="BYTES", help="Short for --set budget.memory=2GiB.")
+        str | None, Option(metavar="BYTES", callback=_not_empty, help="Short for --set budget.memory=2GiB.")
     ] = None,
     capture_time: Annotated[
-        str | None, Option("--capture-time", metavar="TIME", help="Short for --set budget.capture_time=30s.")
+        str | None, Option(metavar="TIME", callback=_not_empty, help="Short for --set budget.capture_time=30s.")
     ] = None,
     engine: Annotated[
         EngineName | None, Option("--emit", help="Print the plan for an engine, and nothing else.")
     ] = None,
-    plot: Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", callback=_not_empty, help="Draw it: an SVG or PNG.")] = None,
     output: Output = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
@@ -235,36 +207,26 @@ def plan_(
     Nothing is captured. `cgplan capture --plan FILE` captures a saved plan.
     """
     if (command := context.invoked_subcommand) is not None:
-        sources = {p.opts[0]: context.get_parameter_source(p.name or "") for p in context.command.params}
-        for option, source in sources.items():
+        for parameter in context.command.params:
+            source = context.get_parameter_source(parameter.name or "")
             if source is not None and source.name == "COMMANDLINE":
                 place = f"or stands before {command} and not behind it"
-                raise BadParameter(f"{option} is not an option of `cgplan plan {command}`, {place}")
+                raise BadParameter(f"{parameter.opts[0]} is not an option of `cgplan plan {command}`, {place}")
         return
     if config is None:
         raise BadParameter("give --config FILE")
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
-    for name, text in (("--memory", memory), ("--capture-time", capture_time)):
-        if text is not None and not text.strip():
-            raise BadParameter(f"{name} is empty; leave it out for no limit")
-    for name, file in (("--plot", plot), ("--output", output), ("--traffic", traffic), ("--step-times", step_times)):
-        if file == Path():
-            raise BadParameter(f"{name} is empty, or the current folder: give the path of a file")
     with failures_reported(show_traceback):
-        from cgplan.cli.plan import Sources, run_plan
-        from cgplan.config import Override
+        from cgplan.cli.plan import run_plan
 
-        budget = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
-        given = [
-            Override(f"budget.{name}={value}", f"--{name.replace('_', '-')}")
-            for name, value in budget.items()
-            if value is not None
-        ]
         run_plan(
             config,
-            [*(overrides or ()), *given],
-            Sources(traffic, speedup, step_times, costs),
+            _settings(overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time),
+            traffic=traffic,
+            speedup=speedup,
+            step_times=step_times,
+            costs=costs,
             output=output,
             engine=engine.value if engine else None,
             plot=plot,
@@ -304,7 +266,7 @@ def inspect(
     config: OptionalConfig = None,
     everything: Annotated[bool, Option("--all", help="With --config: list the defaults, too.")] = False,
     vllm: Annotated[
-        str | None, Option("--vllm", metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")
+        str | None, Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")
     ] = None,
     max_num_seqs: Annotated[int | None, Option(help="With --vllm: as vLLM's option.")] = None,
     max_num_batched_tokens: Annotated[int | None, Option(help="With --vllm: as vLLM's option.")] = None,
@@ -327,16 +289,6 @@ def inspect(
     --json prints the plan alone, in a form that `cgplan inspect` reads again. --costs says what the graphs are
     predicted to cost, and each LoRA case. With --vllm JSON: what vLLM would capture.
     """
-    if [report, config, vllm].count(None) != 2:
-        raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
-    if split and (config is None or as_json):
-        raise BadParameter("--split shows a configuration's model as a table: give --config FILE, without --json")
-    if everything and (config is None or as_json):
-        raise BadParameter("--all lists a configuration's values in a table: give --config FILE, without --json")
-    if costs is not None and config is None:
-        raise BadParameter("--costs prices a configuration's graphs: give --config FILE with it")
-    if config is None and overrides:
-        raise BadParameter("--set changes a configuration; a saved report and vLLM's options stay as they are")
     of_vllm = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -345,6 +297,13 @@ def inspect(
         "specialize_active_lora": specialize_active_lora or None,
     }
     given = {name: value for name, value in of_vllm.items() if value is not None}
+    if [report, config, vllm].count(None) != 2:
+        raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
+    for option, value in {"--split": split, "--all": everything, "--costs": costs, "--set": overrides}.items():
+        if value and config is None:
+            raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
+        if value and as_json and option in ("--split", "--all"):
+            raise BadParameter(f"{option} shows a table: leave out --json")
     if vllm is None and given:
         raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):
@@ -381,9 +340,7 @@ def schema(
 )
 def init(
     target: Annotated[str, Argument(help="package.module:callable or path/to/file.py:callable that builds the model.")],
-    kwargs: Annotated[
-        str, Option("--kwargs", metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")
-    ] = "{}",
+    kwargs: Annotated[str, Option(metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")] = "{}",
     show_traceback: Traceback = False,
 ) -> None:
     """Print a commented starting configuration.

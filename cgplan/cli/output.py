@@ -76,13 +76,10 @@ def check_writable(path: Path) -> None:
             remedy="Make the folder first, or correct the path.",
         )
     with _writing(path):
-        if path.exists() and not path.is_file():  # opening a pipe would end its reader
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
-        if path.exists():
-            path.open("ab").close()  # for appending: the old content stays
-        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if path.is_file() or not path.exists():  # no new file replaces a pipe or device
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
 
 
 def save(path: Path, content: str | bytes) -> None:
@@ -124,26 +121,25 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except CgplanError as error:
-        _end(error, show_traceback, f"error: {error}", error.exit_code)
-    except KeyboardInterrupt as error:
-        _end(error, show_traceback, "interrupted", INTERRUPTED_EXIT_CODE)
     except (typer.BadParameter, BrokenPipeError):  # typer ends the program: in silence where a pipe's reader has gone
         raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            full = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
-            _end(error, show_traceback, full, OutputPathError.exit_code)
-        message = f"internal error: {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-        advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
-        _end(error, show_traceback, f"{message}\n  remedy: {advice}", INTERNAL_EXIT_CODE)
-
-
-def _end(error: BaseException, show_traceback: bool, message: str, exit_code: int) -> None:
-    if show_traceback:
-        note("".join(traceback.format_exception(error)))
-    note(message)
-    raise typer.Exit(exit_code) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if show_traceback:
+            note("".join(traceback.format_exception(error)))
+        if isinstance(error, CgplanError):
+            message, exit_code = f"error: {error}", error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            message, exit_code = "interrupted", INTERRUPTED_EXIT_CODE
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            message = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
+            exit_code = OutputPathError.exit_code
+        else:
+            advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
+            problem = (str(error).splitlines() or ["no message"])[0]
+            message = f"internal error: {type(error).__name__}: {problem}\n  remedy: {advice}"
+            exit_code = INTERNAL_EXIT_CODE
+        note(message)
+        raise typer.Exit(exit_code) from None
 
 
 def has_ranks() -> bool:
@@ -158,34 +154,24 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps.
+    """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps: a line that changes
+    on a terminal, about ten lines elsewhere.
 
     Args:
         doing: The work under way, such as "capture"; nothing is shown where it is empty.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     console = Console(stderr=True)
 
     def line(index: int, total: int, what: str) -> None:
         first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
         if doing and (first_of_its_tenth or index == total - 1):
-            console.file.write(f"{doing} {index + 1}/{total}: {what}\n")
-            console.file.flush()
+            note(f"{doing} {index + 1}/{total}: {what}")
 
     if not doing or not console.is_terminal:
         yield line
         return
-    bar = Progress(
-        TextColumn("{task.fields[doing]}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None, doing=doing)
-        yield lambda index, total, what: bar.update(task, completed=index, total=total, description=what)
+    with console.status(doing) as status:
+        yield lambda index, total, what: status.update(Text(f"{doing} {index + 1}/{total}: {what}"))

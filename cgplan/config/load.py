@@ -16,7 +16,6 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
 MOST_NAMED = 3  # files beside a missing one
-_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
@@ -83,6 +82,16 @@ class LoadedConfig:
             path = path.rpartition(".")[0]
         return self.origins.get(path, "default")
 
+    def model_for(self, purpose: str) -> tuple[str, dict[str, Any]]:
+        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``, where it has no target."""
+        model = self.config.model
+        if model is None or model.target is None:
+            raise ConfigError(
+                f"{purpose}: there is no `model` with a target",
+                remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a configuration.",
+            )
+        return model.target, model.kwargs
+
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file.
@@ -99,7 +108,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> LoadedConfig:
-    """As load_config, and keeps the origin of each value; messages name the option of an Override."""
+    """As load_config, with the origin of each value; messages name the option of an Override."""
     path = Path(path)
     remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
     data, lines = _parse(read_text(path, ConfigFileError, remedy), path)
@@ -108,8 +117,7 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
         dotted = _override(data, override)
-        for stale in [key for key in origins if key == dotted or key.startswith(f"{dotted}.")]:
-            del origins[stale]
+        origins = {key: at for key, at in origins.items() if key != dotted and not key.startswith(f"{dotted}.")}
         origins[dotted] = override.option
     try:
         config = Config.model_validate(data)
@@ -128,7 +136,20 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that names the line of a scalar that does not fit its tag, such as ``!!int abc``."""
+    """A SafeLoader that refuses keys that stand twice, and names the line of a scalar that does not fit its tag, such
+    as ``!!int abc``.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in lines:
+                problem = f"the key {name!r} stands twice (first in line {lines[name]})"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -152,21 +173,21 @@ def read_yaml(text: str, what: str, remedy: str) -> Any:
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """The document and the line (from 1) of each key; one pass over the YAML nodes gives both."""
+    """The document and the line (from 1) of each key."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        lines = dict(_lines(node, (), path)) if node is not None else {}
-        data = loader.construct_document(node) if node is not None else {}
+        data = {} if node is None else loader.construct_document(node)
+        lines = dict(_lines(node, ()))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigFileError(
             f"{path}{where}: not valid YAML: {error.problem or error.context}",
-            remedy="Check the indentation and the quotes at that line and column.",
+            remedy="Correct that line: its indentation, quotes, or a key that stands twice.",
         ) from None
     except RecursionError:
-        raise ConfigFileError(f"{path}: nested too deeply", remedy="Flatten the file.") from None
+        raise ConfigFileError(f"{path}: nested too deeply, or an alias holds itself", remedy="Flatten it.") from None
     except yaml.YAMLError as error:
         raise ConfigFileError(f"{path}: not valid YAML: {error}", remedy="Give a UTF-8 YAML file.") from None
     if not isinstance(data, dict):
@@ -177,59 +198,35 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     return data, lines
 
 
-def _lines(
-    node: yaml.Node, path: Path_, file: Path, open_: frozenset[int] = frozenset()
-) -> Iterator[tuple[Path_, int]]:
-    if id(node) in open_:  # an alias that contains itself
-        raise ConfigFileError(f"{file}:{node.start_mark.line + 1}: an alias refers to itself", remedy="Remove it.")
-    open_ |= {id(node)}
+def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
+    """Lines below a constructed node: what it merged stands before its own keys, and the last line counts."""
+    items: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        merged = [value for key, value in node.value if key.tag == _MERGE]
-        nodes = [item for v in merged for item in (v.value if isinstance(v, yaml.SequenceNode) else [v])]
-        for below in reversed(nodes):  # the strongest is given first; of values that stand twice the last line counts
-            yield from _lines(below, path, file, open_)
-        seen: dict[object, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigFileError(
-                    f"{file}:{line}:{key.start_mark.column + 1}: a {key.id} cannot be a key", remedy="Use a word."
-                )
-            if key.tag == _MERGE:
-                continue
-            if key.value in seen:
-                raise ConfigFileError(
-                    f"{file}:{line}: the key {key.value!r} stands twice (first in line {seen[key.value]})",
-                    remedy="Keep one of them.",
-                )
-            seen[key.value] = line
-            yield (*path, key.value), line
-            yield from _lines(value, (*path, key.value), file, open_)
+        items = [(key.value, key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield (*path, index), item.start_mark.line + 1
-            yield from _lines(item, (*path, index), file, open_)
+        items = [(index, item, item) for index, item in enumerate(node.value)]
+    for name, key, value in items:
+        yield (*path, name), key.start_mark.line + 1
+        yield from _lines(value, (*path, name))
 
 
 def _override(data: dict[str, Any], override: Override) -> str:
     """Apply one override to the parsed document; returns the dotted key."""
     text, option = override
     dotted, equals, value = text.partition("=")
-    dotted = dotted.strip()
-    where = f"--set {dotted}" if option == "--set" else option
-    if not equals or not all(dotted.split(".")):
+    *parents, last = dotted.strip().split(".")
+    where = f"--set {dotted.strip()}" if option == "--set" else option
+    if not equals or not all((*parents, last)):
         raise ConfigError(
             f"--set {text!r} is not of the form key=value",
             remedy="Write a dotted key, as in --set compilation.cudagraph_mode=FULL.",
         )
     parsed = read_yaml(value, f"{where}: the value", "Quote the value.")
-    *parents, last = dotted.split(".")
-    at = data
     for parent in parents:
-        below = {} if at.get(parent) is None else at[parent]
+        below = {} if data.get(parent) is None else data[parent]
         if not isinstance(below, dict):
             raise ConfigError(f"{where}: {parent} is not a section", remedy="Check the dotted key.")
-        below = at[parent] = dict(below)  # a copy: a YAML alias shares one mapping between several keys
-        at = below
-    at[last] = parsed
-    return dotted
+        data[parent] = dict(below)  # a copy: a YAML alias shares one mapping between several keys
+        data = data[parent]
+    data[last] = parsed
+    return dotted.strip()

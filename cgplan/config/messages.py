@@ -27,17 +27,15 @@ def contradiction(message: str, *keys: str) -> PydanticCustomError:
 def explain(
     error: ValidationError,
     data: Any,
-    what: str,
+    source: str,
     root: type[BaseModel],
     lines: Mapping[Path_, int] = _NOWHERE,
     origins: Mapping[str, str] = _NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with one message a key, for a ValidationError.
+    """A ConfigError with one message a key, for a ValidationError of ``data``.
 
     Args:
-        error: Raised by pydantic for ``data``.
-        data: The values that were refused.
-        what: The file, or the name of the class that was to be made.
+        source: The file, or the name of the class that was to be made.
         root: The class that was to be made; its fields are the valid names.
         lines: Line of each key, where it came from a file.
         origins: Where each dotted key came from.
@@ -51,10 +49,11 @@ def explain(
         if any(d["type"] in _IN_OUR_WORDS for d in details)
         or not any(other[: len(path)] == path and other != path for other in by_path)
     ]
-    if len(messages) == 1:
-        head = "" if messages[0].startswith("--") else f"{what}: "  # an option is not in the file
-        return ConfigError(head + messages[0], remedy=_remedy(error, origins))
-    return ConfigError(f"{what}:" + "".join(f"\n  - {text}" for text in messages), remedy=_remedy(error, origins))
+    if len(messages) > 1:
+        message = f"{source}:" + "".join(f"\n  - {text}" for text in messages)
+    else:
+        message = messages[0] if messages[0].startswith("--") else f"{source}: {messages[0]}"
+    return ConfigError(message, remedy=_remedy(error, origins))
 
 
 def _real_path(detail: ErrorDetails, data: Any) -> Path_:
@@ -77,29 +76,31 @@ def _message(
     lines: Mapping[Path_, int],
     origins: Mapping[str, str],
 ) -> str:
-    dotted, detail = ".".join(map(str, path)), details[0]
+    key, detail = ".".join(map(str, path)), details[0]
     above = [path[:depth] for depth in range(len(path), 0, -1)]
-    line = next((lines[at] for at in above if at in lines), None)
-    given = [origins.get(".".join(map(str, at)), "") for at in reversed(above)]
-    option = next((origin for origin in given if origin.startswith("--")), None)
-    where = "--set " if option else "" if line is None else f"line {line}: "
-    if option not in (None, "--set"):
-        where, dotted = "", str(option)  # it has one key, and stands for that
+    where = next((f"line {lines[at]}: " for at in above if at in lines), "")
+    for at in above:
+        option = origins.get(".".join(map(str, at)), "")
+        if option == "--set":
+            where = "--set "
+        elif option.startswith("--"):  # it has one key, and stands for that
+            where, key = "", option
     ours = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] in _IN_OUR_WORDS]
     if ours:
-        return f"{where}{dotted + ': ' if dotted else ''}{ours[0]}"
+        return f"{where}{key}{': ' if key else ''}{ours[0]}"
     if detail["type"] == "extra_forbidden":
-        return f"{where}unknown key {dotted!r}{_nearest(path, root)}"
+        return f"{where}unknown key {key!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
-        return f"{where}{dotted!r} is missing"
-    texts = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
+        return f"{where}{key!r} is missing"
+    allowed = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
     shown = " ".join(repr(detail["input"]).split())
     if len(shown) > MOST_SHOWN:  # the numbers of a tensor, say
         shown = f"{shown[:MOST_SHOWN]}..., a {type(detail['input']).__name__}"
-    return f"{where}{dotted}: found {shown}, expected {' or '.join(texts)}"
+    return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:
+    """The name that an unknown key may have been meant to be, its right section, or the names allowed there."""
     *parents, name = path
     model: type[BaseModel] | None = root
     annotation: Any = None

@@ -39,46 +39,36 @@ def markdown() -> str:
     schema = _schema()
     sections = [_HEADER, *_section("Top level", schema, schema)]
     for key, node in schema["properties"].items():
-        name, model = _model(node, schema["$defs"])
-        if model is None:
-            continue
-        if name == "Input" and key != "inputs":  # inputs and metadata hold the same
-            continue
-        title = "`inputs.<name>` and `metadata.<name>`" if name == "Input" else f"`{key}`"
-        sections += _section(title, model, schema)
+        model = _model(node, schema)
+        if key == "inputs":
+            sections += _section("`inputs.<name>` and `metadata.<name>`", model, schema)
+        elif model and key != "metadata":
+            sections += _section(f"`{key}`", model, schema)
     return "\n".join(sections)
 
 
 def _schema() -> dict[str, Any]:
-    def in_one_line(node: Any) -> Any:
-        if isinstance(node, list):
-            return [in_one_line(part) for part in node]
-        if not isinstance(node, dict):
-            return " ".join(node.split("\n")) if isinstance(node, str) else node
-        return {name: in_one_line(part) for name, part in node.items()}
-
-    schema: dict[str, Any] = in_one_line(Config.model_json_schema(schema_generator=_NamedDefaults))
+    """The schema of Config, each description in one line."""
+    text = json.dumps(Config.model_json_schema(schema_generator=_NamedDefaults))
+    schema: dict[str, Any] = json.loads(text.replace("\\n", " "))
     return schema
 
 
-def _model(node: Node, models: Node) -> tuple[str, Node | None]:
-    """Name and schema of the section that a key holds, if it holds one."""
-    options = [node, *node.get("anyOf", ()), node.get("additionalProperties") or {}]
-    for option in options:
+def _model(node: Node, schema: Node) -> Node:
+    """Schema of the section that a key holds; empty if it holds none."""
+    for option in (node, *node.get("anyOf", ()), node.get("additionalProperties") or {}):
         if isinstance(option, Mapping) and "$ref" in option:
-            name = option["$ref"].rpartition("/")[2]
-            return name, models[name]
-    return "", None
+            found: Node = schema["$defs"][option["$ref"].rpartition("/")[2]]
+            return found
+    return {}
 
 
 def _section(title: str, model: Node, schema: Node) -> Iterator[str]:
-    yield f"## {title}\n"
-    yield f"{model['description']}\n"
-    yield "| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |"
+    yield f"## {title}\n\n{model['description']}\n\n| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |"
     for name, node in model["properties"].items():
         required = name in model.get("required", ())
         # pydantic leaves a description out where it equals that of the section
-        meaning = node.get("description") or (_model(node, schema["$defs"])[1] or {}).get("description", "")
+        meaning = node.get("description") or _model(node, schema).get("description", "")
         row = (f"`{name}`", _words(node), "required" if required else _default(node), meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
     yield ""
@@ -91,13 +81,13 @@ def _default(node: Node) -> str:
     return "absent" if value is None else f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
-def _words(node: Node, *, plural: bool = False) -> str:
-    """A JSON schema as a reader of YAML would say it."""
+def _words(node: Node, plural: str = "") -> str:
+    """A JSON schema as a reader of YAML would say it; ``plural`` ends the names of numbers."""
     if "anyOf" in node:
         options = [option for option in node["anyOf"] if option.get("type") != "null"]
         if any(option.get("type") == "number" for option in options):
             options = [option for option in options if option.get("type") != "integer"]  # a number says it already
-        return ", or ".join(dict.fromkeys(_words(option, plural=plural) for option in options))
+        return ", or ".join(dict.fromkeys(_words(option, plural) for option in options))
     if "$ref" in node:
         return "section"
     if "const" in node:
@@ -105,20 +95,13 @@ def _words(node: Node, *, plural: bool = False) -> str:
     if "enum" in node:
         return f"one of {', '.join(f'`{choice}`' for choice in node['enum'])}"
     if "prefixItems" in node:
-        return "`[" + ", ".join(_words(item) for item in node["prefixItems"]) + "]`"
-    if node.get("type") == "array":
-        return f"list of {_words(node['items'], plural=True).replace(', or ', ' or ')}"
-    if node.get("type") == "object":
+        return f"`[{', '.join(map(_words, node['prefixItems']))}]`"
+    if node["type"] == "array":
+        return f"list of {_words(node['items'], 's').replace(', or ', ' or ')}"
+    if node["type"] == "object":
         section = isinstance(node.get("additionalProperties"), Mapping)
         return "mapping from names to sections" if section else "mapping"
-    return _scalar(node, plural)
-
-
-def _scalar(node: Node, plural: bool) -> str:
-    names = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
-    word = names[node["type"]]
-    if plural and word != "text":
-        word += "s"
-    if "exclusiveMinimum" in node:
-        return f"{word} > {node['exclusiveMinimum']}"
-    return f"{word} >= {node['minimum']}" if "minimum" in node else word
+    names = {"integer": f"whole number{plural}", "number": f"number{plural}", "string": "text"}
+    word = names.get(node["type"], "true or false")
+    bounds = {" > ": node.get("exclusiveMinimum"), " >= ": node.get("minimum")}
+    return word + "".join(f"{sign}{bound}" for sign, bound in bounds.items() if bound is not None)

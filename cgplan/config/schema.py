@@ -12,10 +12,10 @@ from pydantic._internal._model_construction import ModelMetaclass
 from cgplan.config.messages import contradiction, explain
 from cgplan.config.values import (
     DIMENSION,
+    Attention,
     BatchBound,
     Bytes,
     BytesToSpend,
-    CaptureSize,
     Count,
     CountOrZero,
     Device,
@@ -23,20 +23,19 @@ from cgplan.config.values import (
     Flag,
     LadderName,
     Length,
+    Mode,
     Seconds,
     SecondsToSpend,
     Symbol,
     check_example,
     check_pad,
     check_sizes,
-    dtype_name,
-    enum_by_name,
     is_value_of,
-    off_word,
 )
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 
 SYMBOLS = ("num_tokens", "num_reqs")
+_WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
 _DIM = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]+)\s*(?:\+\s*(?P<offset>\d+))?")
 
 
@@ -57,9 +56,9 @@ class Dim:
     @classmethod
     def parse(cls, value: int | str) -> Dim:
         """Dimension from YAML: ``224``, ``num_tokens``, ``num_reqs + 1`` or ``2 * num_tokens``. Raises ValueError."""
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"a dimension must be at least 1, found {value}")
         if isinstance(value, int):
-            if value < 1:
-                raise ValueError(f"a dimension must be at least 1, found {value}")
             return cls(None, 0, value)
         match = _DIM.fullmatch(value.strip())
         if match is None or match["symbol"] not in SYMBOLS:
@@ -143,8 +142,8 @@ class TrafficConfig(Section):
 
     @model_validator(mode="after")
     def _percentiles_ascend(self) -> TrafficConfig:
-        for name in ("prompt", "output"):
-            median, p95 = getattr(self, f"{name}_median"), getattr(self, f"{name}_p95")
+        lengths = {"prompt": (self.prompt_median, self.prompt_p95), "output": (self.output_median, self.output_p95)}
+        for name, (median, p95) in lengths.items():
             if p95 < median:
                 raise ValueError(f"{name}_p95 is {p95}, which is below {name}_median = {median}; exchange the two")
         return self
@@ -180,15 +179,14 @@ class Input(Section):
     """Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, or such as `num_reqs + 1`
     and `2 * num_tokens`; the others are numbers.
     """
-    dtype: Annotated[DType, BeforeValidator(dtype_name)]
+    dtype: Annotated[DType, BeforeValidator(lambda value: str(value).removeprefix("torch."))]
     """Element type, by torch's name."""
     pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)]
     """Content of the padding rows: a number, or `last` to repeat the batch's last row (for cumulative offsets). There
     is no default, because 0 is wrong as often as right.
     """
     example: Annotated[
-        float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
-        BeforeValidator(check_example),
+        float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None, BeforeValidator(check_example)
     ] = None
     """Values that bench runs on: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all elements),
     `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]` for random whole numbers from
@@ -233,14 +231,11 @@ class ModelConfig(Section):
 class CompilationConfig(Section):
     """Which graphs are captured, and how a batch that none serves is run."""
 
-    cudagraph_mode: enum_by_name(CUDAGraphMode) = CUDAGraphMode.FULL  # type: ignore[valid-type]
+    cudagraph_mode: Mode = CUDAGraphMode.FULL
     """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or FULL_AND_PIECEWISE
     (FULL for uniform decode, PIECEWISE for mixed batches).
     """
-    cudagraph_capture_sizes: Annotated[
-        tuple[CaptureSize, ...] | LadderName | None,
-        BeforeValidator(check_sizes),
-    ] = None
+    cudagraph_capture_sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
     """Sizes in tokens, or a ladder's name. Absent: the vllm ladder."""
     max_cudagraph_capture_size: BatchBound | None = None
     """Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most
@@ -286,7 +281,10 @@ class CompilationConfig(Section):
     """With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops and at
     operators tagged cudagraph_unsafe. false: the traced forward is split first.
     """
-    address_check: Annotated[Literal["off", "first", "always"], BeforeValidator(off_word)] = "first"
+    address_check: Annotated[
+        Literal["off", "first", "always"],
+        BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads the word off as false
+    ] = "first"
     """Whether the model's parameters, buffers and other tensors in its attributes, and those that PIECEWISE segments
     read, are checked to lie where they lay at capture: on each graph's first replay, on every one, or never.
     """
@@ -296,16 +294,17 @@ class CompilationConfig(Section):
     a quarter of the free device memory.
     """
     debug: Flag = False
-    """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code, and
-    with NaN in the padding rows of floating-point inputs; outputs are copies that the next call fills with NaN.
+    """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code (the
+    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs; outputs are
+    copies that the next call fills with NaN.
     """
-    attention_support: enum_by_name(AttentionSupport) = AttentionSupport.ALWAYS  # type: ignore[valid-type]
+    attention_support: Attention = AttentionSupport.ALWAYS
     """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
     UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
     """
     outputs: Literal["borrow", "clone"] = "borrow"
-    """borrow: outputs are views of graph memory, overwritten by the next replay of any graph in the pool. clone:
-    outputs are copies.
+    """borrow: outputs are new tensor objects on graph memory, overwritten by the next replay of any graph in the pool.
+    clone: outputs are copies.
     """
     all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
     """How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels over registered
@@ -321,13 +320,9 @@ class CompilationConfig(Section):
         return "always" if self.debug else self.address_check
 
     @model_validator(mode="after")
-    def _partition_needs_inductor(self) -> CompilationConfig:
+    def _consistent(self) -> CompilationConfig:
         if self.use_inductor_graph_partition and self.compiler != "inductor":
             raise ValueError("use_inductor_graph_partition needs compiler: inductor")
-        return self
-
-    @model_validator(mode="after")
-    def _maximum_agrees(self) -> CompilationConfig:
         sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
             raise contradiction(
@@ -382,7 +377,7 @@ class SpeculativeConfig(Section):
 class ReportConfig(Section):
     """Sizes and repeats of `cgplan bench`, and names for profilers."""
 
-    sizes: tuple[CaptureSize, ...] | None = None
+    sizes: tuple[Count, ...] | None = None
     """Batch sizes to measure, in tokens. Absent: every captured size."""
     repeats: Count = 30
     """Timed calls of each size and way of running."""
@@ -421,20 +416,11 @@ class Config(Section):
     """Limits on the cost of graphs."""
 
     @model_validator(mode="after")
-    def _names(self) -> Config:
-        twice = sorted(set(self.inputs) & set(self.metadata))
-        if twice:
+    def _consistent(self) -> Config:
+        if twice := sorted(set(self.inputs) & set(self.metadata)):
             raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
-        reserved = sorted(
-            {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
-            & (set(self.inputs) | set(self.metadata))
-        )
-        if reserved:
+        if reserved := sorted(_WORDS_OF_A_CALL & {*self.inputs, *self.metadata}):
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters(self) -> Config:
         if self.traffic is not None and self.traffic.lora_share > 0 and self.lora is None:
             raise ValueError(
                 f"traffic.lora_share is {self.traffic.lora_share:g}, but there is no `lora` section; add one, such as "

@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 
-@dataclass(frozen=True, slots=True)
-class InputGuess:
-    """An argument of a model's forward, as the template writes it.
-
-    Attributes:
-        name: Of the argument.
-        required: Whether the forward has no default for it; others are written as comments.
-        shape: Dimensions as YAML has them.
-        dtype: By torch's name.
-        pad: Value of the padding rows.
-        example: For `example`, None to leave it out.
-        reason: Of the guess, in a few words.
-    """
+class InputGuess(NamedTuple):
+    """An argument of a model's forward as an input: fields as in Input, and the reason for them in a few words."""
 
     name: str
-    required: bool
+    required: bool  # without a default; others are written as comments
     shape: tuple[int | str, ...]
     dtype: str
-    pad: int
-    example: tuple[int, int] | None
     reason: str
+    pad: int = 0
+    example: tuple[int, int] | None = None
 
 
 def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[InputGuess]) -> str:
     """A commented configuration that loads and plans as it is. Ends with a newline."""
-    written = "".join(_input(guess) for guess in inputs)
-    if not any(guess.required for guess in inputs):
-        written = f"  # {{}} because the forward has no argument without a default\n{written}"
-        head = "inputs: {}\n"
-    else:
-        head = "inputs:\n"
-    return f"{_model(target, kwargs)}\n{head}{written}\n{_REST}"
-
-
-def _model(target: str, kwargs: Mapping[str, Any]) -> str:
     model: dict[str, Any] = {"target": target, **({"kwargs": dict(kwargs)} if kwargs else {})}
     text = yaml.safe_dump({"model": model}, sort_keys=False, width=100, allow_unicode=True)
     hint = "" if kwargs else "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
-    return f"{_HEAD}\n{text}{hint}{_MODEL_HINT}"
+    head = "inputs:\n"
+    if not any(guess.required for guess in inputs):
+        head = "inputs: {}\n  # {} because the forward has no argument without a default\n"
+    return f"{_HEAD}\n{text}{hint}{_MODEL_HINT}\n{head}{''.join(map(_input, inputs))}\n{_REST}"
 
 
 def _input(guess: InputGuess) -> str:
-    dims = ", ".join(str(dim) for dim in guess.shape)
+    # quoted where YAML would take the name for something else (`y`, `on`)
+    name = yaml.safe_dump(guess.name, width=10**6).removesuffix("\n").removesuffix("\n...")
     lines = [
-        (f"{_key(guess.name)}:", "" if guess.required else "has a default; remove the marks to make it an input"),
-        (f"  shape: [{dims}]", f"guess: {guess.reason}"),
+        (f"{name}:", "" if guess.required else "has a default; remove the marks to make it an input"),
+        (f"  shape: [{', '.join(map(str, guess.shape))}]", f"guess: {guess.reason}"),
         (f"  dtype: {guess.dtype}", "guess, as above"),
         (f"  pad: {guess.pad}", "a choice: what padding rows hold; there is no default"),
     ]
@@ -63,11 +45,6 @@ def _input(guess: InputGuess) -> str:
         lines.append((f"  example: {list(guess.example)}", "random values for warm-up and bench: from, below"))
     text = "".join(f"{line:<33} # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
     return indent(text, "  " if guess.required else "  # ")
-
-
-def _key(name: str) -> str:
-    """A name as a YAML key, quoted where YAML would take it for something else (`y`, `on`)."""
-    return yaml.safe_dump(name, width=10**6).removesuffix("\n").removesuffix("\n...")
 
 
 _HEAD = """\

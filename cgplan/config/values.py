@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -21,54 +21,31 @@ LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
 Symbol = Literal["num_tokens", "num_reqs"]
 
 
-def enum_by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> Any:
-    """Annotation for an enum that YAML writes by name, in any case."""
-
+def _by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> BeforeValidator:
     def parse(value: object) -> object:
         try:
             return enum.parse(value)
         except ConfigError as error:  # pydantic collects ValueErrors and adds the key's path
             raise ValueError(f"{error.message}. {error.remedy}") from None
 
-    names = [member.name for member in enum]
-    return Annotated[
-        enum,
-        BeforeValidator(parse),
-        PlainSerializer(lambda member: member.name, return_type=str),
-        WithJsonSchema({"enum": names, "type": "string"}),
-    ]
+    return BeforeValidator(parse)
 
 
-def mode_by_name(value: object) -> CUDAGraphMode:
-    """Mode by name; a ValueError, which pydantic collects, for any other."""
-    try:
-        return CUDAGraphMode.parse(value)
-    except ConfigError as error:
-        raise ValueError(error.message) from None
+def _one_of(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> WithJsonSchema:
+    return WithJsonSchema({"enum": list(enum.__members__), "type": "string"})
 
 
-def dtype_name(value: object) -> object:
-    """``torch.float16`` and ``float16`` alike; torch itself is not needed to plan."""
-    return str(value).removeprefix("torch.") if value is not None else value
-
-
-def off_word(value: object) -> object:
-    return "off" if value is False else value
-
-
-def strict_size(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"a capture size must be a whole number, found {value!r}")
-    if value < 1:
-        raise ValueError(f"a capture size must be at least 1, found {value}")
-    return value
-
+# Enums that YAML and JSON write by name, in any case.
+Mode = Annotated[CUDAGraphMode, _by_name(CUDAGraphMode), PlainSerializer(str, return_type=str), _one_of(CUDAGraphMode)]
+Attention = Annotated[
+    AttentionSupport, _by_name(AttentionSupport), PlainSerializer(str, return_type=str), _one_of(AttentionSupport)
+]
 
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-CaptureSize = Annotated[int, Field(ge=1), BeforeValidator(strict_size)]
 Count = Annotated[int, Field(strict=True, ge=1)]
-BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # a ladder lists every size up to it
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # a ladder lists every size up to it
+Length = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # of a prompt or an output, in tokens
 Flag = Annotated[bool, Field(strict=True)]
 
 
@@ -87,26 +64,24 @@ def check_example(value: object) -> object:
     return value
 
 
-def check_device(value: object) -> object:
+def check_sizes(value: object) -> object:
+    if isinstance(value, str) and value not in get_args(LadderName):
+        names = ", ".join(get_args(LadderName))
+        raise ValueError(f"unknown ladder {value!r}; choose one of {names}, or give a list of sizes")
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError("the list of capture sizes is empty; leave the key out for the vllm ladder")
+    return value
+
+
+def _check_device(value: object) -> object:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
     return value
 
 
 Device = Annotated[
-    str, BeforeValidator(check_device), WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"})
+    str, BeforeValidator(_check_device), WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"})
 ]
-
-
-def check_sizes(value: object) -> object:
-    if isinstance(value, str):
-        names = get_args(LadderName)
-        if value not in names:
-            raise ValueError(f"unknown ladder {value!r}; choose one of {', '.join(names)}, or give a list of sizes")
-    elif isinstance(value, list | tuple) and not value:
-        raise ValueError("the list of capture sizes is empty; leave the key out for the vllm ladder")
-    return value
-
 
 LARGEST = {  # torch.finfo(...).max
     "float16": 65504.0,
@@ -120,27 +95,18 @@ LARGEST = {  # torch.finfo(...).max
 
 def is_value_of(dtype: str, value: float) -> bool:
     """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
-    if dtype.startswith(("float", "bfloat")):
+    if dtype in LARGEST:
         return (not isinstance(value, int) and not math.isfinite(value)) or abs(value) <= LARGEST[dtype]
     if dtype == "bool":
         return value in (0, 1)
-    bits, signed = int(dtype.removeprefix("u").removeprefix("int")), not dtype.startswith("u")
-    low, high = (-(1 << bits - 1), 1 << bits - 1) if signed else (0, 1 << bits)
+    bits = int(re.sub(r"\D", "", dtype))
+    low, high = (0, 1 << bits) if dtype == "uint8" else (-(1 << bits - 1), 1 << bits - 1)
     return (isinstance(value, int) or math.isfinite(value)) and value == int(value) and low <= value < high
 
 
-BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
-
-
-def quantity(units: Mapping[str, float], unit: str, example: str, *, most: float) -> Callable[[object], float]:
-    """Parser of amounts such as ``2GiB``: a number of the base unit, or text that ends in a unit, in any case.
-
-    Args:
-        units: Name -> how many of the base unit it is.
-        unit: The base unit in words, which a plain number counts.
-        example: For the message.
-        most: Largest amount that is allowed.
+def _amount(units: Mapping[str, float], unit: str, example: str, most: float) -> Callable[[object], float]:
+    """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text that ends in one of ``units``, in any
+    case.
     """
     factors = {name.lower(): factor for name, factor in units.items()}
     allowed = f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
@@ -163,27 +129,16 @@ def quantity(units: Mapping[str, float], unit: str, example: str, *, most: float
     return parse
 
 
+_UNITS_OF_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_parse_bytes = _amount(_UNITS_OF_BYTES, "bytes", "2GiB or 512MiB", most=1 << 50)
+_parse_seconds = _amount({"ms": 1e-3, "s": 1.0, "min": 60.0}, "seconds", "30s or 2min", most=10**6)
+
+
 def _whole_bytes(value: object) -> int:
     amount = _parse_bytes(value)
     if isinstance(value, float) and not value.is_integer():  # 1.5 is not meant as bytes
         raise ValueError(f"found {value!r}, a part of a byte; add a unit, as in 1.5GiB")
     return round(amount)
-
-
-_parse_bytes = quantity(BYTES, "bytes", "2GiB or 512MiB", most=1 << 50)
-_parse_seconds = quantity(SECONDS, "seconds", "30s or 2min", most=10**6)
-
-# They are dumped as plain numbers of the base unit, which read back equal.
-Bytes = Annotated[
-    int,
-    BeforeValidator(_whole_bytes),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
-]
-Seconds = Annotated[
-    float,
-    BeforeValidator(_parse_seconds),
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]}),
-]
 
 
 def _above_zero(value: float) -> float:
@@ -192,14 +147,12 @@ def _above_zero(value: float) -> float:
     return value
 
 
-BytesToSpend = Annotated[
-    Bytes,
-    AfterValidator(_above_zero),
-    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string"}]}),
-]
-SecondsToSpend = Annotated[
-    Seconds,
-    AfterValidator(_above_zero),
-    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]}),
-]
-Length = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # of a prompt or an output, in tokens
+def _or_text(kind: str, bound: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": kind, bound: 0}, {"type": "string"}]})
+
+
+# Dumped as plain numbers of the base unit, which read back equal.
+Bytes = Annotated[int, BeforeValidator(_whole_bytes), _or_text("integer", "minimum")]
+Seconds = Annotated[float, BeforeValidator(_parse_seconds), _or_text("number", "minimum")]
+BytesToSpend = Annotated[Bytes, AfterValidator(_above_zero), _or_text("integer", "exclusiveMinimum")]
+SecondsToSpend = Annotated[Seconds, AfterValidator(_above_zero), _or_text("number", "exclusiveMinimum")]

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 
 from cgplan.config import Config
-from cgplan.config.values import mode_by_name
+from cgplan.config.values import Mode as Mode
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import Predicted, Record
@@ -27,7 +27,6 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "distributed": {"timeout", "data_parallel_sync"},
 }
 
-Mode = Annotated[CUDAGraphMode, BeforeValidator(mode_by_name), PlainSerializer(str, return_type=str)]
 Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
 Key = tuple[Mode, Descriptor]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rich.console import RenderableType
 from rich.text import Text
 
 from cgplan.reports.capture_tables import environment_rows, rank_table
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, stacked, titled
-from cgplan.reports.plan_tables import mode_rows, model_rows
+from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import OURS, BenchReport, Environment, PeerRecord, PeersRecord
 from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
@@ -18,13 +20,11 @@ def _bench(report: BenchReport) -> RenderableType:
     cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
     rows = [
         *environment_rows(environment),
-        *model_rows(capture.plan),
-        *mode_rows(capture.plan),
+        *head_rows(capture.plan, sizes=False),
         ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
         ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
     ]
-    adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
-    if adapters:
+    if adapters := {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}:
         rows.append(("LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"))
     if report.repeats < 100:
         rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
@@ -90,16 +90,18 @@ def _queued(report: BenchReport) -> RenderableType | None:
     return titled("Calls that follow one another without waiting, time of each", table)
 
 
-def _against_baselines(peers: PeersRecord, environment: Environment) -> list[RenderableType]:
+def _against_baselines(measured: PeersRecord, environment: Environment) -> list[RenderableType]:
     """Time and memory until each way is ready, and times by size with their ratios to cgplan's."""
     lost = f"memory of pools on {environment.backend}" if environment.is_tape else "device memory"
-    own = "failed" if peers.capture_seconds is None else f"{format_seconds(peers.capture_seconds)}, {peers.keys} keys"
+    took = measured.capture_seconds
+    own = "failed" if took is None else f"{format_seconds(took)}, {measured.keys} keys"
+    calls = f"{measured.rounds} rounds, {measured.repeats} calls of each way and size"
     head = facts(
-        "Against peers",
+        "Against baselines",
         [
-            ("order", f"random, seed {peers.seed}; {peers.rounds} rounds, {peers.repeats} calls of each way and size"),
+            ("order", f"random, seed {measured.seed}; {calls}"),
             ("ready", f"until all sizes had their first call, each way alone; memory: {lost} that was gone then"),
-            ("capture", f"{OURS}'s own: {own}; its peers made one graph for each size below"),
+            ("capture", f"{OURS}'s own: {own}; the baselines made one graph for each size below"),
             ("times", "medians; device: calls that follow one another; latency: from an idle device; host: until the "
              "call returned"),
             ("x", f"how many times {OURS}'s"),
@@ -108,39 +110,41 @@ def _against_baselines(peers: PeersRecord, environment: Environment) -> list[Ren
         ],
     )  # fmt: skip
     ready = Grid(
-        peers.ways,
+        measured.ways,
         Column("way", "name", left=True),
         Column("ready in", "ready_seconds", format_seconds),
         Column("memory", "memory_bytes", format_bytes),
         Column("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or "", left=True),
     )
 
-    def ratio(record: PeerRecord, name: str) -> float | None:
-        ours = peers.of(OURS, record.num_tokens)
+    def ratio(name: str, record: PeerRecord) -> float | None:
+        ours = measured.of(OURS, record.num_tokens)
         return None if ours is None else getattr(record, name).median / getattr(ours, name).median
 
     times = Grid(
-        peers.records,
+        measured.records,
         Column("way", "name", left=True),
         Column("tokens", "num_tokens"),
-        Column("device", "device.median", _short),
-        Column("device\nx", lambda r: ratio(r, "device"), format_ratio),
-        Column("latency", "latency.median", _short),
-        Column("latency\nx", lambda r: ratio(r, "latency"), format_ratio),
-        Column("host", "host.median", _short),
-        Column("host\nx", lambda r: ratio(r, "host"), format_ratio),
+        *(
+            column
+            for name in ("device", "latency", "host")
+            for column in (
+                Column(name, f"{name}.median", _short),
+                Column(f"{name}\nx", partial(ratio, name), format_ratio),
+            )
+        ),
         Column("first\ncall", lambda r: _short(r.first_call_seconds * 1e6)),
         Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
         gap=1,
     )
     sizes: dict[tuple[str, str], list[int]] = {}
-    for record in peers.records:
+    for record in measured.records:
         if record.not_comparable is not None:
             sizes.setdefault((record.name, record.not_comparable), []).append(record.num_tokens)
     reasons = [(f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()]
     return [
         head,
         ready,
-        *([times] if peers.records else []),
+        *([times] if measured.records else []),
         *([facts("Not comparable", reasons)] if reasons else []),
     ]

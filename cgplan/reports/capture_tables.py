@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Group, RenderableType
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
-from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
-from cgplan.reports.plan_tables import mode_rows, model_rows, sizes_row
-from cgplan.reports.records import (
-    BudgetRecord,
-    CaptureReport,
-    Environment,
-    GraphRecord,
-    RankRecord,
-    SplitRecord,
-    StateRecord,
-    StopRecord,
-)
+from cgplan.reports.layout import Column, Grid, counted, describe_sizes, facts, render, sentences, stacked, titled
+from cgplan.reports.plan_tables import head_rows
+from cgplan.reports.records import BudgetRecord, CaptureReport, Environment, RankRecord, SplitRecord, StopRecord
 from cgplan.units import format_bytes, format_seconds
 
 MOST_STOPS = 3
@@ -28,8 +20,8 @@ MOST_STOPS = 3
 
 @render.register
 def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*environment_rows(report.environment), *model_rows(report.plan), *mode_rows(report.plan)]
-    rows += [sizes_row(report.plan), *([("checked", report.looked_at)] if report.looked_at else []), *_policy(report)]
+    rows = [*environment_rows(report.environment), *head_rows(report.plan)]
+    rows += [*([("checked", report.looked_at)] if report.looked_at else []), *_policy(report)]
     if report.environment.is_tape:
         backend = report.environment.backend
         rows.append(("note", f"bytes and times are those of {backend}, the CPU stand-in, and say little about a GPU"))
@@ -39,9 +31,9 @@ def _capture(report: CaptureReport) -> RenderableType:
         return stacked(head, facts("Graphs: none", _totals(report)))
     return stacked(
         head,
-        _graphs(report.records, report.environment),
+        _graphs(report),
         None if report.split is None else facts("Split", [*_split_rows(report.split), *_segment_rows(report)]),
-        _state(report.state),
+        _state(report),
         *_prediction(report),
         rank_table(report.ranks) if report.ranks else None,
         facts("Totals", _totals(report)),
@@ -49,13 +41,13 @@ def _capture(report: CaptureReport) -> RenderableType:
 
 
 def environment_rows(environment: Environment) -> list[tuple[str, str]]:
-    cuda = [f"CUDA {environment.cuda}"] if environment.cuda else []
-    driver = [f"driver {environment.driver}"] if environment.driver else []
-    versions = [f"cgplan {environment.cgplan}", f"torch {environment.torch}", *cuda, *driver]
+    cuda = f", CUDA {environment.cuda}" if environment.cuda else ""
+    driver = f", driver {environment.driver}" if environment.driver else ""
+    versions = f"cgplan {environment.cgplan}, torch {environment.torch}{cuda}{driver}, Python {environment.python}"
     return [
         ("device", f"{environment.device}, {environment.machine}"),
         ("backend", environment.backend),
-        ("versions", ", ".join([*versions, f"Python {environment.python}"])),
+        ("versions", versions),
         ("made", f"{environment.date}, config {environment.config_hash}"),
     ]
 
@@ -74,24 +66,26 @@ def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
     yield from (("failed", f"{key.mode} {key.descriptor}: {key.text}") for key in report.failed)
 
 
-def _graphs(records: Sequence[GraphRecord], environment: Environment) -> RenderableType:
+def _graphs(report: CaptureReport) -> RenderableType:
     """One row a key. Columns that would be the same in every row, or dashes, are left out."""
-    lora = any(r.descriptor.has_lora for r in records)
-    several = any(r.graphs > 1 for r in records)
-    driver = any(r.driver_bytes is not None for r in records)
+    records = report.records
     return Grid(
         records,
         Column("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode, left=True),
         Column("num_tokens", "descriptor.num_tokens"),
         Column("num_reqs", "descriptor.num_reqs"),
-        Column("LoRA", "descriptor.num_active_loras") if lora else None,
-        Column("graphs", "graphs") if several else None,
-        Column("operators" if environment.is_tape else "nodes", "nodes"),
+        Column("LoRA", "descriptor.num_active_loras") if any(r.descriptor.has_lora for r in records) else None,
+        Column("graphs", "graphs") if any(r.graphs > 1 for r in records) else None,
+        Column("operators" if report.environment.is_tape else "nodes", "nodes"),
         Column("pool growth", "pool_growth", format_bytes),
-        Column("driver", "driver_bytes", format_bytes) if driver else None,
+        Column("driver", "driver_bytes", format_bytes) if _has_driver(report) else None,
         Column("warm-up", "warmup_seconds", format_seconds),
         Column("capture", "capture_seconds", format_seconds),
     )
+
+
+def _has_driver(report: CaptureReport) -> bool:
+    return any(record.driver_bytes is not None for record in report.records)
 
 
 @render.register
@@ -100,29 +94,30 @@ def _split(split: SplitRecord) -> RenderableType:
 
 
 def _split_rows(split: SplitRecord) -> Iterator[tuple[str, str]]:
-    def listed(counts: dict[str, int]) -> str:
-        return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items())
-
     yield "by", {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers")
     if split.segments is not None:
         yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
     sides = {"captured": split.captured, "eager": split.eager, "eager calls": split.eager_operators}
-    yield from ((name, listed(counts)) for name, counts in sides.items() if counts)
+    yield from ((name, _repeated(counts.items())) for name, counts in sides.items() if counts)
 
 
 def _segment_rows(report: CaptureReport) -> Iterator[tuple[str, str]]:
     """Nodes of each segment of the largest PIECEWISE key, equal neighbours as one."""
     pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
     if pieces:
-        runs = [(nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes)]
-        listed = ", ".join(f"{nodes} x{count}" if count > 1 else str(nodes) for nodes, count in runs)
+        listed = _repeated((nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes))
         kind = "operators" if report.environment.is_tape else "nodes"
         yield f"{kind} each", f"{listed} (num_tokens {pieces[0].descriptor.num_tokens})"
 
 
-def _state(state: Sequence[StateRecord]) -> RenderableType | None:
+def _repeated(counts: Iterable[tuple[object, int]]) -> str:
+    """``linear x4, relu``."""
+    return ", ".join(f"{name} x{count}" if count > 1 else str(name) for name, count in counts)
+
+
+def _state(report: CaptureReport) -> RenderableType | None:
     """State that the capture left otherwise than it found it; the other places are counted. None if there is none."""
-    left = [place for place in state if not place.is_put_back]
+    left = [place for place in report.state if not place.is_put_back]
     if not left:
         return None
     words = {"new": "new: stays", "not kept": "written, not put back"}
@@ -132,8 +127,8 @@ def _state(state: Sequence[StateRecord]) -> RenderableType | None:
         Column("size", "nbytes", format_bytes),
         Column("after the capture", lambda place: words[place.kept], left=True),
     )
-    rest = [place.nbytes for place in state if place.is_put_back]
-    put_back = f"put back besides: {len(rest)} place{'s' * (len(rest) > 1)}, {format_bytes(sum(rest))}"
+    rest = [place.nbytes for place in report.state if place.is_put_back]
+    put_back = f"put back besides: {counted(len(rest), 'place')}, {format_bytes(sum(rest))}"
     return Group(table, *([sentences(put_back)] if rest else ()))
 
 
@@ -142,15 +137,14 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
     predicted = report.plan.predicted
     if predicted is None:
         return ()
-    has_driver = any(r.driver_bytes is not None for r in report.records)
     table = Grid(
         zip(report.records, predicted.keys, strict=True),
-        Column("key", lambda row: Lane.of(row[0].mode, row[0].descriptor), left=True),
+        Column("key", "0.lane", left=True),
         Column("tokens", "0.descriptor.num_tokens"),
         Column("pool\npredicted", "1.pool_bytes", format_bytes),
         Column("measured", "0.pool_growth", format_bytes),
-        Column("driver\npredicted", "1.driver_bytes", format_bytes) if has_driver else None,
-        Column("measured", "0.driver_bytes", format_bytes) if has_driver else None,
+        Column("driver\npredicted", "1.driver_bytes", format_bytes) if _has_driver(report) else None,
+        Column("measured", "0.driver_bytes", format_bytes) if _has_driver(report) else None,
         Column("time\npredicted", "1.seconds", format_seconds),
         Column("measured", lambda row: row[0].warmup_seconds + row[0].capture_seconds, format_seconds),
     )
@@ -162,34 +156,31 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", sum(k.driver_bytes for k in predicted.keys), report.graph_driver_bytes))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
-    seconds = report.warmup_seconds + report.capture_seconds
+
+    def compared(text: Callable[[Any], str], predicted: float, measured: float) -> str:
+        error = f": {(predicted - measured) / measured:+.1%}" if measured else ""
+        return f"{text(predicted)} predicted, {text(measured)} measured{error}"
+
     totals = [
         ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
         *(("note", text) for text in (*predicted.notes, *_without_graph(report))),
-        *((name, _against(format_bytes(p), format_bytes(m), p, m)) for name, p, m in parts),
-        ("time", _against(format_seconds(predicted.seconds), format_seconds(seconds), predicted.seconds, seconds)),
+        *((name, compared(format_bytes, *figures)) for name, *figures in parts),
+        ("time", compared(format_seconds, predicted.seconds, report.warmup_seconds + report.capture_seconds)),
     ]
     return titled("Predicted against measured", table), facts("Prediction", totals)
 
 
 def _without_graph(report: CaptureReport) -> Iterator[str]:
-    captured = {(r.mode, r.descriptor) for r in report.records}
-    why = {(key.mode, key.descriptor): "over the budget" if key.is_over_budget else "failed" for key in report.failed}
-    if report.budget is not None:
-        refused = (*report.budget.left_out, *report.budget.skipped)
-        why = {**dict.fromkeys(refused, "over the budget"), **why}
+    captured = {record.key for record in report.records}
+    refused = (*report.budget.left_out, *report.budget.skipped) if report.budget else ()
+    why = dict.fromkeys(refused, "over the budget")
+    why |= {failure.key: "over the budget" if failure.is_over_budget else "failed" for failure in report.failed}
     for reason in ("over the budget", "failed"):
         keys = [key for key, said in why.items() if said == reason and key not in captured]
         if keys:
-            yield f"{_counted(keys)} {reason}: not captured, and neither predicted nor measured here"
+            yield f"{_by_lane(keys)} {reason}: not captured, and neither predicted nor measured here"
     if report.waiting:
-        number = f"{report.waiting} key{'s' * (report.waiting > 1)}"
-        yield f"{number} waiting for a batch: neither predicted nor measured here"
-
-
-def _against(predicted: str, measured: str, value: float, truth: float) -> str:
-    error = f": {(value - truth) / truth:+.1%}" if truth else ""
-    return f"{predicted} predicted, {measured} measured{error}"
+        yield f"{counted(report.waiting, 'key')} waiting for a batch: neither predicted nor measured here"
 
 
 def _totals(report: CaptureReport) -> list[tuple[str, str]]:
@@ -199,7 +190,7 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
         parts.append(("workspaces", report.workspace_bytes))
     memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size is not None)
     rows = [
-        ("graphs", f"{graphs} for {keys} key{'s' * (keys != 1)}"),
+        ("graphs", f"{graphs} for {counted(keys, 'key')}"),
         ("memory", f"{memory}; total {format_bytes(report.total_bytes)}"),
     ]
     if report.budget is not None:
@@ -228,9 +219,7 @@ def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
         [*ranks, together],
         Column("rank", "rank", left=True),
         Column("all-reduce", "all_reduce", left=True),
-        Column("rows", "rows"),
-        Column("buffers", "buffers"),
-        Column("bases", "bases"),
+        *(Column(name, name) for name in ("rows", "buffers", "bases")),
         Column("mapped", "mapped_bytes", format_bytes),
         Column("registration", "registration_seconds", format_seconds),
         Column("pool", "pool_bytes", format_bytes),
@@ -248,50 +237,41 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     if budget.capture_time is not None:
         over = budget.used_seconds > budget.capture_time
         passed = ", because the last capture took longer than was known before" if over else ""
-        used = f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)}"
-        limits.append(f"{used} used{passed}")
+        limits.append(f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used{passed}")
     if budget.max_graphs is not None:
-        limits.append(f"at most {budget.max_graphs} graph{'s' * (budget.max_graphs != 1)}")
+        limits.append(f"at most {counted(budget.max_graphs, 'graph')}")
     if budget.reserve is not None:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rows.append(("left out", f"{_counted(budget.left_out)}: {_rule(budget)}"))
-    stops = _by_key(budget.stops)
-    for first, *others in stops[:MOST_STOPS]:
-        key = f"{Lane.of(first.mode, first.descriptor)}, {first.descriptor.num_tokens} tokens"
-        where = "" if first.rank is None else f" of rank {', '.join(str(stop.rank) for stop in (first, *others))}"
-        rows.append(("stopped by", f"{first.limit}{where} at {key}: {first.detail}"))
-    if len(stops) > MOST_STOPS:
-        rows.append(("", f"and at {len(stops) - MOST_STOPS} more keys"))
+        rule = "known before not to fit; the largest first"
+        if budget.max_graphs is not None:
+            fits = budget.memory is None and budget.capture_time is None and budget.reserve is None
+            rule = "" if fits else "known before not to fit; of those that fit, "
+            rule += "max_graphs keeps the keys that pad least"
+        rows.append(("left out", f"{_by_lane(budget.left_out)}: {rule}"))
+    by_key: dict[object, dict[int | None, StopRecord]] = {}  # of several ranks each rank's first; of one process each
+    for index, stop in enumerate(budget.stops):
+        key = index if stop.rank is None else (stop.limit, stop.key)
+        by_key.setdefault(key, {}).setdefault(stop.rank, stop)
+    for stops in list(by_key.values())[:MOST_STOPS]:
+        first = next(iter(stops.values()))
+        where = "" if first.rank is None else f" of rank {', '.join(map(str, stops))}"
+        place = f"{first.lane}, {first.descriptor.num_tokens} tokens"
+        rows.append(("stopped by", f"{first.limit}{where} at {place}: {first.detail}"))
+    if len(by_key) > MOST_STOPS:
+        rows.append(("", f"and at {len(by_key) - MOST_STOPS} more keys"))
     if budget.skipped:
-        rows.append(("not captured", f"{_counted(budget.skipped)}: padded to other sizes, or run eagerly"))
+        rows.append(("not captured", f"{_by_lane(budget.skipped)}: padded to other sizes, or run eagerly"))
     if budget.left_out or budget.skipped:
         rows.append(("advice", "`cgplan plan` chooses the keys that gain most within the budget"))
     return rows
 
 
-def _by_key(stops: Iterable[StopRecord]) -> list[list[StopRecord]]:
-    """Stops of several ranks by limit and key, each rank's first; those of one process one by one."""
-    found: dict[object, dict[int | None, StopRecord]] = {}
-    for index, stop in enumerate(stops):
-        key = index if stop.rank is None else (stop.limit, stop.mode, stop.descriptor)
-        found.setdefault(key, {}).setdefault(stop.rank, stop)
-    return [list(by_rank.values()) for by_rank in found.values()]
-
-
-def _rule(budget: BudgetRecord) -> str:
-    if budget.max_graphs is None:
-        return "known before not to fit; the largest first"
-    if budget.memory is None and budget.capture_time is None and budget.reserve is None:
-        return "max_graphs keeps the keys that pad least"
-    return "known before not to fit; of those that fit, max_graphs keeps the keys that pad least"
-
-
-def _counted(keys: Sequence[Key]) -> str:
+def _by_lane(keys: Sequence[Key]) -> str:
     """``9 keys (FULL uniform: 8 to 64 by 8; PIECEWISE: 64)``."""
     lanes: dict[str, list[int]] = {}
     for key in keys:
         lanes.setdefault(str(Lane.of(*key)), []).append(key[1].num_tokens)
     listed = "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
-    return f"{len(keys)} key{'s' * (len(keys) > 1)} ({listed})"
+    return f"{counted(len(keys), 'key')} ({listed})"

@@ -54,6 +54,11 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 key``, ``2 keys``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table.
@@ -71,12 +76,13 @@ class Column:
     left: bool = False
 
     def cell(self, row: Any) -> str:
-        value = row
-        for name in self.value.split(".") if isinstance(self.value, str) else ():
-            if value is not None:
-                value = value[int(name)] if name.isdigit() else getattr(value, name)
         if callable(self.value):
             value = self.value(row)
+        else:
+            value = row
+            for name in self.value.split("."):
+                if value is not None:
+                    value = value[int(name)] if name.isdigit() else getattr(value, name)
         return "-" if value is None else self.format(value)
 
 
@@ -170,10 +176,9 @@ class Drawing:
 
 def sentences(*lines: str) -> RenderableType:
     """Remarks under a table, each on new lines."""
-    return Group(*(Padding(Text(line), (0, 0, 0, 2)) for line in lines))
+    return Padding(Text("\n".join(lines)), (0, 0, 0, 2))
 
 
-def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str], gap: int = 2) -> RenderableType:
+def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:
     """A table of rows by column name; the first row has all columns, and those in ``left`` hold text."""
-    columns = (Column(name, methodcaller("get", name), left=name in left) for name in rows[0])
-    return Grid(rows, *columns, gap=gap)
+    return Grid(rows, *(Column(name, methodcaller("get", name), left=name in left) for name in rows[0]))

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -30,7 +30,7 @@ from cgplan.reports.layout import (
     stacked,
     titled,
 )
-from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, padding_text, pareto_text
+from cgplan.reports.plots import Bar, ParetoPlot, padding_text, pareto_text
 from cgplan.reports.records import ReplanReport, Way
 from cgplan.units import format_bytes, format_microseconds, format_seconds
 
@@ -52,15 +52,17 @@ _WAYS: dict[Way, str] = {
     "new generation": "all captured again: the new graphs need a larger or a much smaller pool",
     "new buffers": "all captured again, into new static buffers, too: the largest size grew",
 }
+_LANE, _WHY = Column("lane", "lane", left=True), Column("why", "reason", left=True)
+_SIZES = Column("sizes", "sizes", describe_sizes, left=True)
+_GRAPHS, _STEP = Column("graphs", "graphs"), Column("expected step", "expected_us", format_microseconds)
+_MEMORY, _START_UP = Column("memory", "bytes", format_bytes), Column("start-up", "seconds", format_seconds)
 
 
 @render.register
 def _plan(plan: Plan) -> RenderableType:
     by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
     rows = [
-        *model_rows(plan),
-        *mode_rows(plan),
-        sizes_row(plan),
+        *head_rows(plan),
         ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
         ("batches", _served_by(plan)),
         ("bounds", f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens {plan.max_num_batched_tokens}"),
@@ -72,45 +74,40 @@ def _plan(plan: Plan) -> RenderableType:
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
     said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
     head = facts("Plan", [*rows, *_predicted_rows(plan), ("config", plan.config_hash), *said])
-    return stacked(head, _padding(plan) if plan.keys else None, *_why(plan))
+    return stacked(head, _padding(plan) if plan.keys else None, _why(plan))
 
 
-def model_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The target of the model that the plan was made for, where its configuration names one."""
+def head_rows(plan: Plan, *, sizes: bool = True) -> list[tuple[str, str]]:
+    """The model's target, the mode or each step from the requested one to it, and the sizes with their source."""
     model = (plan.config or {}).get("model")
     target = model.get("target") if isinstance(model, dict) else None
-    return [("model", str(target))] if target else []
-
-
-def mode_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The mode, or each step from the requested one to it."""
     changes = [("mode", f"{change.requested} -> {change.resolved}: {change.reason}") for change in plan.changes]
-    return changes or [("mode", str(plan.mode))]
-
-
-def sizes_row(plan: Plan) -> tuple[str, str]:
-    """How many sizes there are, which, and where they came from."""
+    rows = [*([("model", str(target))] if target else []), *(changes or [("mode", str(plan.mode))])]
+    if not sizes:
+        return rows
     source = plan.sizes_source if plan.sizes_source.startswith(PLANNED_FOR) else f"from {plan.sizes_source}"
     if plan.mode is CUDAGraphMode.NONE:
-        return "sizes", f"none: {plan.sizes_source}"
-    if not plan.capture_sizes:
-        return "sizes", f"none captured of those {source}"
-    some = "" if _has_one_list(plan) else "; each lane has some of them"
-    return "sizes", f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), {source}{some}"
+        text = f"none: {plan.sizes_source}"
+    elif not plan.capture_sizes:
+        text = f"none captured of those {source}"
+    else:
+        some = "" if _has_one_list(plan) else "; each lane has some of them"
+        text = f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), {source}{some}"
+    return [*rows, ("sizes", text)]
 
 
 def _served_by(plan: Plan) -> str:
     """The modes that run batches: graphs for mixed batches serve uniform decode where it has none."""
-    lanes = plan.lanes()
-    mixed = next((str(lane.mode) for lane in lanes if not lane.uniform), "eager")
-    decode = next((str(lane.mode) for lane in lanes if lane.uniform), mixed)
-    return f"uniform decode: {decode}; mixed: {mixed}" if plan.mode.separate_routine() else f"all: {mixed}"
+    modes = {lane.uniform: lane.mode for lane in reversed(plan.lanes())}
+    mixed = modes.get(False, "eager")
+    if not plan.mode.separate_routine():
+        return f"all: {mixed}"
+    return f"uniform decode: {modes.get(True, mixed)}; mixed: {mixed}"
 
 
 def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
-    if plan.predicted is None:
+    if (cost := plan.predicted) is None:
         return []
-    cost = plan.predicted
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
         "static buffers": cost.static_bytes,
@@ -118,16 +115,16 @@ def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
         "workspaces": cost.workspace_bytes,
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    estimated = " (an estimate: nothing of it was measured on the device)" if plan.predicted.estimated else ""
+    estimated = " (an estimate: nothing of it was measured on the device)" if cost.estimated else ""
     rows = [
         ("memory", f"{listed}; total {format_bytes(cost.total_bytes)}"),
         ("start-up", format_seconds(cost.seconds)),
-        ("predicted", f"by {plan.predicted.source}{estimated}"),
+        ("predicted", f"by {cost.source}{estimated}"),
     ]
     if plan.machine is not None:
         driver = f", driver {plan.machine.driver}" if plan.machine.driver else ""
         rows.append(("measured on", f"{plan.machine.gpu}{driver}, torch {plan.machine.torch}"))
-    return [*rows, *(("note", text) for text in plan.predicted.notes)]
+    return [*rows, *(("note", text) for text in cost.notes)]
 
 
 def lane_table(plan: Plan) -> RenderableType:
@@ -151,21 +148,15 @@ def lane_table(plan: Plan) -> RenderableType:
 
 def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
     """Graphs and cost that each LoRA case adds to a plan."""
-    table = Grid(
-        cases,
-        Column(
-            "active adapters",
-            lambda case: case.num_active_loras if case.num_active_loras <= max_loras else "any number",
-            left=True,
-        ),
-        Column("graphs", "graphs"),
-        Column("memory", "bytes", format_bytes),
-        Column("start-up", "seconds", format_seconds),
-    )
-    words = "  what the plan would save without that case alone; cases share the pool"
+
+    def adapters(case: CaseCost) -> object:
+        return case.num_active_loras if case.num_active_loras <= max_loras else "any number"
+
+    words = "what the plan would save without that case alone; cases share the pool"
     if any(case.bytes is None for case in cases):
-        words = "  memory and start-up are not known: give --costs FILE, --costs estimate or --costs measure"
-    return titled("What each LoRA case adds", table, Text(words))
+        words = "memory and start-up are not known: give --costs FILE, --costs estimate or --costs measure"
+    table = Grid(cases, Column("active adapters", adapters, left=True), _GRAPHS, _MEMORY, _START_UP)
+    return titled("What each LoRA case adds", table, sentences(words))
 
 
 # --- padding --------------------------------------------------------------------------------------------------
@@ -186,21 +177,20 @@ def _padding(plan: Plan) -> RenderableType:
     """One table where all lanes have one list; else one a lane, but lanes that differ in the LoRA case share theirs."""
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for lane, sizes in plan.lanes().items():
-        alike.setdefault((str(Lane(lane.mode, lane.uniform, 0)), sizes), []).append(lane.num_active_loras)
+        alike.setdefault((str(lane._replace(num_active_loras=0)), sizes), []).append(lane.num_active_loras)
 
-    def adapters(cases: Iterable[int]) -> str:
-        return "" if plan.max_loras is None else f"{', '.join(map(str, sorted(set(cases))))} active adapters"
+    def named(names: Iterable[str], cases: Iterable[int], separator: str) -> str:
+        adapters = "" if plan.max_loras is None else f"{', '.join(map(str, sorted(set(cases))))} active adapters"
+        return separator.join(filter(None, (" and ".join(dict.fromkeys(names)), adapters)))
 
     if _has_one_list(plan):
         captured = _captured(plan)
         names = [name if s[-1] == captured[-1] else f"{name} up to {s[-1]}" for name, s in alike]
-        cases = adapters(case for found in alike.values() for case in found)
-        title = "; ".join(filter(None, (" and ".join(dict.fromkeys(names)), cases)))
-        return titled(title, _padding_table(captured, "no graph"))
+        return titled(named(names, chain(*alike.values()), "; "), _padding_table(captured, "no graph"))
     return stacked(
         *(
             titled(
-                f"{', '.join(filter(None, (name, adapters(cases))))}: {len(sizes)} ({describe_sizes(sizes)})",
+                f"{named([name], cases, ', ')}: {len(sizes)} ({describe_sizes(sizes)})",
                 _padding_table(sizes, "another lane, or no graph"),
             )
             for (name, sizes), cases in alike.items()
@@ -209,52 +199,54 @@ def _padding(plan: Plan) -> RenderableType:
 
 
 def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
+    """Sizes of equal distance that follow each other share a row; in an irregular list those between two powers of
+    two.
+    """
+    pairs = tuple(pairwise((0, *captured)))
+    groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
+    if len(groups) > MOST_PADDING_ROWS:
+        groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1].bit_length())]
+    rows: list[tuple[str, str, int | None]] = []
+    for group in groups:
+        first, sizes = group[0][0] + 1, [size for _, size in group]
+        most = max(size - below for below, size in group) - 1
+        span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
+        to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
+        rows.append((span, to, most))
     return Grid(
-        [*_padding_rows(captured), (f"above {captured[-1]}", beyond, None)],
+        [*rows, (f"above {captured[-1]}", beyond, None)],
         Column("batch of (tokens)", "0", left=True),
         Column("is padded to", "1", left=True),
         Column("padding rows at most", "2"),
     )
 
 
-def _padding_rows(captured: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    """Sizes of equal distance that follow each other share a row."""
-    pairs = tuple(pairwise((0, *captured)))
-    groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
-    if len(groups) > MOST_PADDING_ROWS:  # an irregular ladder: sizes between two powers of two in one row
-        groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1].bit_length())]
-    for group in groups:
-        first, sizes = group[0][0] + 1, [size for _, size in group]
-        most = max(size - below for below, size in group) - 1
-        span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
-        to = "as it is" if most == 0 else f"{'next of ' if len(sizes) > 1 else ''}{describe_sizes(sizes)}"
-        yield span, to, most
-
-
 # --- why these graphs -----------------------------------------------------------------------------------------
 
 
-def _why(plan: Plan) -> tuple[RenderableType, ...]:
-    """Why the plan is as it is; empty where it does not say, or not in the words of this version."""
+def _why(plan: Plan) -> RenderableType | None:
+    """Why the plan is as it is; None where it does not say, or not in the words of this version."""
     try:
-        return () if plan.evidence is None else (render(Evidence.model_validate(plan.evidence)),)
+        return None if plan.evidence is None else render(Evidence.model_validate(plan.evidence))
     except ValidationError:
-        return ()
+        return None
 
 
 @render.register
 def _evidence(evidence: Evidence) -> RenderableType:
-    lane, why = Column("lane", "lane", left=True), Column("why", "reason", left=True)
-    sizes = Column("sizes", "sizes", describe_sizes, left=True)
-    spans = Column("sizes", lambda part: f"{part.first} to {part.last}", left=True)
-    lanes = Grid(evidence.lanes, lane, Column("graphs", lambda part: len(part.sizes)), sizes)
     parts = [
         facts("Why these graphs", _evidence_rows(evidence)),
-        lanes if evidence.lanes else Text("No graph: every batch runs eagerly."),
+        Grid(evidence.lanes, _LANE, Column("graphs", lambda part: len(part.sizes)), _SIZES)
+        if evidence.lanes
+        else Text("No graph: every batch runs eagerly."),
     ]
     if evidence.pareto:
         curve = Drawing(partial(pareto_text, pareto_plot(evidence)))
-        parts += [titled("Graphs against expected step time", curve), _curve(evidence)]
+        # the curve at powers of two, at the plan and at its ends
+        ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
+        shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:MOST_POINTS]
+        parts.append(titled("Graphs against expected step time", curve))
+        parts.append(Grid(shown, _GRAPHS, _STEP, _MEMORY, _START_UP))
     if evidence.ladders:
         parts.append(titled("Ladders on the same traffic", _ladders(evidence), sentences(*_LADDER_WORDS)))
     if evidence.failed:
@@ -262,35 +254,31 @@ def _evidence(evidence: Evidence) -> RenderableType:
         parts.append(facts("Could not be captured, so the plan does without", rows))
     if evidence.left_out:
         title = "Left out, of the sizes that the configuration has without traffic"
-        parts.append(titled(title, Grid(evidence.left_out, lane, sizes, why), sentences(_LEFT_OUT_WORDS)))
+        parts.append(titled(title, Grid(evidence.left_out, _LANE, _SIZES, _WHY), sentences(_LEFT_OUT_WORDS)))
     if evidence.uses:
         title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
-        parts.append(titled(title, Drawing(partial(padding_text, padding_plot(evidence)))))
+        parts.append(titled(title, Drawing(partial(padding_text, padding_bars(evidence)))))
     if evidence.not_worth:
-        parts.append(titled("Sizes not worth a graph", Grid(evidence.not_worth, lane, spans, why)))
+        spans = Column("sizes", lambda part: f"{part.first} to {part.last}", left=True)
+        parts.append(titled("Sizes not worth a graph", Grid(evidence.not_worth, _LANE, spans, _WHY)))
     return stacked(*parts)
 
 
 def pareto_plot(evidence: Evidence) -> ParetoPlot:
-    points = [Point("this plan", evidence.graphs, evidence.expected_us.plan)]
-    points += [Point(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
-    return ParetoPlot([p.graphs for p in evidence.pareto], [p.expected_us for p in evidence.pareto], points)
+    ladders = [(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
+    points = [("this plan", evidence.graphs, evidence.expected_us.plan), *ladders]
+    return ParetoPlot([(point.graphs, point.expected_us) for point in evidence.pareto], points)
 
 
-def padding_plot(evidence: Evidence) -> PaddingPlot:
+def padding_bars(evidence: Evidence) -> list[Bar]:
     """One bar for each graph, and one for the eager steps."""
-    return PaddingPlot(
-        [
-            "eager" if u.size is None else f"{Lane(u.mode, u.uniform, u.num_active_loras)}: {u.size}"
-            for u in evidence.uses
-        ],
-        [use.padding for use in evidence.uses],
-        [use.share for use in evidence.uses],
-    )
+    return [
+        Bar("eager" if use.size is None else f"{use.lane}: {use.size}", use.padding, use.share) for use in evidence.uses
+    ]
 
 
 def _evidence_rows(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    expected, gap = evidence.expected_us, f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else ""
+    expected, worth = evidence.expected_us, evidence.next_graph
     yield "verdict", evidence.verdict
     yield from (("warning", text) for text in evidence.warnings)
     yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
@@ -298,45 +286,29 @@ def _evidence_rows(evidence: Evidence) -> Iterator[tuple[str, str]]:
     estimated = " (an estimate)" if evidence.costs_estimated else ""
     yield "costs", "not known: give --costs" if evidence.costs_source is None else evidence.costs_source + estimated
     yield "rule", evidence.rule
-    cost = [] if evidence.bytes is None else [format_bytes(evidence.bytes)]
-    cost += [] if evidence.seconds is None else [f"start-up {format_seconds(evidence.seconds)}"]
-    yield "graphs", ", ".join([str(evidence.graphs), *cost])
+    memory = "" if evidence.bytes is None else f", {format_bytes(evidence.bytes)}"
+    start_up = "" if evidence.seconds is None else f", start-up {format_seconds(evidence.seconds)}"
+    yield "graphs", f"{evidence.graphs}{memory}{start_up}"
     bounds = f"eager {format_microseconds(expected.eager)}, with a graph for every size"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds} {format_microseconds(expected.bound)}"
-    best = "proven: no plan within the limits is better, by these times and costs"
-    proof = best if evidence.exact else f"lower bound reported{gap}"
+    proof = "proven: no plan within the limits is better, by these times and costs"
+    if not evidence.exact:
+        proof = "lower bound reported" + (f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else "")
     yield "proof", f"{proof}; lower bound {format_microseconds(evidence.lower_bound_us)}"
     binding = ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"
     unknown = " and ".join(f"budget.{limit}" for limit in evidence.unbounded)
     yield "binding", f"{binding}; {unknown} not looked at, for want of --costs" if unknown else binding
-    if (worth := evidence.next_graph) is not None:
+    if worth is not None:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
-    notes = (
-        *evidence.traffic_notes,
-        *evidence.times_notes,
-        *evidence.notes,
-    )  # others stand with the prediction
-    yield from (("note", text) for text in notes)
-
-
-def _curve(evidence: Evidence) -> RenderableType:
-    """The curve at powers of two, at the plan and at its end."""
-    ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
-    shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:MOST_POINTS]
-    return Grid(
-        shown,
-        Column("graphs", "graphs"),
-        Column("expected step", "expected_us", format_microseconds),
-        Column("memory", "bytes", format_bytes),
-        Column("start-up", "seconds", format_seconds),
-    )
+    # notes on costs stand with the prediction
+    yield from (("note", text) for text in (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes))
 
 
 def _ladders(evidence: Evidence) -> RenderableType:
     expected = evidence.expected_us.plan
     plan = LadderPoint.model_construct(
-        **{name: getattr(evidence, name) for name in ("graphs", "bytes", "seconds", "padding")},
+        **evidence.model_dump(include={"graphs", "bytes", "seconds", "padding"}),
         name="this plan",
         expected_us=expected,
         unused=0,
@@ -352,10 +324,7 @@ def _ladders(evidence: Evidence) -> RenderableType:
     return Grid(
         [plan, *evidence.ladders],
         Column("ladder", "name", left=True),
-        Column("graphs", "graphs"),
-        Column("expected step", "expected_us", format_microseconds),
-        Column("memory", "bytes", format_bytes),
-        Column("start-up", "seconds", format_seconds),
+        *(_GRAPHS, _STEP, _MEMORY, _START_UP),
         Column("padding", "padding", "{:.1%}".format),
         Column("unused", "unused"),
         Column("equal", "equal.graphs"),
@@ -374,15 +343,21 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
     notes = [("note", text) for text in difference.notes]
     lanes = Grid(
         difference.changed_lanes,
-        Column("lane", "lane", left=True),
+        _LANE,
         Column("added", lambda part: part.added or None, describe_sizes, left=True),
         Column("removed", lambda part: part.removed or None, describe_sizes, left=True),
         Column("kept", lambda part: len(part.kept)),
     )
+    figures = [
+        _figure("graphs", difference.graphs, "{:.0f}".format),
+        _figure("memory", difference.memory, lambda value: format_bytes(int(value))),
+        _figure("start-up", difference.seconds, format_seconds),
+        _figure("expected step", difference.expected_us, format_microseconds),
+    ]
     return stacked(
         facts(f"{old} -> {new}", [*settings, *failed, *notes]),
         lanes if difference.changed_lanes else Text("No graph is added or removed."),
-        _figures(difference),
+        filled(figures, left=("",)),
     )
 
 
@@ -394,27 +369,14 @@ def _both(change: FieldChange) -> str:
     return f"{old} -> {new}"
 
 
-def _figures(difference: PlanDifference) -> RenderableType:
-    figures: list[tuple[str, Figure, Callable[[float], str]]] = [
-        ("graphs", difference.graphs, "{:.0f}".format),
-        ("memory", difference.memory, lambda value: format_bytes(int(value))),
-        ("start-up", difference.seconds, format_seconds),
-        ("expected step", difference.expected_us, format_microseconds),
-    ]
-    rows: list[dict[str, object]] = []
-    for name, figure, text in figures:
-        change = figure.change
-        sign = "+" if change and change > 0 else "-" if change else ""
-        rows.append(
-            {
-                "": name,
-                "old": None if figure.old is None else text(figure.old),
-                "new": None if figure.new is None else text(figure.new),
-                "change": None if change is None else sign + text(abs(change)),
-                "share": f"{change / figure.old:+.1%}" if change is not None and figure.old else None,
-            }
-        )
-    return filled(rows, left=("",))
+def _figure(name: str, figure: Figure, text: Callable[[float], str]) -> dict[str, str | None]:
+    old, new = (None if value is None else text(value) for value in (figure.old, figure.new))
+    change = share = None
+    if figure.change is not None:
+        sign = "+" if figure.change > 0 else "-" if figure.change else ""
+        change = sign + text(abs(figure.change))
+        share = f"{figure.change / figure.old:+.1%}" if figure.old else None
+    return {"": name, "old": old, "new": new, "change": change, "share": share}
 
 
 @render.register
@@ -426,7 +388,7 @@ def _replan(report: ReplanReport) -> RenderableType:
         rows.append(("keys", f"{len(report.captured)} captured, {len(report.evicted)} evicted{again}"))
     told = {(part.lane, size) for part in report.difference.failed for size in part.sizes}
     for key in report.failed:
-        if (Lane.of(key.mode, key.descriptor), key.descriptor.num_tokens) not in told:
+        if (key.lane, key.descriptor.num_tokens) not in told:
             rows.append(("failed", f"{key.mode} {key.descriptor}: {key.text}"))
     before, after = map(format_bytes, report.pool_bytes)
     rows += [("pools", f"{before} before, {after} after"), ("time", format_seconds(report.seconds))]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import OutputPathError
 from cgplan.units import format_microseconds
@@ -24,42 +23,27 @@ MOST_BARS = 24
 _MARGIN = 10  # columns left of the axis
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A named point beside a curve, a ladder say: ``graphs`` of them give a step of ``microseconds``."""
-
-    name: str
-    graphs: int
-    microseconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ParetoPlot:
+class ParetoPlot(NamedTuple):
     """Expected step time by number of graphs.
 
     Attributes:
-        graphs, microseconds: The curve: the best expected step with so many graphs; of equal length, at least one.
-        points: Ladders beside it, and the plan that was chosen.
+        curve: (graphs, microseconds): the best expected step with so many graphs; at least one.
+        points: (name, graphs, microseconds) of ladders beside it, and of the plan that was chosen.
     """
 
-    graphs: Sequence[int]
-    microseconds: Sequence[float]
-    points: Sequence[Point] = ()
+    curve: Sequence[tuple[int, float]]
+    points: Sequence[tuple[str, int, float]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PaddingPlot:
-    """How much of each size is padding.
+class Bar(NamedTuple):
+    """One capture size: the share of its rows that are padding, and of all steps that run at it, from 0 to 1.
 
-    Attributes:
-        names: Of each bar, a capture size say.
-        padding: Share of the rows that are padding, from 0 to 1, of the batches that run at that size.
-        share: Share of all steps that run at it, from 0 to 1; empty without traffic.
+    ``steps`` is None for all bars where there is no traffic.
     """
 
-    names: Sequence[str]
-    padding: Sequence[float]
-    share: Sequence[float] = ()
+    name: str
+    padding: float
+    steps: float | None = None
 
 
 def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
@@ -68,9 +52,9 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     The numbers of graphs stand on a logarithmic axis: the first few graphs matter most. Points that fall on the same
     place share a letter, and the legend says with which other one.
     """
-    points = list(plot.points)[: len(LEGEND_MARKS)]
-    every_x = sorted({*plot.graphs, *(p.graphs for p in points)})
-    every_y = [*plot.microseconds, *(p.microseconds for p in points)]
+    points = plot.points[: len(LEGEND_MARKS)]
+    every_x = sorted({graphs for graphs, _ in (*plot.curve, *(point[1:] for point in points))})
+    every_y = [microseconds for _, microseconds in (*plot.curve, *(point[1:] for point in points))]
     columns = width - _MARGIN - 2
     low, high = min(every_y), max(every_y)
 
@@ -81,19 +65,18 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
         return round(below * (TEXT_ROWS - 1)), round(along * (columns - 1))
 
     grid = [[" "] * columns for _ in range(TEXT_ROWS)]
-    for x, y in zip(plot.graphs, plot.microseconds, strict=True):
-        row, column = place(x, y)
+    for graphs, microseconds in plot.curve:
+        row, column = place(graphs, microseconds)
         grid[row][column] = "*"
-    marks: dict[tuple[int, int], str] = {}
-    first: dict[str, str] = {}
+    first: dict[tuple[int, int], tuple[str, str]] = {}  # letter and name of the first point at a place
     legend = [("*", "the best with so many graphs, expected step time")]
-    for point in points:
-        at = place(point.graphs, point.microseconds)
-        mark = grid[at[0]][at[1]] = marks.setdefault(at, LEGEND_MARKS[len(marks)])
-        graphs = "1 graph" if point.graphs == 1 else f"{point.graphs} graphs"
-        shared = f" (the same place as {first[mark]})" if mark in first else ""
-        first.setdefault(mark, point.name)
-        legend.append((mark, f"{point.name}: {graphs}, {format_microseconds(point.microseconds)}{shared}"))
+    for name, graphs, microseconds in points:
+        at = place(graphs, microseconds)
+        shared = f" (the same place as {first[at][1]})" if at in first else ""
+        mark, _ = first.setdefault(at, (LEGEND_MARKS[len(first)], name))
+        grid[at[0]][at[1]] = mark
+        counted = "1 graph" if graphs == 1 else f"{graphs} graphs"
+        legend.append((mark, f"{name}: {counted}, {format_microseconds(microseconds)}{shared}"))
     labels = {0: format_microseconds(high), TEXT_ROWS - 1: format_microseconds(low)}
     lines = [f"{labels.get(i, ''):>{_MARGIN}} |{''.join(cells)}".rstrip() for i, cells in enumerate(grid)]
     lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
@@ -114,21 +97,21 @@ def _ticks(values: Sequence[tuple[int, int]], columns: int) -> str:
     return line
 
 
-def padding_text(plot: PaddingPlot, width: int = 80) -> str:
+def padding_text(bars: Sequence[Bar], width: int = 80) -> str:
     """One bar a size, as long as its share of padding; of too many bars those with the largest shares of steps."""
-    weight = plot.share or plot.padding
-    shown = sorted(sorted(range(len(plot.names)), key=lambda i: -weight[i])[:MOST_BARS])
-    names = max(len("size"), *(len(plot.names[i]) for i in shown))
-    bar = max(width - names - (18 if plot.share else 9) - 3, 10)
-    lines = [f"{'size':>{names}}  {'steps':>7}{'padding':>9}" if plot.share else f"{'size':>{names}}  padding"]
-    for i in shown:
-        share = f"{plot.share[i]:>7.1%}  " if plot.share else ""
-        drawn = "#" * round(plot.padding[i] * bar)
-        lines.append(f"{plot.names[i]:>{names}}  {share}{plot.padding[i]:>7.1%}  {drawn}")
-    if len(shown) < len(plot.names):
-        rest = len(plot.names) - len(shown)
-        lines.append(f"and {rest} more, {'with fewer steps' if plot.share else 'with less padding'}")
-    return "\n".join(line.rstrip() for line in lines)
+    has_steps = bars[0].steps is not None
+    weights = [bar.padding if bar.steps is None else bar.steps for bar in bars]
+    largest = sorted(range(len(bars)), key=lambda index: -weights[index])[:MOST_BARS]
+    shown = [bars[index] for index in sorted(largest)]
+    names = max(len("size"), *(len(bar.name) for bar in shown))
+    longest = max(width - names - (18 if has_steps else 9) - 3, 10)
+    lines = [f"{'size':>{names}}  {'steps':>7}{'padding':>9}" if has_steps else f"{'size':>{names}}  padding"]
+    for bar in shown:
+        steps = "" if bar.steps is None else f"{bar.steps:>7.1%}  "
+        lines.append(f"{bar.name:>{names}}  {steps}{bar.padding:>7.1%}  {'#' * round(bar.padding * longest)}".rstrip())
+    if len(shown) < len(bars):
+        lines.append(f"and {len(bars) - len(shown)} more, {'with fewer steps' if has_steps else 'with less padding'}")
+    return "\n".join(lines)
 
 
 def check_plot_path(path: Path) -> None:
@@ -144,7 +127,7 @@ def check_plot_path(path: Path) -> None:
         )
 
 
-def picture(path: Path, pareto: ParetoPlot | None, padding: PaddingPlot | None) -> bytes:
+def picture(path: Path, pareto: ParetoPlot | None, bars: Sequence[Bar]) -> bytes:
     """The plots that are there, below one another, in the format that the suffix of ``path`` names.
 
     Raises OutputPathError as check_plot_path does. Nothing is written.
@@ -153,14 +136,14 @@ def picture(path: Path, pareto: ParetoPlot | None, padding: PaddingPlot | None) 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    count = sum(plot is not None for plot in (pareto, padding))
+    count = (pareto is not None) + bool(bars)
     # A fixed salt and no date: equal plots give equal files.
     with rc_context({"svg.hashsalt": "cgplan", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8, 4.5 * max(count, 1)), layout="constrained")
         if pareto is not None:
             _draw_pareto(figure.add_subplot(count, 1, 1), pareto)
-        if padding is not None:
-            _draw_padding(figure.add_subplot(count, 1, count), padding)
+        if bars:
+            _draw_padding(figure.add_subplot(count, 1, count), bars)
         data = BytesIO()
         kind = path.suffix.lower().removeprefix(".")
         figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
@@ -168,27 +151,28 @@ def picture(path: Path, pareto: ParetoPlot | None, padding: PaddingPlot | None) 
 
 
 def _draw_pareto(axes: Axes, plot: ParetoPlot) -> None:
-    axes.step(plot.graphs, plot.microseconds, where="post", marker=".", label="best with so many graphs")
+    every_x, every_y = zip(*plot.curve, strict=True)
+    axes.step(every_x, every_y, where="post", marker=".", label="best with so many graphs")
     together: dict[tuple[int, float], list[str]] = {}
-    for point in plot.points:  # a dot would hide another one below it
-        together.setdefault((point.graphs, point.microseconds), []).append(point.name)
+    for name, graphs, microseconds in plot.points:  # a dot would hide another one below it
+        together.setdefault((graphs, microseconds), []).append(name)
     for (graphs, microseconds), names in together.items():
         axes.plot([graphs], [microseconds], "o", label=f"{', '.join(names)} ({graphs})")
     axes.set_xscale("symlog", linthresh=10)
-    ticks = [n for n in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(plot.graphs)]
+    ticks = [n for n in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(every_x)]
     axes.set_xticks(ticks, [str(n) for n in ticks])
     axes.set(xlabel="graphs", ylabel="expected step time (us)")
     axes.grid(alpha=0.3)
     axes.legend()
 
 
-def _draw_padding(axes: Axes, plot: PaddingPlot) -> None:
-    at = range(len(plot.names))
-    axes.bar(at, [100 * value for value in plot.padding], label="padding, of the rows at this size")
-    if plot.share:
-        axes.plot(at, [100 * value for value in plot.share], "k.", label="steps at this size, of all")
-    every = max(1, len(plot.names) // 16)
-    axes.set_xticks(list(at)[::every], list(plot.names)[::every], rotation=45, ha="right")
+def _draw_padding(axes: Axes, bars: Sequence[Bar]) -> None:
+    at = range(len(bars))
+    axes.bar(at, [100 * bar.padding for bar in bars], label="padding, of the rows at this size")
+    if steps := [100 * bar.steps for bar in bars if bar.steps is not None]:
+        axes.plot(at, steps, "k.", label="steps at this size, of all")
+    every = max(1, len(bars) // 16)
+    axes.set_xticks(list(at)[::every], [bar.name for bar in bars][::every], rotation=45, ha="right")
     axes.set(xlabel="capture size (tokens)", ylabel="%")
     axes.grid(axis="y", alpha=0.3)
     axes.legend()

@@ -15,10 +15,12 @@ from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import Key
 from cgplan.planning import Plan
 from cgplan.planning.difference import PlanDifference
-from cgplan.planning.plan import PLAN_SCHEMA_VERSION, Descriptor, Machine, Mode
+from cgplan.planning.plan import Descriptor, Lane, Machine, Mode
 from cgplan.reports.layout import render_text
 
 REPORT_SCHEMA_VERSION = 1
+Keys = tuple[tuple[Mode, Descriptor], ...]
+Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]
 
 
 class Record(BaseModel):
@@ -34,28 +36,35 @@ class ShownRecord(Record):
         return render_text(self)
 
 
-Keys = tuple[tuple[Mode, Descriptor], ...]
+class KeyRecord(Record):
+    """Figures of one key."""
+
+    mode: Mode
+    descriptor: Descriptor
+
+    @property
+    def key(self) -> Key:
+        """Runtime mode and batch descriptor."""
+        return self.mode, self.descriptor
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of the key."""
+        return Lane.of(*self.key)
 
 
 class Environment(Record):
-    """Where and when a report was made.
+    """Where and when a report was made."""
 
-    Attributes:
-        backend, device: ``cuda`` or ``cpu (tape)``, and the name of the GPU or processor.
-        driver, cuda: Versions of the GPU driver, and of CUDA that torch was built for; None without.
-        date: UTC, ISO 8601, to the second.
-        config_hash: Digest of the configuration.
-    """
-
-    backend: str
+    backend: str  # "cuda" or "cpu (tape)"
     machine: str
-    device: str
-    driver: str | None
-    cuda: str | None
+    device: str  # name of the GPU or processor
+    driver: str | None  # version of the GPU driver
+    cuda: str | None  # version of CUDA that torch was built for
     torch: str
     python: str
     cgplan: str
-    date: str
+    date: str  # UTC, ISO 8601, to the second
     config_hash: str
 
     @property
@@ -69,43 +78,25 @@ class Environment(Record):
         return self.backend == "cpu (tape)"
 
 
-class GraphRecord(Record):
-    """One captured key.
+class GraphRecord(KeyRecord):
+    """One captured key."""
 
-    Attributes:
-        mode, descriptor: The key.
-        graphs: Graphs that the key has (1 for FULL, the segments for PIECEWISE).
-        nodes: Kernel nodes (tape: operators); None where they could not be counted.
-        pool_growth: Bytes by which the graph pool grew.
-        driver_bytes: Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a key
-            may show 0 and the next one several. None without a driver.
-        warmup_seconds, capture_seconds: Time of the eager warm-ups, and from the first begin to the last instantiated
-            graph, eager pieces included.
-        eager_pieces: Functions that run eagerly between the graphs of the key.
-        segment_nodes: The nodes of each graph, in order; empty where they could not be counted.
-    """
-
-    mode: Mode
-    descriptor: Descriptor
-    graphs: int
-    nodes: int | None
-    pool_growth: int
+    graphs: int  # 1 for FULL, the segments for PIECEWISE
+    nodes: int | None  # kernel nodes (tape: operators); None where they could not be counted
+    pool_growth: int  # bytes by which the graph pool grew
+    # Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a key may show 0 and the
+    # next one several. None without a driver.
     driver_bytes: int | None
-    warmup_seconds: float
-    capture_seconds: float
-    eager_pieces: int = 0
-    segment_nodes: tuple[int, ...] = ()
+    warmup_seconds: float  # of the eager warm-ups
+    capture_seconds: float  # from the first begin to the last instantiated graph, eager pieces included
+    eager_pieces: int = 0  # functions that run eagerly between the graphs
+    segment_nodes: tuple[int, ...] = ()  # of each graph, in order; empty where they could not be counted
 
 
-Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]
-
-
-class StopRecord(Record):
+class StopRecord(KeyRecord):
     """A key that the budget did not allow, with the figures in words."""
 
     limit: Limit  # that the key would have passed, or did; "device memory": there was no more
-    mode: Mode
-    descriptor: Descriptor
     detail: str
     rank: int | None = None  # the rank whose budget it was, where several capture together
 
@@ -124,11 +115,9 @@ class BudgetRecord(Record):
     skipped: Keys = ()  # the others that have no graph in the end
 
 
-class FailedKey(Record):
+class FailedKey(KeyRecord):
     """A key that was to be captured while batches were served, and has no graph."""
 
-    mode: Mode
-    descriptor: Descriptor
     error: str  # name of the error's class; BudgetError where the budget did not allow it
     detail: str  # its message
 
@@ -144,7 +133,7 @@ class FailedKey(Record):
 
 def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
     """Keys that no plan should have, and why, for ``propose``."""
-    return {(key.mode, key.descriptor): key.text for key in failed if not key.is_over_budget}
+    return {failure.key: failure.text for failure in failed if not failure.is_over_budget}
 
 
 class SplitRecord(Record):
@@ -164,17 +153,12 @@ class SplitRecord(Record):
 
 
 class StateRecord(Record):
-    """A place of the model's state that warm-ups or captures wrote, or that appeared in them.
+    """A place of the model's state that warm-ups or captures wrote, or that appeared in them."""
 
-    Attributes:
-        path: The place, such as ``layers.0.cache``.
-        nbytes: Bytes of it.
-        kept: ``device`` or ``host``: put back from a copy in that memory. ``new``: it appeared during the capture and
-            stays. ``not kept``: it was written and not put back.
-    """
-
-    path: str
+    path: str  # such as ``layers.0.cache``
     nbytes: int
+    # device, host: put back from a copy in that memory. new: appeared during the capture and stays. not kept: written
+    # and not put back.
     kept: Literal["device", "host", "new", "not kept"]
 
     @property
@@ -201,56 +185,33 @@ class RankRecord(Record):
 
 
 class CaptureReport(ShownRecord):
-    """Memory and time that the capture of a plan took.
-
-    Attributes:
-        records: One for each key, in capture order.
-        pool_bytes: The graph pool after the last capture.
-        static_bytes: Static buffers.
-        workspace_bytes: Workspaces of libraries, which the first warm-up of a process allocates outside of the pool.
-        driver_bytes: Device memory that the driver took over the whole session, with the kernels that warm-ups loaded;
-            None without a driver.
-        free_before, free_after: Free device memory around the session, caches given back; None where not known.
-        session_seconds, inspection_seconds: The whole session, and the part of it that only this report needed: reading
-            memory and counting nodes.
-        split: How PIECEWISE keys are split, None where the plan has none.
-        borrowed_outputs: Whether outputs leave their memory to later captures; False: each graph holds its own.
-        budget: None without one.
-        capture_policy, pool: As ``compilation`` has them.
-        generation: How often the pools were made, from 1.
-        waiting: Keys that are captured when a batch first asks for them.
-        failed: Keys that were asked for and have no graph.
-        warnings: For the user.
-        ranks: Each rank of a capture by several processes, whose other figures are rank 0's; empty for one process.
-        looked_at: The part of the model whose state and addresses are checked, in one line.
-        state: State that warm-ups and captures wrote, and where it was kept.
-    """
+    """Memory (bytes) and time (seconds) that the capture of a plan took; None where a figure is not known."""
 
     kind: Literal["capture"] = "capture"
     schema_version: int = REPORT_SCHEMA_VERSION
     environment: Environment
     plan: Plan
-    records: tuple[GraphRecord, ...]
-    pool_bytes: int
-    static_bytes: int
-    workspace_bytes: int = 0
-    driver_bytes: int | None
-    free_before: int | None
+    records: tuple[GraphRecord, ...]  # one for each key, in capture order
+    pool_bytes: int  # after the last capture
+    static_bytes: int  # static buffers
+    workspace_bytes: int = 0  # of libraries, which the first warm-up of a process allocates outside of the pool
+    driver_bytes: int | None  # taken by the driver over the whole session, with the kernels that warm-ups loaded
+    free_before: int | None  # free device memory, caches given back
     free_after: int | None
-    session_seconds: float
-    inspection_seconds: float
-    split: SplitRecord | None = None
-    borrowed_outputs: bool
+    session_seconds: float  # the whole session
+    inspection_seconds: float  # the part of it that this report needed: reading memory and counting nodes
+    split: SplitRecord | None = None  # of PIECEWISE keys
+    borrowed_outputs: bool  # outputs leave their memory to later captures; False: each graph holds its own
     budget: BudgetRecord | None = None
-    capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
+    capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"  # as in the configuration, like pool
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
-    generation: int = 1
-    waiting: int = 0
-    failed: tuple[FailedKey, ...] = ()
-    warnings: tuple[str, ...] = ()
-    ranks: tuple[RankRecord, ...] = ()
-    looked_at: str = ""
-    state: tuple[StateRecord, ...] = ()
+    generation: int = 1  # how often the pools were made
+    waiting: int = 0  # keys that are captured when a batch first asks for them
+    failed: tuple[FailedKey, ...] = ()  # keys that were asked for and have no graph
+    warnings: tuple[str, ...] = ()  # for the user
+    ranks: tuple[RankRecord, ...] = ()  # of a capture by several processes, whose other figures are rank 0's
+    looked_at: str = ""  # the part of the model whose state and addresses are checked, in one line
+    state: tuple[StateRecord, ...] = ()  # that warm-ups and captures wrote
 
     @model_validator(mode="after")
     def _each_key_has_its_prediction(self) -> CaptureReport:
@@ -296,31 +257,18 @@ class Timing(Record):
     p99: float
 
 
-class BenchRecord(Record):
-    """One batch size, run eagerly, through the runner, and as a bare replay.
+class BenchRecord(KeyRecord):
+    """One batch size, run eagerly, through the runner, and as a bare replay. None where no graph serves the batch."""
 
-    Attributes:
-        num_tokens: The batch, unpadded.
-        mode, descriptor: The key that the runner dispatched it to.
-        padded_rows: Rows of padding that the graph computed besides.
-        eager, graph, replay: Latency from an idle device until it has finished: of the model called eagerly, of the
-            runner's call (checks, copies, padding, replay) and of the bare replay. None if no graph serves the batch;
-            ``replay`` is None for PIECEWISE, too.
-        graph_queued, replay_queued: Time per call when calls follow one another without waiting: device time alone,
-            where the device takes longer than the host.
-        eager_host, graph_host: Host time until the call returned.
-    """
-
-    num_tokens: int
-    mode: Mode
-    descriptor: Descriptor
-    padded_rows: int
-    eager: Timing
-    graph: Timing | None
-    replay: Timing | None
+    num_tokens: int  # unpadded; mode and descriptor: the key that the runner dispatched the batch to
+    padded_rows: int  # that the graph computed besides
+    eager: Timing  # latency of the model called eagerly: from an idle device until it has finished
+    graph: Timing | None  # of the runner's call: checks, copies, padding, replay
+    replay: Timing | None  # of the bare replay; None for PIECEWISE, too
+    # Per call when calls follow one another without waiting: device time, where the device takes longer than the host.
     graph_queued: Timing | None
     replay_queued: Timing | None
-    eager_host: Timing
+    eager_host: Timing  # until the call returned
     graph_host: Timing | None
 
     @property
@@ -381,67 +329,49 @@ def check_peers(names: Iterable[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(name.strip() for name in names))
     for name in found:
         if name not in PEERS:
-            spellings = (name.replace("_", "-"), name)
-            near = [match for spelt in spellings for match in difflib.get_close_matches(spelt, PEERS, n=1)]
+            near = [m for spelt in (name.replace("_", "-"), name) for m in difflib.get_close_matches(spelt, PEERS, n=1)]
             hint = f"Did you mean {near[0]!r}? " if near else ""
             remedy = f"{hint}Choose among {', '.join(PEERS)}."
-            raise ConfigError(f"unknown peer {name!r} to bench against", remedy=remedy)
+            raise ConfigError(f"unknown baseline {name!r} to bench against", remedy=remedy)
     return found
 
 
 class BenchReport(ShownRecord):
-    """Latency by batch size.
-
-    Attributes:
-        capture: Memory and time of the graphs.
-        repeats: Timed calls of each size and way.
-        records: One for each size.
-        peers: Other ways to run the same model, where they were asked for.
-    """
+    """Latency by batch size."""
 
     kind: Literal["bench"] = "bench"
     schema_version: int = REPORT_SCHEMA_VERSION
     environment: Environment
-    capture: CaptureReport
-    repeats: int
-    records: tuple[BenchRecord, ...]
-    peers: PeersRecord | None = None
+    capture: CaptureReport  # memory and time of the graphs
+    repeats: int  # timed calls of each size and way
+    records: tuple[BenchRecord, ...]  # one for each size
+    peers: PeersRecord | None = None  # other ways to run the same model, where they were asked for
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
 class ReplanReport(ShownRecord):
-    """Changes that a replan made.
-
-    Attributes:
-        difference: From the plan that was captured to the one that traffic deserves now.
-        way: How the graphs were exchanged.
-        captured: Keys that have a graph now and had none before, in capture order.
-        evicted: Keys that had a graph and have none now.
-        recaptured: How many of those that stay were captured again.
-        failed: Keys of the new plan that have no graph, with the reason; and those that failed before, which the plan
-            does without: ``difference.failed`` has them by lane.
-        pool_bytes: All pools before and after, in bytes.
-        seconds: Planning, measuring and capturing together.
-    """
+    """Changes that a replan made."""
 
     kind: Literal["replan"] = "replan"
-    difference: PlanDifference
-    way: Way
-    captured: Keys = ()
-    evicted: Keys = ()
-    recaptured: int = 0
+    difference: PlanDifference  # from the plan that was captured to the one that traffic deserves now
+    way: Way  # how the graphs were exchanged
+    captured: Keys = ()  # keys that have a graph now and had none before, in capture order
+    evicted: Keys = ()  # keys that had a graph and have none now
+    recaptured: int = 0  # how many of those that stay were captured again
+    # Keys of the new plan that have no graph; and those that failed before, which the plan does without:
+    # ``difference.failed`` has them by lane.
     failed: tuple[FailedKey, ...] = ()
-    pool_bytes: tuple[int, int]
-    seconds: float
+    pool_bytes: tuple[int, int]  # all pools before and after
+    seconds: float  # planning, measuring and capturing together
 
 
 Report = CaptureReport | BenchReport | Plan
-_KINDS: dict[object, tuple[type[CaptureReport] | type[BenchReport] | type[Plan], int]] = {
-    "capture": (CaptureReport, REPORT_SCHEMA_VERSION),
-    "bench": (BenchReport, REPORT_SCHEMA_VERSION),
-    "plan": (Plan, PLAN_SCHEMA_VERSION),
+_KINDS: dict[object, type[CaptureReport] | type[BenchReport] | type[Plan]] = {
+    "capture": CaptureReport,
+    "bench": BenchReport,
+    "plan": Plan,
 }
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
@@ -472,7 +402,8 @@ def parse_report(text: str, path: str | Path) -> Report:
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ReportError(f"{path}: not a cgplan report (its kind is {kind!r})", remedy=_REMEDY)
-    model, version = _KINDS[kind]
+    model = _KINDS[kind]
+    version = model.model_fields["schema_version"].default
     if data.get("schema_version") != version:
         raise ReportError(
             f"{path}: schema version {data.get('schema_version')!r}, this cgplan reads {version}",
@@ -482,6 +413,6 @@ def parse_report(text: str, path: str | Path) -> Report:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        wrong = ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))
-        raise ReportError(f"{path}: damaged report: {wrong}", remedy=_REMEDY) from None
+        wrong = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
+        message = f"{path}: damaged report: {wrong}{first['msg'].removeprefix('Value error, ')}"
+        raise ReportError(message, remedy=_REMEDY) from None

@@ -5,9 +5,9 @@
     python docs/measure/memory_model.py --allocator                       the model of the allocator against torch's own
 
 Words with `=` override the configuration, as `--set` does. Kernels are loaded first, by eager calls. "On the device" is
-free memory lost from before the calibration until after the session; the parts are as in the capture report. --tape
-KEY=VALUE changes the configuration of the recording on the CPU alone, --no-estimate leaves it out. --estimate-only does
-nothing else, and needs no GPU.
+free memory lost from before the calibration until after the session; the parts are as in the capture report.
+--set-for-estimate KEY=VALUE changes the configuration of the estimate alone, --no-estimate leaves the estimate out.
+--estimate-only does nothing else, and needs no GPU.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def check_allocator(rounds=30, length=150):
 
 
 def estimated(args):
-    start, overrides = time.perf_counter(), [*args.overrides, "device=cpu", *args.tape]
+    start, overrides = time.perf_counter(), [*args.overrides, "device=cpu", *args.set_for_estimate]
     config, model = load(args.config, overrides, torch.device("cpu"))
     loaded = time.perf_counter()
     costs = estimate(config, model, build_plan(config))
@@ -221,7 +221,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--tape", action="append", default=[])
+    parser.add_argument("--set-for-estimate", action="append", default=[])
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--no-estimate", action="store_true")
     parser.add_argument("--estimate-only", action="store_true")

@@ -10,17 +10,7 @@ from hypothesis import strategies as st
 
 from cgplan.config import Config, Dim, Input, load_config, validate_config
 from cgplan.errors import ConfigError
-from cgplan.modes import AttentionSupport, CUDAGraphMode
-
-
-def test_defaults() -> None:
-    config = Config()
-    assert config.compilation.cudagraph_mode is CUDAGraphMode.FULL
-    assert config.compilation.attention_support is AttentionSupport.ALWAYS
-    assert config.compilation.cudagraph_capture_sizes is None
-    assert config.scheduler.max_num_seqs == 256
-    assert config.query_len == 1
-    assert (config.model, config.lora, dict(config.inputs)) == (None, None, {})
+from cgplan.modes import CUDAGraphMode
 
 
 def test_a_whole_file(write: Any) -> None:

@@ -12,26 +12,16 @@ from cgplan.config import Config, load_config, validate_config
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("2GiB", 2 << 30),
-        ("512MiB", 512 << 20),
-        ("1.5 KiB", 1536),
-        ("2GB", 2 * 10**9),
-        ("3 MB", 3 * 10**6),
-        ("7kB", 7000),
-        ("10 B", 10),
-        ("10", 10),
-        ("' 2gib '", 2 << 30),
-        ("1048576", 1 << 20),
-        ("1_000", 1000),
-        ("4.0", 4),
+        ("2GiB", 2 << 30), ("512MiB", 512 << 20), ("1.5 KiB", 1536), ("2GB", 2 * 10**9), ("3 MB", 3 * 10**6),
+        ("7kB", 7000), ("10 B", 10), ("10", 10), ("' 2gib '", 2 << 30), ("1_000", 1000), ("4.0", 4),
         ("0.1GiB", 107374182),
     ],
-)
-def test_bytes_have_units(write: Any, text: str, size: int) -> None:
-    for section, key in (("budget", "memory"), ("budget", "reserve"), ("compilation", "state_copy")):
-        config = load_config(write(f"{section}: {{{key}: {text}}}\n"))
-        assert getattr(getattr(config, section), key) == size
-        assert validate_config(config.model_dump(mode="json")) == config, "its own dump reads back equal"
+)  # fmt: skip
+@pytest.mark.parametrize(("section", "key"), [("budget", "memory"), ("compilation", "state_copy")])
+def test_bytes_have_units(write: Any, text: str, size: int, section: str, key: str) -> None:
+    config = load_config(write(f"{section}: {{{key}: {text}}}\n"))
+    assert getattr(getattr(config, section), key) == size
+    assert validate_config(config.model_dump(mode="json")) == config, "its own dump reads back equal"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,14 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgplan.errors import OutputPathError
-from cgplan.reports.plots import PaddingPlot, ParetoPlot, Point, check_plot_path, padding_text, pareto_text, picture
+from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, padding_text, pareto_text, picture
 
 CURVE = ParetoPlot(
-    graphs=range(9),
-    microseconds=[5500, 3000, 2300, 2000, 1900, 1850, 1830, 1820, 1810],
-    points=[Point("vllm", 35, 1810.0), Point("plan", 3, 2000.0)],
+    curve=list(enumerate([5500.0, 3000.0, 2300.0, 2000.0, 1900.0, 1850.0, 1830.0, 1820.0, 1810.0])),
+    points=[("vllm", 35, 1810.0), ("plan", 3, 2000.0)],
 )
-BARS = PaddingPlot(names=["1", "8", "FULL uniform 64"], padding=[0.0, 0.5, 0.25], share=[0.7, 0.2, 0.1])
+BARS = [Bar("1", 0.0, 0.7), Bar("8", 0.5, 0.2), Bar("FULL uniform 64", 0.25, 0.1)]
 
 
 def plotted(text: str) -> dict[str, list[tuple[int, int]]]:
@@ -59,13 +57,8 @@ def test_the_axes_have_their_ends_and_the_legend_its_figures() -> None:
 
 
 def test_points_on_the_same_place_share_a_letter_and_are_both_explained() -> None:
-    points = [
-        Point("vllm", 35, 1810.0),
-        Point("sglang", 35, 1810.1),
-        Point("plan", 1, 3000.0),
-        Point("other", 35, 1810.0),
-    ]
-    text = pareto_text(ParetoPlot(CURVE.graphs, CURVE.microseconds, points))
+    points = [("vllm", 35, 1810.0), ("sglang", 35, 1810.1), ("plan", 1, 3000.0), ("other", 35, 1810.0)]
+    text = pareto_text(CURVE._replace(points=points))
     assert len(plotted(text)["A"]) == 1
     assert text.splitlines()[-4:] == [
         "  A  vllm: 35 graphs, 1.81 ms",
@@ -84,8 +77,8 @@ def test_points_on_the_same_place_share_a_letter_and_are_both_explained() -> Non
 def test_any_curve_fits_and_is_ascii(
     curve: list[tuple[int, float]], named: list[tuple[int, float]], width: int
 ) -> None:
-    points = [Point(f"ladder {index}", n, value) for index, (n, value) in enumerate(named)]
-    text = pareto_text(ParetoPlot([n for n, _ in curve], [value for _, value in curve], points), width)
+    points = [(f"ladder {index}", n, value) for index, (n, value) in enumerate(named)]
+    text = pareto_text(ParetoPlot(curve, points), width)
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= width
     letters = re.findall(r"^  ([A-Z])  ladder", text, re.MULTILINE)
@@ -99,10 +92,7 @@ def test_any_curve_fits_and_is_ascii(
     shares=st.booleans(),
 )
 def test_any_bars_fit(bars: list[tuple[int, float, float]], shares: bool) -> None:
-    plot = PaddingPlot(
-        [f"FULL uniform {n}" for n, *_ in bars], [p for _, p, _ in bars], [s for *_, s in bars] if shares else ()
-    )
-    text = padding_text(plot)
+    text = padding_text([Bar(f"FULL uniform {n}", padding, share if shares else None) for n, padding, share in bars])
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 80
     assert ("more, with" in text) == (len(bars) > 24)
@@ -121,8 +111,7 @@ def test_bars_are_as_long_as_the_padding() -> None:
 
 
 def test_of_many_bars_the_most_used_are_shown() -> None:
-    names = [str(n) for n in range(40)]
-    text = padding_text(PaddingPlot(names, [0.0] * 40, [n / 1000 for n in range(40)]))
+    text = padding_text([Bar(str(n), 0.0, n / 1000) for n in range(40)])
     shown = [int(line.split()[0]) for line in text.splitlines()[1:-1]]
     assert shown == list(range(16, 40))
     assert text.endswith("and 16 more, with fewer steps")
@@ -136,8 +125,8 @@ def words_of(svg: bytes) -> str:
 
 
 def test_an_svg_has_its_plots_in_words() -> None:
-    points = [*CURVE.points, Point("trtllm", 35, 1810.0)]
-    svg = picture(Path("plan.svg"), replace(CURVE, points=points), BARS)
+    curve = CURVE._replace(points=[*CURVE.points, ("trtllm", 35, 1810.0)])
+    svg = picture(Path("plan.svg"), curve, BARS)
     for word in (
         "expected step time (us)",
         "vllm, trtllm (35)",
@@ -146,10 +135,10 @@ def test_an_svg_has_its_plots_in_words() -> None:
         "FULL uniform 64",
     ):
         assert word in words_of(svg)
-    assert svg == picture(Path("plan.svg"), replace(CURVE, points=points), BARS), "equal plots give equal files"
+    assert svg == picture(Path("plan.svg"), curve, BARS), "equal plots give equal files"
     assert "expected step" not in words_of(picture(Path("x.svg"), None, BARS))
-    assert "capture size" not in words_of(picture(Path("x.svg"), CURVE, None))
-    assert picture(Path("plan.PNG"), CURVE, None).startswith(b"\x89PNG\r\n")
+    assert "capture size" not in words_of(picture(Path("x.svg"), CURVE, []))
+    assert picture(Path("plan.PNG"), CURVE, []).startswith(b"\x89PNG\r\n")
 
 
 def test_drawing_does_without_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,5 +159,5 @@ def test_other_suffixes_are_refused(name: str) -> None:
 def test_without_matplotlib_the_remedy_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OutputPathError, match="matplotlib is not installed") as caught:
-        picture(Path("plan.svg"), CURVE, None)
+        picture(Path("plan.svg"), CURVE, [])
     assert caught.value.remedy == "Install it: pip install 'cgplan[plot]'"

@@ -59,6 +59,6 @@ def test_each_captured_key_has_its_prediction() -> None:
 
 def test_baselines_are_named() -> None:
     assert check_peers(["eager", " bare", "eager"]) == ("eager", "bare")
-    with pytest.raises(ConfigError, match="unknown peer 'reduce_overheads' to bench against") as caught:
+    with pytest.raises(ConfigError, match="unknown baseline 'reduce_overheads' to bench against") as caught:
         check_peers(["reduce_overheads"])
     assert "Did you mean 'reduce-overhead'?" in caught.value.remedy
