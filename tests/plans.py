@@ -16,7 +16,7 @@ from cgplan.planning.plan import capture_order
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
-def plan_of(
+def config_of(
     mode: str = "FULL",
     sizes: list[int] | str | None = None,
     *,
@@ -24,18 +24,22 @@ def plan_of(
     tokens: int = 8192,
     spec: int = 0,
     lora: dict[str, Any] | None = None,
+    budget: dict[str, Any] | None = None,
     **compilation: Any,
-) -> Plan:
-    return build_plan(
-        Config.model_validate(
-            {
-                "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
-                "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
-                "speculative": {"num_speculative_tokens": spec},
-                "lora": lora,
-            }
-        )
+) -> Config:
+    return Config.model_validate(
+        {
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
+            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+            "speculative": {"num_speculative_tokens": spec},
+            "budget": budget or {},
+            "lora": lora,
+        }
     )
+
+
+def plan_of(*args: Any, **options: Any) -> Plan:
+    return build_plan(config_of(*args, **options))
 
 
 @st.composite

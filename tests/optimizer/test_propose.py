@@ -9,10 +9,11 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import Costs, plans
+from plans import Costs
 
 from cgplan.config import Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError
@@ -40,26 +41,8 @@ MIB = 1 << 20
 COSTS = Costs(pool=MIB, static=0, workspace=100 * MIB, each=2 * MIB, seconds=0.5, slope=0, once=1.0)
 
 
-def config_of(
-    mode: str = "FULL_DECODE_ONLY",
-    sizes: Any = None,
-    *,
-    seqs: int = 64,
-    tokens: int = 512,
-    spec: int = 0,
-    budget: dict[str, Any] | None = None,
-    lora: dict[str, Any] | None = None,
-    **compilation: Any,
-) -> Config:
-    return Config.model_validate(
-        {
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
-            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
-            "speculative": {"num_speculative_tokens": spec},
-            "budget": budget or {},
-            "lora": lora,
-        }
-    )
+def config_of(mode: str = "FULL_DECODE_ONLY", sizes: Any = None, **options: Any) -> Config:
+    return plans.config_of(mode, sizes, **{"seqs": 64, "tokens": 512, **options})
 
 
 def decode(most: int = 64, loras: int = 0) -> dict[StepShape, float]:
@@ -97,7 +80,7 @@ def ladder(evidence: Evidence, name: str) -> LadderPoint:
 # --- the rule of the dispatcher -------------------------------------------------------------------------------
 
 
-@given(plan=plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
+@given(plan=plans.plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
 def test_batches_run_where_the_dispatcher_sends_them(plan: Plan, tokens: int, uniform: bool, loras: int) -> None:
     mode, descriptor = CudagraphDispatcher(plan).dispatch(tokens, uniform, loras)
     (use,) = Run(plan.keys, traffic({StepShape(tokens, 1, uniform, loras): 1.0}), TIMES).uses
