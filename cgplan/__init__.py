@@ -48,10 +48,13 @@ if TYPE_CHECKING:
     from cgplan.measure.bench import bench
     from cgplan.models.loading import load_model
     from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
-    from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, in_breakable_capture
+    from cgplan.piecewise.breakable import (
+        BreakableCUDAGraphCapture,
+        BreakableCUDAGraphWrapper,
+        in_breakable_capture,
+    )
     from cgplan.piecewise.breaks import eager_break_during_capture
     from cgplan.piecewise.trace import compile_piecewise
-    from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
     from cgplan.runner.manager import CudaGraphManager, capture_together
     from cgplan.runner.runner import GraphRunner
@@ -131,8 +134,11 @@ _HOMES = {
     "cgplan.runner.manager": ("CudaGraphManager", "capture_together"),
     "cgplan.speculative.manager": ("SpecDecodeGraphManager",),
     "cgplan.measure.bench": ("bench",),
-    "cgplan.piecewise.breakable": ("BreakableCUDAGraphCapture", "in_breakable_capture"),
-    "cgplan.piecewise.wrapper": ("BreakableCUDAGraphWrapper",),
+    "cgplan.piecewise.breakable": (
+        "BreakableCUDAGraphCapture",
+        "BreakableCUDAGraphWrapper",
+        "in_breakable_capture",
+    ),
     "cgplan.piecewise.breaks": ("eager_break_during_capture",),
     "cgplan.backends.context": ("forward_context", "get_forward_context"),
     "cgplan.runner.runner": ("GraphRunner",),

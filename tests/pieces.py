@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cgplan import BreakableCUDAGraphCapture, CaptureSession, GraphRunner, Input, build_plan, eager_break_during_capture
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
-from cgplan.piecewise.breakable import Segment
+from cgplan.piecewise.eager_piece import EagerPiece
 
 
 def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ class Changing:
 
 def kinds(made: BreakableCUDAGraphCapture) -> str:
     """S for a segment, e for an eager piece, in order."""
-    return "".join("S" if isinstance(item, Segment) else "e" for item in made.segments)
+    return "".join("e" if isinstance(item, EagerPiece) else "S" for item in made.segments)
 
 
 def open_runner(backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any) -> GraphRunner:

@@ -41,9 +41,9 @@ def on_gpus(all_reduce: str = "custom", most: int = 8 << 20) -> Iterator[tuple[R
 
 def replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int) -> Any:
     """Sums of graphs that are replayed with changing inputs, and the registration."""
-    from cgplan.distributed import kernels
+    from cgplan.distributed import custom
 
-    kernels.ONE_SHOT_BYTES = {2: one_shot_bytes}
+    custom.ONE_SHOT_BYTES = {2: one_shot_bytes}
     with on_gpus() as (ranks, reducer, _):
         backend = reducer.backend
         statics = [torch.zeros(size, dtype=dtype, device=ranks.device) for size in sizes]

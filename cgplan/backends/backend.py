@@ -1,10 +1,10 @@
 """The backend protocol: what cgplan needs of a device to capture and replay graphs.
 
 Note [Lifetimes]
-    A pool outlives its graphs: it is released when the last graph captured into it is reset. Tensors made during a
-    capture live in the pool. While somebody holds such a tensor its block is taken; once it is dropped the block is
-    free for the next capture into the same pool, and a replay of either graph overwrites it. `borrow` gives a tensor
-    on that memory that does not hold the block. Static buffers are allocated outside the pool and belong to the runner.
+    A pool is released when the last graph captured into it is reset. Tensors made during a capture live in the pool.
+    While such a tensor is held its block is taken; once it is dropped the block is free for the next capture into the
+    same pool, and a replay of either graph overwrites it. `borrow` gives a tensor on that memory that does not hold the
+    block. Static buffers are allocated outside the pool and belong to the runner.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
-from cgplan.errors import BackendError
+from cgplan.errors import BackendError, CaptureError
 
 Pool = Any
 Graph = Any
-Feature = Literal["node_count", "borrow", "driver_bytes"]
+Feature = Literal["borrow", "driver_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class MemoryReading:
     """Memory of a device, in bytes.
 
     Attributes:
-        free: Not taken by anybody; None where the system does not say.
+        free: Not taken by any process; None where the system does not say.
         total: Installed.
         reserved: Held by the allocator of this process (on the tape: by its pools).
     """
@@ -65,12 +65,10 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
-        """An empty graph that will capture into ``pool``."""
+        """An empty graph that will capture into ``pool``. Raises BackendError for a pool of another backend."""
 
     def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
-        """Let graphs that are captured from now on draw from a random generator besides the device's default one, which
-        needs no word. The backend holds it.
-        """
+        """Let later captures draw from this generator; the device's default one needs no call. The backend holds it."""
 
     @abstractmethod
     def begin(self, graph: Graph) -> None:
@@ -86,7 +84,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Whether what this thread launches now goes into a graph."""
+        """Whether launches of this thread now go into a graph."""
 
     @abstractmethod
     def replay(self, graph: Graph) -> None:
@@ -105,11 +103,7 @@ class GraphBackend(ABC):
         return int
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Copy a tensor of the device to the host, behind what the current stream of the device holds.
-
-        Returns:
-            At once: a function that waits for the copy, and for nothing behind it, and returns it.
-        """
+        """Queue a copy of a device tensor to the host; returns a function that waits for this copy and returns it."""
         copy = tensor.clone()
         return lambda: copy
 
@@ -118,7 +112,7 @@ class GraphBackend(ABC):
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
-        """Whether the device has not done yet all that was queued on a stream."""
+        """Whether the device has not yet done all that was queued on a stream."""
         return False
 
     def annotate(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002
@@ -135,13 +129,13 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block, see Note [Lifetimes]. Returns ``tensor`` itself where the
-        device cannot do that: the memory is then held, not reused.
+        """The same memory without holding its block, see Note [Lifetimes]; ``tensor`` itself, which holds it, where
+        the device cannot do that.
         """
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
-        """A function that says whether anybody still holds this borrowed tensor, or a view of it: freeing its pool
-        would leave them a tensor on memory that is not there. Never, where memory lives as long as tensors on it do.
+        """A function that says whether this borrowed tensor, or a view of it, is still held: to free its pool would
+        leave a tensor on memory that is gone. Always False where tensors keep their memory.
         """
         return lambda: False
 
@@ -168,12 +162,12 @@ class GraphBackend(ABC):
     def session(self) -> AbstractContextManager[None]:
         """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
 
-        A session inside a session is part of it.
+        A session inside a session is part of it. Raises CaptureError as ``gc_paused``.
         """
 
     @abstractmethod
     def supports(self, feature: Feature) -> bool:
-        """Whether this device can tell or do that."""
+        """Whether this device can lend memory (``borrow``), or its driver takes memory for graphs."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -228,18 +222,24 @@ def autocast_cache(*, on: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+SESSION_SECONDS = 1800.0  # that a session waits for another thread's: as long as torch's own process groups
 _lock, _depth = threading.RLock(), 0
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures: one garbage collection, then none; other threads' blocks wait. Blocks may be nested.
+    """A block of captures: one garbage collection, then none. Blocks may be nested; those of other threads wait.
 
     A collection may free a CUDA tensor or run a destructor in the middle of a capture, and torch.cuda.graph runs one
-    for every graph.
+    for every graph. Raises CaptureError where another thread's block does not end within SESSION_SECONDS.
     """
     global _depth
-    with _lock:
+    if not _lock.acquire(timeout=SESSION_SECONDS):
+        raise CaptureError(
+            f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
+            remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a thread that captures.",
+        )
+    try:
         if outermost := not _depth:
             gc.collect()
         was_enabled, _depth = gc.isenabled(), _depth + 1
@@ -250,10 +250,11 @@ def gc_paused() -> Iterator[None]:
             _depth -= 1
             if outermost and was_enabled:
                 gc.enable()
+    finally:
+        _lock.release()
 
 
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
-    """The error of a capture into a pool that the backend did not make."""
     return BackendError(
         f"{pool!r:.100} is not a pool of this {backend.name} backend",
         remedy="Make pools with backend.new_pool(), of the same backend object that captures.",

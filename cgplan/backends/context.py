@@ -25,10 +25,10 @@ class CaptureScope:
     Attributes:
         pool: The graph pool that all captures of the session share.
         backend: The session's backend; wrappers that were given none take it.
-        is_open: Whether wrappers may capture; a sealed runner's is closed.
+        is_open: Whether wrappers may capture; in a sealed runner they may not.
         entries: The entries that were captured since the session last took them.
-        wrappers: The wrappers that captured; those inside the model outlive the scope, their graphs must not.
-        address_check: The runner's policy, which rules that of wrappers inside the model; None leaves them their own.
+        wrappers: The wrappers that captured; they may outlive the scope, their graphs must not.
+        address_check: The runner's policy, which overrides that of wrappers inside the model; None leaves them theirs.
     """
 
     pool: Any
@@ -40,15 +40,7 @@ class CaptureScope:
 
 
 class WatchedMetadata(Mapping[str, Any]):
-    """Metadata that notes which names are read.
-
-    Args:
-        metadata: What is read.
-        counts: Whether reading matters now.
-
-    Attributes:
-        read: The names so far.
-    """
+    """Metadata that notes in ``read`` which names are read while ``counts()`` is true."""
 
     def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
         self._metadata, self._counts = metadata, counts
@@ -87,9 +79,7 @@ class ForwardContext:
     derived: dict[str, Any] = field(default_factory=dict)
 
     def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
-        """What ``make`` computes on ``device`` from the metadata: the first layer that asks has it made, the others of
-        the forward get the same value, kept in ``derived`` under ``key``.
-        """
+        """What ``make`` computes on ``device`` from the metadata, once in a forward: kept in ``derived`` by ``key``."""
         # Values derived before a capture began were not recorded by it: a replay would read the old ones.
         # So a capture that runs in the context of its warm-up derives them again.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -120,27 +110,19 @@ def forward_context(
         scope: The session or runner that the pass belongs to; runners set it.
 
     Raises:
-        CgplanError: a graph mode without a descriptor, or an argument of the wrong kind.
+        CgplanError: a mode that is not a runtime mode, or a graph mode without a descriptor.
     """
     if runtime_mode not in RUNTIME_MODES:
         raise CgplanError(
             f"forward_context cannot have the runtime mode {runtime_mode!r}",
             remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL, such as CudagraphDispatcher.dispatch returned.",
         )
-    for value, kind in ((descriptor, BatchDescriptor), (metadata, Mapping), (scope, CaptureScope)):
-        if value is not None and not isinstance(value, kind):
-            raise CgplanError(
-                f"forward_context was given {value!r:.100} where a {kind.__name__} belongs",
-                remedy="Pass (mode, descriptor) as CudagraphDispatcher.dispatch returned them, then tensors by name.",
-            )
-    if descriptor is None:
-        if runtime_mode is not CUDAGraphMode.NONE:
-            raise CgplanError(
-                f"forward_context with runtime mode {runtime_mode} needs a batch descriptor",
-                remedy="Pass the pair that CudagraphDispatcher.dispatch returned.",
-            )
-        descriptor = BatchDescriptor(0)
-    context = ForwardContext(runtime_mode, descriptor, metadata or {}, scope)
+    if descriptor is None and runtime_mode is not CUDAGraphMode.NONE:
+        raise CgplanError(
+            f"forward_context with runtime mode {runtime_mode} needs a batch descriptor",
+            remedy="Pass the pair that CudagraphDispatcher.dispatch returned.",
+        )
+    context = ForwardContext(runtime_mode, descriptor or BatchDescriptor(0), metadata or {}, scope)
     token = _current.set(context)
     try:
         yield context
@@ -177,20 +159,16 @@ class RankSum(Protocol):
     world_size: int
 
 
-R = TypeVar("R", bound=RankSum)
 _rank_sum: ContextVar[RankSum | None] = ContextVar("cgplan_rank_sum", default=None)
+current_all_reduce = _rank_sum.get
+"""The all-reduce of the ``all_reduce_by`` block, None outside of one."""
 
 
 @contextmanager
-def all_reduce_by(reducer: R) -> Iterator[R]:
+def all_reduce_by(reducer: RankSum) -> Iterator[None]:
     """A block in which models are built that sum over ranks by this all-reduce."""
     token = _rank_sum.set(reducer)
     try:
-        yield reducer
+        yield
     finally:
         _rank_sum.reset(token)
-
-
-def current_all_reduce() -> RankSum | None:
-    """The all-reduce of the block, None outside of one."""
-    return _rank_sum.get()

@@ -10,8 +10,8 @@ Note [Failed captures]
     well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure,
     and by giving the pool another handle, so that later captures take memory of their own.
     The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
-    graphs of the stream still use. `capture_begin` may leave the same behind, and what it is known to refuse is refused
-    before it is called. A capture is ended on the stream that it began on, whichever is current by then.
+    graphs of the stream still use. `capture_begin` may leave the same behind, so `begin` checks first for what it is
+    known to refuse. A capture is ended on the stream that it began on, whichever is current by then.
 """
 
 from __future__ import annotations
@@ -61,35 +61,26 @@ def can_borrow(device: torch.device) -> bool:
 class CudaPool:
     """A pool: torch's handle of it, and the graphs that keep it alive.
 
-    torch forgets a pool with its last graph and then refuses captures into it, and it refuses them after a capture that
-    failed, see Note [Failed captures] in cuda.py: the next capture gets a new handle. Graphs that were captured before
-    keep theirs, and all of them are one pool here.
+    torch forgets a pool with its last graph, and refuses captures into such a pool and into that of a failed capture,
+    see Note [Failed captures]: the next capture gets a new handle. Earlier graphs keep theirs; all are one pool here.
 
     Attributes:
-        handles: Of all memory that it consists of; the last one is captured into.
-        backend: The backend that made it.
+        handles: Of all memory that it consists of; captures go into the last one.
         ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
-    handles: tuple[Any, ...]
+    handles: tuple[Any, ...] = ()
     graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
     ranges: list[tuple[int, int]] = field(default_factory=list)
     listed: tuple[Any, int] | None = None
     is_spoiled: bool = False
-    backend: Any = None
 
-    @property
     def handle(self) -> Any:
-        """The handle that captures are made into."""
-        return self.handles[-1]
-
-    def make_ready(self) -> None:
-        """Take a new handle where torch would refuse the present one."""
-        if not self.graphs:
-            self.handles = (torch.cuda.graph_pool_handle(),)
-        elif self.is_spoiled:
-            self.handles += (torch.cuda.graph_pool_handle(),)
+        """The handle to capture into: a new one where torch would refuse the present one."""
+        if self.is_spoiled or not self.graphs:
+            self.handles = (*(self.handles if self.graphs else ()), torch.cuda.graph_pool_handle())
         self.is_spoiled = False
+        return self.handles[-1]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -102,19 +93,16 @@ class CudaGraph:
     stream: torch.cuda.Stream | None = None
 
     def drop(self) -> None:
-        """Free the graph; the pool's memory is free for the allocator once its last graph is dropped."""
         self.graph.reset()
         self.pool.graphs.discard(self)
         self.captured = False
 
 
 def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[str, Any]]:
-    """The allocator's segments of some pools, as torch's snapshot has them.
-
-    Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference too
-    many from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes some time after
-    the 256th pool.
-    """
+    """The allocator's segments of some pools."""
+    # Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference
+    # too many from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes some time
+    # after the 256th pool.
     segments = torch.cuda.memory._snapshot()["segments"]
     handles = {handle for pool in pools for handle in pool.handles}
     return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == device.index]
@@ -175,28 +163,20 @@ class CudaBackend(GraphBackend):
         self._generators: dict[int, torch.Generator] = {}
 
     def new_pool(self) -> CudaPool:
-        """An empty pool."""
-        return CudaPool((torch.cuda.graph_pool_handle(),), backend=self)
+        return CudaPool()
 
     def pool_bytes(self, *pools: CudaPool) -> int:
-        """Bytes of the allocator's segments that belong to the pools."""
         return sum(segment["total_size"] for segment in segments_of(self.device, pools))
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
-        """An empty graph. The raw graph is kept (in host memory), so that its nodes can be counted.
-
-        Raises BackendError for a pool of another backend.
-        """
         if not isinstance(pool, CudaPool):
             raise foreign_pool(pool, self)
-        return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
+        return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))  # kept in host memory: its nodes can be counted
 
     def register_generator(self, generator: torch.Generator) -> None:
-        """Graphs captured from now on advance it with each replay, as they do the default one."""
         self._generators[id(generator)] = generator
 
     def begin(self, graph: CudaGraph) -> None:
-        """Start capturing the current stream. Unsafe calls of other threads do not spoil the capture."""
         if graph.captured:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         stream = torch.cuda.current_stream(self.device)
@@ -204,10 +184,10 @@ class CudaBackend(GraphBackend):
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
         if stream == torch.cuda.default_stream(self.device):
             raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
-        graph.pool.make_ready()
+        handle = graph.pool.handle()
         try:
             self._register_generators(graph.graph)
-            graph.graph.capture_begin(pool=graph.pool.handle, capture_error_mode="thread_local")
+            graph.graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # other threads do not spoil it
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
@@ -217,12 +197,7 @@ class CudaBackend(GraphBackend):
         graph.pool.graphs.add(graph)
 
     def end(self, graph: CudaGraph) -> None:
-        """Stop capturing and instantiate the graph.
-
-        Raises:
-            CaptureError: the capture is not valid.
-            CaptureMemoryError: no memory to instantiate it; it is freed.
-        """
+        """Raises CaptureError if the capture is not valid, CaptureMemoryError without memory to instantiate it."""
         try:
             with torch.cuda.stream(graph.stream):
                 graph.graph.capture_end()
@@ -248,7 +223,6 @@ class CudaBackend(GraphBackend):
         graph.captured = True
 
     def abort(self, graph: CudaGraph) -> None:
-        """Stop capturing and free what the capture took, see Note [Failed captures]."""
         try:
             with torch.cuda.stream(graph.stream):
                 graph.graph.capture_end()
@@ -258,15 +232,12 @@ class CudaBackend(GraphBackend):
             self.reset(graph)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is capturing."""
         return torch.cuda.is_current_stream_capturing()
 
     def replay(self, graph: CudaGraph) -> None:
-        """Queue the graph on the current stream."""
         self.launcher(graph)()
 
     def launcher(self, graph: CudaGraph) -> Callable[[], None]:
-        """torch's own replay."""
         if not graph.captured:
             raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
         return graph.graph.replay
@@ -280,11 +251,9 @@ class CudaBackend(GraphBackend):
         return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
-        """The raw handle of the current stream of this GPU."""
         return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Through pinned memory, with an event on the stream that copies."""
         host, copied = empty_pinned(tensor.shape, tensor.dtype), torch.cuda.Event()
         host.copy_(tensor, non_blocking=True)
         copied.record(torch.cuda.current_stream(self.device))  # another device may be the current one
@@ -296,47 +265,39 @@ class CudaBackend(GraphBackend):
         return wait
 
     def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        """Through pinned memory."""
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         return empty_pinned(numbers.shape, numbers.dtype).copy_(numbers).to(self.device, non_blocking=True)
 
     def is_busy(self, stream: int) -> bool:
-        """Whether any work is queued on the stream."""
         return not stream_at(stream, self.device).query()
 
     def annotate(self, name: str) -> AbstractContextManager[object]:
-        """An NVTX range."""
         return torch.cuda.nvtx.range(name)
 
     def reset(self, graph: CudaGraph) -> None:
-        """Free the graph; with the pool's last graph its memory goes back to the allocator's cache."""
         graph.drop()
         if torch.cuda.current_stream(self.device) == self._stream:  # in a session, which goes on
             keep_workspaces(self.device)
 
     def num_nodes(self, graph: CudaGraph) -> int | None:
-        """Kernel nodes of the raw graph, child graphs included."""
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return None
         return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block; ``tensor`` itself where this torch cannot do that."""
         if tensor.device != self.device or not self.supports("borrow"):
             return tensor
         return unowned(tensor)
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        """Whether the tensor's storage is still there."""
         held = StorageWeakRef(tensor.untyped_storage())
         return lambda: not held.expired()
 
     def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
-        """Whether its address is in a segment of the pool. Segments are listed again once torch has reserved more."""
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # listed again once torch has reserved more
         now = (pool.handles, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
         if pool.listed != now:
             pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments_of(self.device, [pool])]
@@ -345,14 +306,12 @@ class CudaBackend(GraphBackend):
         return any(start <= address < end for start, end in pool.ranges)
 
     def is_empty(self, graph: CudaGraph) -> bool:
-        """Whether the raw graph has no node of any kind."""
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return False
         return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2]) == 0
 
     def memory(self) -> MemoryReading:
-        """Free and total memory of the GPU, and what torch's allocator has reserved of it."""
         free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # a quarter of memory_reserved's time
         return MemoryReading(free, total, stats["reserved_bytes"]["all"]["current"] if stats else 0)
@@ -373,47 +332,34 @@ class CudaBackend(GraphBackend):
                 torch.cuda.current_stream().wait_stream(self._stream)
 
     def supports(self, feature: Feature) -> bool:
-        """Nodes are counted where cuda-bindings is installed, memory is borrowed where the probe passed."""
-        if feature == "node_count":
-            return cuda_runtime() is not None
-        if feature == "borrow":
-            return can_borrow(self.device)
-        return feature == "driver_bytes"
+        return feature == "driver_bytes" or can_borrow(self.device)
 
     def synchronize(self) -> None:
-        """Wait for all streams of the GPU."""
         torch.cuda.synchronize(self.device)
 
     def release_cached(self) -> None:
-        """Give cached blocks back to the driver."""
         torch.cuda.empty_cache()
 
     def time_calls(
         self, call: Callable[[], object], repeats: int, *, queued: bool = False
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """Device time between two events around each call, and host time until it returned."""
         with torch.cuda.device(self.device):  # events are recorded on the current one
-            return self._time_calls(call, repeats, queued=queued)
-
-    def _time_calls(
-        self, call: Callable[[], object], repeats: int, *, queued: bool
-    ) -> tuple[Sequence[float], Sequence[float]]:
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-        host = []
-        torch.cuda.synchronize(self.device)
-        if queued:  # one call ahead of those that count, so that the first of them is queued too
-            call()
-        for start, end in zip(starts, ends, strict=True):
-            if not queued:
-                torch.cuda.synchronize(self.device)
-            start.record()
-            began = time.perf_counter_ns()
-            call()
-            host.append((time.perf_counter_ns() - began) / 1e3)
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
+            starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+            ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+            host = []
+            torch.cuda.synchronize()
+            if queued:  # one call ahead of those that count, so that the first of them is queued too
+                call()
+            for start, end in zip(starts, ends, strict=True):
+                if not queued:
+                    torch.cuda.synchronize()
+                start.record()
+                began = time.perf_counter_ns()
+                call()
+                host.append((time.perf_counter_ns() - began) / 1e3)
+                end.record()
+            torch.cuda.synchronize()
+            return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
 
     def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
         for generator in self._generators.values():
@@ -422,8 +368,8 @@ class CudaBackend(GraphBackend):
     def _forget(self, graph: CudaGraph) -> None:
         """Do the work that `capture_end` leaves undone when it raises, see Note [Failed captures]."""
         with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
-            torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handle)
-            torch._C._cuda_releasePool(self.device.index, graph.pool.handle)
+            torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handles[-1])
+            torch._C._cuda_releasePool(self.device.index, graph.pool.handles[-1])
         graph.pool.is_spoiled = True
         graph.drop()
         small = torch.cuda.CUDAGraph()

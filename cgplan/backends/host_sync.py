@@ -1,11 +1,12 @@
-"""Operators that need the host: what cannot stand inside a graph, found by name and by the user's line."""
+"""Operators that need the host and so cannot stand inside a graph: their names, and the user's line."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,39 +29,42 @@ _HOST_METHODS = {
     torch.Tensor.__repr__: "__repr__",
     torch.Tensor.__reduce_ex__: "__reduce_ex__",
 }
-_WHOLE: set[str] = set()  # see record_whole
+_RECORDED_WHOLE = ("cgplan::all_reduce_row",)  # its Python kernel waits for other processes, so a replay runs it again
+_BUILTIN = ("aten", "prim")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
+@dataclass(slots=True)
 class Refusals:
     """Operators that needed the host in one recording or look.
 
-    Args:
-        raises: Whether such an operator raises an error; else it is noted, and runs.
-
     Attributes:
+        raises: Whether such an operator raises an error; else it is noted, and runs.
         first: An error like the first one, without its frames. A forward that catches that one goes on, but on a GPU
             its capture is invalid.
-        is_on: Whether anything is refused now.
+        is_on: Whether operators are refused now.
     """
 
-    def __init__(self, *, raises: bool = True) -> None:
-        self.first: HostSyncError | None = None
-        self.is_on, self._raises = True, raises
+    raises: bool = True
+    first: HostSyncError | None = None
+    is_on: bool = True
 
     def refuse(self, what: str) -> None:
         """Note something that needs the host, and raise HostSyncError."""
         if not self.is_on:
             return
         message = f"{what} needs the host inside a capture, at {blamed_line()}"
-        if self.first is None:
-            self.first = HostSyncError(message, remedy=_REMEDY)
-        if self._raises:
+        self.first = self.first or HostSyncError(message, remedy=_REMEDY)
+        if self.raises:
             raise HostSyncError(message, remedy=_REMEDY)
 
 
 class HostGuard(TorchFunctionMode):
-    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
+    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher.
+
+    torch leaves this mode for the call of an operator. A kernel in Python that is made of other operators runs within
+    that call and never reaches a dispatch mode, so the guard calls it with itself in force.
+    """
 
     def __init__(self, refusals: Refusals) -> None:
         super().__init__()
@@ -69,33 +73,31 @@ class HostGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse ``.cpu()``, ``.numpy()``, ``.tolist()``; hand on anything else."""
-        name = _HOST_METHODS.get(func)
-        if name is not None:
+        kwargs = kwargs or {}
+        if (name := _HOST_METHODS.get(func)) is not None:
             self._refusals.refuse(f"Tensor.{name}()")
-        return func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverloadPacket) and func._qualified_op_name.split("::")[0] not in _BUILTIN:
+            overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
+            func = getattr(func, overload or "default")
+        if isinstance(func, torch._ops.OpOverload) and _has_python_kernel(func, ("CompositeImplicitAutograd",)):
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return func(*args, **kwargs)
 
 
-class _Probing(threading.local):
-    depth = 0
-
-
-_probing = _Probing()
+_is_probing = ContextVar("cgplan_is_probing", default=False)
+is_probing = _is_probing.get
+"""Whether this thread is in a block of ``probing``."""
 
 
 @contextmanager
 def probing() -> Iterator[None]:
     """A block that runs a forward in this process alone, to learn from it: other ranks may not run theirs."""
-    _probing.depth += 1
+    token = _is_probing.set(True)
     try:
         yield
     finally:
-        _probing.depth -= 1
-
-
-def is_probing() -> bool:
-    """Whether this thread is in a block of ``probing``."""
-    return _probing.depth > 0
+        _is_probing.reset(token)
 
 
 @contextmanager
@@ -113,11 +115,10 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ref
     """Refuse an operator whose result the host would have to wait for."""
     schema, detail = func._schema.name, ""
     if schema in _INDEXING:
-        masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+        masks = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         if schema != "aten::index" and masks:  # one value through masks is a masked_fill, which needs no host
-            accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-            masks = [] if args[2].numel() == 1 and not accumulate else masks
-        needs, detail = bool(masks), " with a boolean mask"
+            masks = args[2].numel() != 1 or bool(args[3] if len(args) > 3 else kwargs.get("accumulate"))
+        needs, detail = masks, " with a boolean mask"
     elif schema == "aten::repeat_interleave":
         by_tensor = len(args) < 2 or isinstance(args[1], torch.Tensor)
         needs = by_tensor and kwargs.get("output_size") is None
@@ -133,33 +134,26 @@ def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, An
     """Whether a copy goes from a device to host memory; into pinned memory it may, that can be captured."""
     if schema == "aten::copy_":
         target, source = args[0], args[1]
-        pinned = target.device.type == "cpu" and source.device.type != "cpu" and target.is_pinned()
-        return source.device.type != "cpu" and target.device.type == "cpu" and not pinned
+        return source.device.type != "cpu" and target.device.type == "cpu" and not target.is_pinned()
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
 
 
 @cache
+def _has_python_kernel(func: Any, keys: tuple[str, ...]) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
+        return False
+    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
+    name = func._schema.name.replace("::", "/") + overload
+    return func._schema.name not in _RECORDED_WHOLE and any(f"{name}/{key}" in torch.library._impls for key in keys)
+
+
 def implemented_in_python(func: Any, key: str) -> bool:
     """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python.
 
-    Such a kernel calls operators of its own, which pass the dispatcher and can be seen there.
+    The operators that such a kernel calls pass the dispatcher and can be seen there.
     """
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim"):
-        return False
-    if func._schema.name in _WHOLE:
-        return False
-    name = func._schema.name.replace("::", "/")
-    overload = f".{func._overloadname}" if func._overloadname != "default" else ""
-    return any(f"{name}{overload}/{k}" in torch.library._impls for k in (key, "CompositeExplicitAutograd"))
-
-
-def record_whole(name: str) -> None:
-    """Have the tape record an operator as one step although its kernel is Python: it runs again on each replay.
-
-    For kernels that do what no operator does, such as waiting for another process.
-    """
-    _WHOLE.add(name)
+    return _has_python_kernel(func, (key, "CompositeExplicitAutograd"))
 
 
 @cache

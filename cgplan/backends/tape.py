@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from threading import get_ident
 
@@ -36,7 +36,7 @@ class TapeGraph:
 
     pool: TapePool
     steps: list[Step] | None = None
-    recording: tuple[Recorder, ExitStack] | None = field(default=None, repr=False)
+    recording: tuple[Recorder, ExitStack] | None = None
 
 
 class TapeBackend(GraphBackend):
@@ -55,24 +55,19 @@ class TapeBackend(GraphBackend):
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
 
     def new_pool(self) -> TapePool:
-        """An empty pool."""
         pool = TapePool(self._pool_limit)
-        pool.backend = self
         self._pools[pool] = weakref.WeakSet()
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
-        """Bytes that the pools have reserved, exact."""
         return sum(pool.nbytes for pool in pools)
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
-        """An empty tape. Raises BackendError for a pool that this backend did not make."""
         if not isinstance(pool, TapePool) or pool not in self._pools:
             raise foreign_pool(pool, self)
         return TapeGraph(pool)
 
     def begin(self, graph: TapeGraph) -> None:
-        """Start recording in this thread."""
         if graph.steps is not None or graph.recording is not None:
             raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
         with ExitStack() as modes:
@@ -84,7 +79,7 @@ class TapeBackend(GraphBackend):
         self._recording.add(get_ident())
 
     def end(self, graph: TapeGraph) -> None:
-        """Stop recording. Raises HostSyncError for what needed the host, also if the forward caught the error then."""
+        """Raises HostSyncError for an operator that needed the host, also if the forward caught the error then."""
         recorder = self._stop(graph)
         if recorder.refusals.first is not None:
             self._trim(graph.pool)
@@ -93,32 +88,26 @@ class TapeBackend(GraphBackend):
         self._pools[graph.pool].add(graph)
 
     def abort(self, graph: TapeGraph) -> None:
-        """Stop recording and drop the steps."""
         self._stop(graph)
         self._trim(graph.pool)
 
     def is_capturing(self) -> bool:
-        """Whether a tape of this backend is recording in this thread."""
         return get_ident() in self._recording
 
     def replay(self, graph: TapeGraph) -> None:
-        """Run the recorded operators; returns when they have run."""
         if graph.steps is None:
             raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
         replay(graph.steps)
 
     def reset(self, graph: TapeGraph) -> None:
-        """Drop the steps; with the pool's last graph, drop the pool's memory."""
         graph.steps = None
         self._pools[graph.pool].discard(graph)
         self._trim(graph.pool)
 
     def num_nodes(self, graph: TapeGraph) -> int | None:
-        """Recorded operators; views and allocations are none."""
         return None if graph.steps is None else len(graph.steps)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block."""
         storage = tensor.untyped_storage()
         for pool in self._pools:
             alias = pool.alias_of(storage)
@@ -128,42 +117,35 @@ class TapeBackend(GraphBackend):
         return tensor
 
     def in_pool(self, tensor: torch.Tensor, pool: TapePool) -> bool:
-        """Whether the tensor's storage takes a block of the pool."""
         return tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
 
     def is_empty(self, graph: TapeGraph) -> bool:
-        """Whether no operator was recorded."""
         return not graph.steps
 
     def slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Memory of the pool that holds ``value``; the copy is not recorded."""
         slot = torch.empty_like(value)
-        with _disable_current_modes():
+        with _disable_current_modes():  # the copy is not recorded
             slot.copy_(value)
         return slot
 
     def memory(self) -> MemoryReading:
-        """Memory of this machine, and the bytes of this backend's pools."""
         page = os.sysconf("SC_PAGE_SIZE")
         free = os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else None
         return MemoryReading(free, os.sysconf("SC_PHYS_PAGES") * page, sum(pool.nbytes for pool in self._pools))
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """A block without garbage collection."""
         import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
         with gc_paused():
             yield
 
     def supports(self, feature: Feature) -> bool:
-        """Nodes are counted and memory is borrowed; there is no driver."""
-        return feature in ("node_count", "borrow")
+        return feature == "borrow"  # there is no driver
 
     def synchronize(self) -> None:
-        """Nothing is ever queued."""
+        pass  # nothing is ever queued
 
     def release_cached(self) -> None:
-        """Drop the memory of pools that no graph uses."""
         for pool in list(self._pools):
             self._trim(pool)
 
@@ -174,7 +156,6 @@ class TapeBackend(GraphBackend):
         *,
         queued: bool = False,  # noqa: ARG002  (nothing is ever queued)
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """Microseconds of each call; host and device are one."""
         times = []
         for _ in range(repeats):
             start = time.perf_counter_ns()
@@ -183,8 +164,7 @@ class TapeBackend(GraphBackend):
         return times, times
 
     def _stop(self, graph: TapeGraph) -> Recorder:
-        if graph.recording is None:
-            raise CaptureError("no capture is under way in this graph", remedy="Call begin first.")
+        assert graph.recording is not None, "no capture is under way in this graph"
         recorder, modes = graph.recording
         graph.recording = None
         self._recording.discard(get_ident())

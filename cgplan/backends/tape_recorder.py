@@ -39,15 +39,11 @@ class Step:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs the operators of a forward once and keeps them as steps whose tensors lie at fixed addresses.
+    """Runs the operators of a forward once and keeps them as ``steps`` whose tensors lie at fixed addresses.
 
-    Tensors that operators make are placed in the pool. Views make no step, because addresses do not change. Memory
-    from before the recording that is written to gets its old bytes back in ``finish``, and so do random generators:
-    on a GPU, too, a capture runs nothing.
-
-    Attributes:
-        steps: The recorded operators.
-        refusals: Operators that need the host.
+    Results of operators are placed in the pool. Views make no step, because addresses do not change. Memory from before
+    the recording that is written to gets its old bytes back in ``finish``, and so do random generators: on a GPU, too,
+    a capture runs nothing.
     """
 
     def __init__(self, pool: TapePool) -> None:
@@ -56,22 +52,18 @@ class Recorder(TorchDispatchMode):
         self.refusals = Refusals()
         self._pool = pool
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._held = pool.taken()
+        self._held = frozenset(pool.aliases)
         # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
-        self._earlier = [(storage, storage.clone()) for storage in pool.taken_memory()]
-        self._rng = torch.get_rng_state()
-        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._earlier = [(storage, storage.clone()) for storage in pool.aliases.values()]
+        default = torch.default_generator
+        self._generators = {id(default): (default, default.get_state())}
 
     def finish(self) -> None:
-        """Undo what the recording wrote outside the pool, and to what was taken of the pool before."""
+        """Undo writes of the recording outside the pool, and to blocks that were taken before."""
         for storage, before in (*self._saved.values(), *self._earlier):
             storage.copy_(before)
-        self._saved.clear()
-        self._earlier.clear()
-        torch.set_rng_state(self._rng)
         for generator, state in self._generators.values():
             generator.set_state(state)
-        self._generators.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -86,38 +78,41 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         refuse_host(func, args, kwargs, self.refusals)
         given = tensors_in((args, kwargs))
-        _refuse_foreign(func, given)
+        for tensor in given:
+            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                raise CaptureError(
+                    f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
+                    remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
+                )
         self._save_written(func, args, kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None and id(generator) not in self._generators:
-            self._generators[id(generator)] = (generator, generator.get_state())
+        if (generator := kwargs.get("generator")) is not None:
+            self._generators.setdefault(id(generator), (generator, generator.get_state()))
         growing = _loosened(func, kwargs)
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             func = torch.ops.aten.clone.default
         old = {t.untyped_storage()._cdata for t in given}
         fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
         flat, spec = tree_flatten(func(*args, **kwargs))
-        for tensor, inside in zip(growing, self._place(dict(enumerate(growing))).values(), strict=True):
-            tensor.set_(inside.untyped_storage(), inside.storage_offset(), inside.size(), inside.stride())
-            old.add(tensor.untyped_storage()._cdata)
-        fresh = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old]
-        placed = self._place({i: flat[i] for i in fresh})
+        if growing:
+            for tensor, inside in zip(growing, self._place(dict(enumerate(growing))).values(), strict=True):
+                tensor.set_(inside.untyped_storage(), inside.storage_offset(), inside.size(), inside.stride())
+                old.add(tensor.untyped_storage()._cdata)
+            fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
+        fresh = {
+            i: t for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old
+        }
+        placed = self._place(fresh)
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         is_view = not fresh and not writes and any(isinstance(t, torch.Tensor) for t in flat)
-        if growing:
-            fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
         if not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS:
-            args_kept, kwargs_kept = fixed
-            self._add_step(func, args_kept, kwargs_kept, placed, len(flat))
-        for i, tensor in placed.items():
-            flat[i] = tensor
-        return tree_unflatten(flat, spec)
+            self._add_step(func, fixed, placed, len(flat))
+        return tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
 
-    def _add_step(self, func: Any, args: Any, kwargs: Any, placed: dict[int, torch.Tensor], results: int) -> None:
+    def _add_step(self, func: Any, given: tuple[Any, Any], placed: dict[int, torch.Tensor], results: int) -> None:
+        args, kwargs = given
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
-        out = _out_variant(func) if slots and len(slots) == results else None
-        if out is not None:  # write into the slot at once, without a copy
-            overload, names = out
+        if slots and len(slots) == results and (out := _out_variant(func)) is not None:
+            overload, names = out  # writes into the slots at once, without a copy
             known = {a.name for a in overload._schema.arguments}
             kept = {name: value for name, value in kwargs.items() if name in known}  # the slot has dtype and device
             step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
@@ -215,33 +210,19 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
-def _refuse_foreign(func: Any, given: list[torch.Tensor]) -> None:
-    for tensor in given:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise CaptureError(
-                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
-                remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
-            )
-
-
 @cache
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The overload of ``func`` that writes into given results, and their names; None if there is none."""
-
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # could not be tried
         return None
-    made = ("dtype", "layout", "device", "pin_memory")  # an out variant may leave these to its result
-
-    def inputs(schema: Any, left_out: set[str]) -> list[tuple[str, str]]:
-        return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out and a.name not in left_out]
-
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
-        outs = tuple(a.name for a in overload._schema.arguments if a.is_out)
-        if any(str(a.type) != "Tensor" for a in overload._schema.arguments if a.is_out):  # a list of results
-            continue
-        left_out = set(made) - {a.name for a in overload._schema.arguments}
-        same = inputs(overload._schema, set()) == inputs(func._schema, left_out)
-        if outs and len(outs) == len(func._schema.returns) and same:
-            return overload, outs
+        known = overload._schema.arguments
+        outs = {a.name: str(a.type) for a in known if a.is_out}
+        taken = [(a.name, str(a.type)) for a in known if not a.is_out]
+        # an out variant may leave dtype, layout and device to its result
+        left_out = {"dtype", "layout", "device", "pin_memory"} - {a.name for a in known}
+        given = [(a.name, str(a.type)) for a in func._schema.arguments if a.name not in left_out]
+        if outs and taken == given and [*outs.values()] == ["Tensor"] * len(func._schema.returns):
+            return overload, tuple(outs)
     return None

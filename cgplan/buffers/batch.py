@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from cgplan.buffers.copier import has_memory, no_memory, not_dense
 from cgplan.buffers.static import torch_dtype
 from cgplan.config import Input
 from cgplan.errors import InputError
@@ -96,20 +94,16 @@ class BatchReader:
                 f"input {name!r} has dtype {value.dtype}, declared is {dtype}",
                 remedy=f"Convert it with .to({dtype}), or declare its dtype.",
             )
-        if value.is_nested or isinstance(value, UninitializedParameter | UninitializedBuffer):
+        if value.layout is not torch.strided or value.is_nested:
             raise InputError(
-                f"input {name!r} is {'a nested tensor' if value.is_nested else 'not initialised yet'}",
-                remedy="Pass a dense tensor, such as .to_padded_tensor() gives.",
+                f"input {name!r} is {'a nested tensor' if value.is_nested else f'of layout {value.layout}'}",
+                remedy="Pass a dense tensor, such as .to_dense() or .to_padded_tensor() gives.",
             )
         if value.device != self._device and value.device.type != "cpu":
             raise InputError(
                 f"input {name!r} is on {value.device}, the runner on {self._device}",
                 remedy=f"Move it with .to('{self._device}'), or pass a tensor on the host.",
             )
-        if value.layout is not torch.strided:
-            raise not_dense(name, value)
-        if not has_memory(value):
-            raise no_memory(name)
 
     def _wrong_names(self, given: Mapping[str, torch.Tensor]) -> InputError:
         unknown = [name for name in given if name not in self._specs]

@@ -11,7 +11,6 @@ Note [Copying in]
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,63 +18,28 @@ import torch
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import InputError
 
-CopyIn = Callable[[Sequence[torch.Tensor], int], None]
+CopyIn = Callable[[Sequence[torch.Tensor], int, bool], None]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def not_dense(name: str, value: torch.Tensor) -> InputError:
-    """The error for a tensor of another layout."""
-    return InputError(
-        f"input {name!r} has the layout {value.layout}", remedy="Pass a dense tensor, such as .to_dense() gives."
-    )
-
-
-def has_memory(value: torch.Tensor) -> bool:
-    """Whether a dense tensor's storage holds its elements: it may be freed, or belong to a lazy tensor of zeros."""
-    if type(value) not in PLAIN or value.numel() == 0:
-        return True
-    last = value.storage_offset() + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    return not value._is_zerotensor() and value.untyped_storage().nbytes() >= (last + 1) * value.itemsize
-
-
-def no_memory(name: str) -> InputError:
-    """The error for a tensor without memory."""
-    return InputError(
-        f"input {name!r} has no memory: its storage was freed, or torch never allocated it",
-        remedy="Pass a tensor that holds its numbers, such as .clone() gives before the storage is freed.",
-    )
 
 
 class BatchCopy:
     """Brings batches of one size into the static buffers by torch's operators, see Note [Copying in]: one launch for
     each dtype, one for each input with padding to reset.
 
-    Its functions take the batch's tensors in the order of the buffers, their names, shapes, dtypes and devices checked,
-    and the current stream's handle, which devices without streams ignore.
+    Its functions take the batch's tensors in the order of the buffers, their names, shapes, dtypes and devices checked;
+    the current stream's handle, which devices without streams ignore; and whether the tensors are known to be laid out
+    as those that ``path`` was given, without gaps and lazy conjugates.
 
     Args:
-        buffers: The targets.
+        copier: Owns the targets.
         num_tokens, num_reqs: The batch.
         padded_tokens, padded_reqs: The size that it is padded to.
-        copy_inputs: Whether tensors from elsewhere are copied in; False: they are an InputError.
     """
 
-    def __init__(
-        self,
-        buffers: StaticBuffers,
-        num_tokens: int,
-        num_reqs: int,
-        padded_tokens: int,
-        padded_reqs: int,
-        *,
-        copy_inputs: bool,
-    ) -> None:
-        self._names = tuple(buffers.buffers)
-        self._buffers = tuple(buffers.buffers.values())
-        self._bounds = buffers.bounds
-        self._marks = buffers.marks
+    def __init__(self, copier: Copier, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> None:
+        self._static, self._copy_inputs = copier.buffers, copier.copy_inputs
+        self._buffers, self._marks = tuple(self._static.buffers.values()), self._static.marks
         self._tokens, self._reqs = num_tokens, num_reqs
-        self._copy_inputs = copy_inputs
         self._rows = [buffer.count(num_tokens, num_reqs) for buffer in self._buffers]
         self._padded_rows = [buffer.count(padded_tokens, padded_reqs) for buffer in self._buffers]
         self._views: list[torch.Tensor] = []
@@ -91,10 +55,9 @@ class BatchCopy:
         self._always_pads = any(self._least_rows)
 
     @torch.no_grad()
-    def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
+    def run(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
-        if not self._views:
-            self._views = [buffer.view(rows) for buffer, rows in zip(self._buffers, self._rows, strict=True)]
+        self._views = self._views or [b.view(rows) for b, rows in zip(self._buffers, self._rows, strict=True)]
         # _foreach_copy_ is one launch for tensors of one dtype and device, and a loop over all for others
         groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, value in enumerate(values):
@@ -111,7 +74,7 @@ class BatchCopy:
         """The quickest function that does the work of ``run`` for tensors on the devices of these."""
         return self.run
 
-    def pad(self, values: Sequence[torch.Tensor], stream: int) -> None:  # noqa: ARG002
+    def pad(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         """Reset the padding that needs it, most often none: the caller has written the rows of the batch in place, and
         ``values`` are ignored.
         """
@@ -122,7 +85,6 @@ class BatchCopy:
 
     @torch.no_grad()
     def _reset_padding(self, stream: int) -> None:  # noqa: ARG002
-        """Make the rows behind the batch padding, as far as an earlier one reached."""
         for buffer, rows, padded in zip(self._buffers, self._rows, self._padded_rows, strict=True):
             buffer.pad(rows, padded)
 
@@ -132,20 +94,22 @@ class BatchCopy:
         """
         if type(value) not in PLAIN:
             value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
-        elif value.layout is not torch.strided:
-            raise not_dense(self._names[index], value)
         tensor, address = self._buffers[index].tensor, value.data_ptr()
         if address == tensor.data_ptr() and value.stride() == tensor.stride():
             return None
         if not address and value.numel():
-            raise no_memory(self._names[index])
+            raise InputError(
+                f"input {list(self._static.buffers)[index]!r} has no memory: its storage was freed",
+                remedy="Pass a tensor that holds its numbers, such as .clone() gives before the storage is freed.",
+            )
         if not self._copy_inputs:
             raise InputError(
-                f"input {self._names[index]!r} does not lie in its static buffer, and cudagraph_copy_inputs is false",
+                f"input {list(self._static.buffers)[index]!r} does not lie in its static buffer, and "
+                "cudagraph_copy_inputs is false",
                 remedy="Write into the tensors of runner.stage(...) or runner.input_views(...), or set "
                 "cudagraph_copy_inputs: true.",
             )
-        return value.clone() if bisect_right(self._bounds, address) & 1 else value
+        return value.clone() if self._static.owns(value) else value
 
 
 class Copier:
@@ -153,13 +117,14 @@ class Copier:
 
     Args:
         buffers: The targets; the caller owns them.
-        copy_inputs: As for BatchCopy.
+        copy_inputs: Whether tensors from elsewhere are copied in; False: they are an InputError.
 
     Attributes:
         name: How it copies, for reports.
     """
 
     name = "torch operators"
+    batch_copy: type[BatchCopy] = BatchCopy
 
     def __init__(self, buffers: StaticBuffers, *, copy_inputs: bool) -> None:
         self.buffers, self.copy_inputs = buffers, copy_inputs
@@ -167,12 +132,9 @@ class Copier:
 
     def prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> BatchCopy:
         """For batches of one size; arguments as for BatchCopy."""
-        copy = self._new(num_tokens, num_reqs, padded_tokens, padded_reqs)
+        copy = self.batch_copy(self, num_tokens, num_reqs, padded_tokens, padded_reqs)
         self._copies.add(copy)
         return copy
-
-    def _new(self, *counts: int) -> BatchCopy:
-        return BatchCopy(self.buffers, *counts, copy_inputs=self.copy_inputs)
 
     def note_writes(self, before: list[int]) -> None:
         """Find the buffers that the model has written into since their ``versions`` were ``before``: from now on their
@@ -184,4 +146,3 @@ class Copier:
 
     def close(self) -> None:
         """Free the memory that copies go through."""
-        return

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -131,87 +132,29 @@ class _Arguments:
         self.function = kernel.inline_function if offsets else kernel.function
 
 
-@dataclass(frozen=True, slots=True)
 class _Target:
-    """A static buffer as the kernel sees it: slices of rows of bytes, one slice for each index in front of the rows.
+    """A static buffer as the kernel sees it: slices of rows of bytes, one slice for each index in front of the rows."""
 
-    Attributes:
-        address: Of its memory.
-        pattern: The padding value, repeated to 16 bytes.
-        last: Whether padding repeats the last row.
-        slices, pitch: Their number, and the bytes from one to the next.
-        row_bytes: Of a row within a slice; of all for a fixed shape.
-        counted: What the rows count, and how: as in the kernel's Job.
-    """
-
-    address: int
-    pattern: bytes
-    last: bool
-    slices: int
-    pitch: int
-    row_bytes: int
-    counted: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, buffer: StaticBuffer) -> _Target:
+    def __init__(self, buffer: StaticBuffer) -> None:
         tensor, row_dim, dim, pad = buffer.tensor, buffer.row_dim, buffer.rows, buffer.spec.pad
         one = torch.zeros(1, dtype=tensor.dtype, device="cpu").fill_(0 if pad == "last" else pad)
-        pattern = bytes(one.untyped_storage().tolist()) * (ALIGNMENT // one.itemsize)
-        if row_dim is None or dim is None:
-            return cls(tensor.data_ptr(), pattern, False, 1, tensor.nbytes, tensor.nbytes, (0, 0, 0))
-        row_bytes = tensor.shape[row_dim + 1 :].numel() * tensor.itemsize
-        return cls(
-            tensor.data_ptr(),
-            pattern,
-            pad == "last",
-            tensor.shape[:row_dim].numel(),
-            tensor.shape[row_dim] * row_bytes,
-            row_bytes,
-            (_COUNTS[dim.symbol], dim.factor, dim.offset),
-        )
+        self.pattern = bytes(one.untyped_storage().tolist()) * (ALIGNMENT // one.itemsize)
+        self.address, self.pads_last = tensor.data_ptr(), pad == "last"
+        self.slices, self.row_bytes, self.counted = 1, tensor.nbytes, (0, 0, 0)  # as in the kernel's Job
+        if row_dim is not None and dim is not None:
+            self.slices = tensor.shape[:row_dim].numel()
+            self.row_bytes = tensor.shape[row_dim + 1 :].numel() * tensor.itemsize
+            self.counted = (_COUNTS[dim.symbol], dim.factor, dim.offset)
+        self.pitch = tensor.nbytes // self.slices
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of so many rows."""
         return self.slices * self.row_bytes * (rows if self.counted[0] else 1)
 
     def job(self, rows: int, least_rows: int) -> bytes:
-        """The kernel's Job for a batch of so many rows."""
         return _JOB.pack(
             self.pattern, self.address, self.pitch, self.nbytes(rows) // self.slices, self.row_bytes, self.slices,
-            *self.counted, least_rows, self.last,
+            *self.counted, least_rows, self.pads_last,
         )  # fmt: skip
-
-
-class KernelCopier(Copier):
-    """Copies by ``copy_rows``, see Note [Launching].
-
-    Args:
-        buffers: The targets, at most INPUTS of them; the caller owns them.
-        kernel: On their device.
-        blocks: Where host tensors are staged.
-        copy_inputs: As for BatchCopy.
-    """
-
-    name = "one kernel"
-
-    def __init__(self, buffers: StaticBuffers, kernel: CopyKernel, blocks: StagingBlocks, *, copy_inputs: bool) -> None:
-        super().__init__(buffers, copy_inputs=copy_inputs)
-        self.kernel, self.blocks = kernel, blocks
-        self.targets = [_Target.of(buffer) for buffer in buffers.buffers.values()]
-        self.device = next(iter(buffers.buffers.values())).tensor.device
-
-    def _new(self, *counts: int) -> BatchCopy:
-        return KernelBatchCopy(self, *counts)
-
-    def config(self, sizes: Sequence[int]) -> LaunchConfig:
-        """A launch that writes so many bytes of each input."""
-        blocks = max(-(-size // (_BYTES_A_BLOCK * t.slices)) for size, t in zip(sizes, self.targets, strict=True))
-        slices = min(max(target.slices for target in self.targets), _MOST_BLOCKS)
-        return LaunchConfig(min(max(blocks, 1), _MOST_BLOCKS), len(sizes), slices, THREADS, 1, 1)
-
-    def close(self) -> None:
-        """Free the staging blocks."""
-        self.blocks.close()
 
 
 class KernelBatchCopy(BatchCopy):
@@ -223,38 +166,36 @@ class KernelBatchCopy(BatchCopy):
     """
 
     def __init__(self, copier: KernelCopier, *counts: int) -> None:
-        self._kernel, self._targets = copier.kernel, copier.targets
-        self._inline: tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]] | None = None
-        super().__init__(copier.buffers, *counts, copy_inputs=copier.copy_inputs)
-        self._blocks, self._device = copier.blocks, copier.device
-        dtypes = [buffer.tensor.dtype for buffer in self._buffers]
-        self._may_be_neg = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
-        self._may_be_conj = any(dtype.is_complex for dtype in dtypes)
-        self._own = [target.address for target in copier.targets]
-        self._sizes = [target.nbytes(rows) for target, rows in zip(copier.targets, self._rows, strict=True)]
-        self._places = [0]
-        for size in self._sizes:
-            self._places.append(self._places[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        self._staged_bytes = self._places.pop()
+        self._copier, self._targets = copier, copier.targets
+        super().__init__(copier, *counts)
+        self._may_be_lazy = any(b.tensor.is_floating_point() or b.tensor.is_complex() for b in self._buffers)
+        self._own = [target.address for target in self._targets]
         # A batch behind a much larger one has far more padding to reset than rows to copy.
-        _, _, self._near, _ = counts
-        self._config = copier.config(
-            [target.nbytes(count) for target, count in zip(copier.targets, self._padded_rows, strict=True)]
-        )
+        self._near = counts[2]
+        self._config = copier.config([t.nbytes(n) for t, n in zip(self._targets, self._padded_rows, strict=True)])
         self._wide_config = copier.config([buffer.tensor.nbytes for buffer in self._buffers])
         self._config_at, self._wide_config_at = ctypes.addressof(self._config), ctypes.addressof(self._wide_config)
         self._stream = 0
-        self._write = struct.Struct(f"=4I{len(self._jobs)}Q").pack_into
+        self._write = struct.Struct(f"=4I{len(self._own)}Q").pack_into
 
     def look_at_writes(self) -> None:
         """Prepare for the buffers that the model is known to write into."""
         super().look_at_writes()
-        self._jobs = [t.job(*counts) for t, *counts in zip(self._targets, self._rows, self._least_rows, strict=True)]
-        self._arguments = _Arguments(self._kernel, self._jobs)
-        if self._inline is not None:
-            self._inline = self._inline_arguments()
+        self._sizes = [target.nbytes(rows) for target, rows in zip(self._targets, self._rows, strict=True)]
+        *self._places, self._staged_bytes = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in self._sizes), initial=0)
+        kernel = self._copier.kernel
+        jobs = [t.job(*counts) for t, *counts in zip(self._targets, self._rows, self._least_rows, strict=True)]
+        self._arguments = _Arguments(kernel, jobs)
+        self._fits_inline = self._staged_bytes <= ARGUMENT_BYTES - _BATCH_BYTES
+        if self._fits_inline:
+            self._inline = _Arguments(kernel, jobs, self._places)
+            start = ctypes.addressof(self._inline.memory) + _BATCH_BYTES
+            self._inline_places = [
+                (ctypes.c_void_p(start + place), ctypes.c_size_t(size))
+                for place, size in zip(self._places, self._sizes, strict=True)
+            ]
 
-    def run(self, values: Sequence[torch.Tensor], stream: int) -> None:
+    def run(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
         sources, on_host, kept = [], [], []
         with torch.no_grad():
@@ -264,14 +205,14 @@ class KernelBatchCopy(BatchCopy):
                     sources.append(self._own[index])
                     continue
                 plain = source.resolve_conj().resolve_neg().contiguous()
-                if plain.device != self._device:
+                if plain.device != self._copier.device:
                     on_host.append(index)
                 kept.append(plain)  # until the launch is queued; later users of its memory are queued behind it
                 sources.append(plain.data_ptr())
         if sources == self._own:
             self.pad(values, stream)
             return
-        base = self._blocks.take(self._staged_bytes, stream) if on_host else 0
+        base = self._copier.blocks.take(self._staged_bytes, stream) if on_host else 0
         for index in on_host:
             place = base + self._places[index]
             _memcpy(place, sources[index], self._sizes[index])
@@ -282,27 +223,24 @@ class KernelBatchCopy(BatchCopy):
         """The quickest function that does the work of ``run`` for tensors on the devices of these."""
         if not self._copy_inputs or any(type(value) not in PLAIN for value in values):
             return self.run
-        if all(value.device == self._device for value in values):
+        if all(value.device == self._copier.device for value in values):
             return self._from_device
         if any(value.device.type != "cpu" for value in values):
             return self.run
-        if self._staged_bytes > ARGUMENT_BYTES - _BATCH_BYTES:
-            return self._staged_from_host
-        if self._inline is None:
-            self._inline = self._inline_arguments()
-        return self._inline_from_host
+        return self._inline_from_host if self._fits_inline else self._staged_from_host
 
-    def _addresses(self, values: Sequence[torch.Tensor]) -> list[int] | None:
-        """Where contiguous tensors lie; None if one is something else, which ``run`` takes care of."""
-        if not all(map(_is_contiguous, values)):
-            return None
-        if self._may_be_neg and (any(map(_is_neg, values)) or (self._may_be_conj and any(map(_is_conj, values)))):
-            return None
-        sources = list(map(_address, values))
+    def _addresses(self, values: Sequence[torch.Tensor], known: bool) -> list[int] | None:
+        """Where dense tensors lie; None if one is something else, which ``run`` takes care of."""
+        if not known:
+            if not all(map(_is_contiguous, values)):
+                return None
+            if self._may_be_lazy and (any(map(_is_neg, values)) or any(map(_is_conj, values))):
+                return None
+        sources = [*map(_address, values)]
         return None if 0 in sources else sources
 
-    def _from_device(self, values: Sequence[torch.Tensor], stream: int) -> None:
-        sources, bounds = self._addresses(values), self._bounds
+    def _from_device(self, values: Sequence[torch.Tensor], stream: int, known: bool) -> None:
+        sources, bounds = self._addresses(values, known), self._static.bounds
         if sources is None:
             self.run(values, stream)
             return
@@ -313,55 +251,75 @@ class KernelBatchCopy(BatchCopy):
                     return
         self._launch(self._arguments, sources, stream)
 
-    def _staged_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
-        sources = self._addresses(values)
+    def _staged_from_host(self, values: Sequence[torch.Tensor], stream: int, known: bool) -> None:
+        sources = self._addresses(values, known)
         if sources is None:
             self.run(values, stream)
             return
-        base = self._blocks.take(self._staged_bytes, stream)
+        base = self._copier.blocks.take(self._staged_bytes, stream)
         places = [base + place for place in self._places]
         for place, source, size in zip(places, sources, self._sizes):  # noqa: B905  (of equal length)
             _memcpy(place, source, size)
         self._launch(self._arguments, places, stream)
 
-    def _inline_from_host(self, values: Sequence[torch.Tensor], stream: int) -> None:
-        sources = self._addresses(values)
-        if sources is None or self._inline is None:
+    def _inline_from_host(self, values: Sequence[torch.Tensor], stream: int, known: bool) -> None:
+        sources = self._addresses(values, known)
+        if sources is None:
             self.run(values, stream)
             return
-        arguments, places = self._inline
-        for (place, size), source in zip(places, sources):  # noqa: B905
+        for (place, size), source in zip(self._inline_places, sources):  # noqa: B905
             _memcpy_small(place, source, size)
-        self._launch(arguments, (), stream)
-
-    def _inline_arguments(self) -> tuple[_Arguments, list[tuple[ctypes.c_void_p, ctypes.c_size_t]]]:
-        """The arguments of a batch that rides in them, with the place and the size of each input."""
-        arguments = _Arguments(self._kernel, self._jobs, self._places)
-        start = ctypes.addressof(arguments.memory) + _BATCH_BYTES
-        return arguments, [
-            (ctypes.c_void_p(start + place), ctypes.c_size_t(size))
-            for place, size in zip(self._places, self._sizes, strict=True)
-        ]
+        self._launch(self._inline, (), stream)
 
     def _reset_padding(self, stream: int) -> None:
         self._launch(self._arguments, self._own, stream)
 
     def _launch(self, arguments: _Arguments, sources: Sequence[int], stream: int) -> None:
         """Launch the kernel on sources at these addresses; absent: they are in the arguments. Raises BackendError."""
-        marks, write = self._marks, self._write if sources else _HEAD.pack_into
+        marks, write, launch = self._marks, self._write if sources else _HEAD.pack_into, self._copier.kernel.launch
         write(arguments.memory, 0, marks.tokens, marks.reqs, marks.exposed_tokens, marks.exposed_reqs, *sources)
         if stream != self._stream:
             self._config.stream = self._wide_config.stream = self._stream = stream
         near = marks.tokens <= self._near and marks.exposed_tokens <= self._near
         launched = self._config_at if near else self._wide_config_at, arguments.function, arguments.at, None
-        code = self._kernel.launch(*launched)
+        code = launch(*launched)
         if code in _OTHER_CONTEXT:  # this thread has done nothing with the GPU yet, or works on another one
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self._copier.device):
                 torch.cuda.current_stream().query()  # makes the context current
-                code = self._kernel.launch(*launched)
+                code = launch(*launched)
         if code:
             raise BackendError(
                 f"the driver refused to launch the copy of a batch: error {code}",
                 remedy="An earlier kernel may have failed; run with CUDA_LAUNCH_BLOCKING=1 to see which.",
             )
         marks.tokens, marks.reqs = self._tokens, self._reqs
+
+
+class KernelCopier(Copier):
+    """Copies by ``copy_rows``, see Note [Launching].
+
+    Args:
+        buffers: The targets, at most INPUTS of them; the caller owns them.
+        kernel: On their device.
+        blocks: Where host tensors are staged.
+        copy_inputs: As for Copier.
+    """
+
+    name = "one kernel"
+    batch_copy = KernelBatchCopy
+
+    def __init__(self, buffers: StaticBuffers, kernel: CopyKernel, blocks: StagingBlocks, *, copy_inputs: bool) -> None:
+        super().__init__(buffers, copy_inputs=copy_inputs)
+        self.kernel, self.blocks = kernel, blocks
+        self.targets = [_Target(buffer) for buffer in buffers.buffers.values()]
+        self.device = next(iter(buffers.buffers.values())).tensor.device
+
+    def config(self, sizes: Sequence[int]) -> LaunchConfig:
+        """A launch that writes so many bytes of each input."""
+        blocks = max(-(-size // (_BYTES_A_BLOCK * t.slices)) for size, t in zip(sizes, self.targets, strict=True))
+        slices = min(max(target.slices for target in self.targets), _MOST_BLOCKS)
+        return LaunchConfig(min(max(blocks, 1), _MOST_BLOCKS), len(sizes), slices, THREADS, 1, 1)
+
+    def close(self) -> None:
+        """Free the staging blocks."""
+        self.blocks.close()

@@ -24,7 +24,7 @@ def check_dtypes(specs: Mapping[str, Input], device: torch.device) -> None:
     Raises:
         BackendError: this torch or the device does not have it; names the input.
     """
-    for name, spec in {spec.dtype: (name, spec) for name, spec in reversed(list(specs.items()))}.values():
+    for name, spec in specs.items():
         declared = f"input {name!r} is declared as {spec.dtype}"
         if not hasattr(torch, spec.dtype):
             raise BackendError(
@@ -40,7 +40,6 @@ def check_dtypes(specs: Mapping[str, Input], device: torch.device) -> None:
         except torch.OutOfMemoryError:  # the buffers will say so
             return
         except (RuntimeError, TypeError) as error:
-            torch.zeros([1], dtype=torch.uint8, device=device)  # raises where the dtype is not the reason
             raise BackendError(
                 f"{declared}, which {device} does not have: {(str(error).splitlines() or [''])[0]}",
                 remedy="Declare a dtype that it has and convert in the model, or choose another device.",

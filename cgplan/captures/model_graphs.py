@@ -244,12 +244,14 @@ class ModelGraphs:
         finally:
             self.seal()
 
-    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Run what a key captures, without capturing; where a trace is captured, it is found or made here."""
+    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """Run what a key captures, without capturing; where a trace is captured, it is found or made here. Returns the
+        output.
+        """
         is_full = mode is CUDAGraphMode.FULL
         with autocast_cache(on=not is_full and self.route.name == "wrappers"):  # wrappers turn it off for themselves
             call = self.route.whole if is_full else self.route.warm
-            self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+            return self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
         """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose

@@ -294,16 +294,17 @@ class CompilationConfig(Section):
     a quarter of the free device memory.
     """
     debug: Flag = False
-    """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code, and
-    with NaN in the padding rows of floating-point inputs; outputs are copies that the next call fills with NaN.
+    """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code (the
+    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs; outputs are
+    copies that the next call fills with NaN.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
     UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
     """
     outputs: Literal["borrow", "clone"] = "borrow"
-    """borrow: outputs are views of graph memory, overwritten by the next replay of any graph in the pool. clone:
-    outputs are copies.
+    """borrow: outputs are new tensor objects on graph memory, overwritten by the next replay of any graph in the pool.
+    clone: outputs are copies.
     """
     all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
     """How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels over registered

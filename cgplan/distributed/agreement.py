@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before they capture: configuration, versions, model, plan."""
+"""Comparisons of all ranks before they capture: configuration, versions, model, plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def agree_on_setup(
         versions |= {"the GPU driver": str(found.driver), "CUDA": str(found.cuda), "the GPU": str(found.device)}
     own = {**(also or {}), **{f"version of {name}": value for name, value in versions.items()}}
     own |= _flat("", config.model_dump(mode="json", exclude={"device"}))
-    _compare(ranks.agree("comparing the ranks", value=own), "Start all ranks from one file and one installation.")
+    compare(ranks.agree("comparing the ranks", value=own), "Start all ranks from one file and one installation.")
 
 
 def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
@@ -52,7 +52,7 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
-    _compare(ranks.agree("comparing the models", value=own), "Every rank has to build the same model.")
+    compare(ranks.agree("comparing the models", value=own), "Every rank has to build the same model.")
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
@@ -67,7 +67,7 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
     """
     text, digest = ranks.broadcast("broadcasting the plan", (plan.model_dump_json(), plan_digest(plan)))
     found = Plan.from_json(text)
-    _compare(
+    compare(
         ranks.agree("comparing the plan", value={"the plan's hash": plan_digest(found), "hash as sent": digest}),
         "Install the same version of cgplan on all ranks.",
     )
@@ -87,7 +87,8 @@ def _flat(prefix: str, value: Any) -> dict[str, str]:
     return {name: text for key, below in names.items() for name, text in _flat(key, below).items()}
 
 
-def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
+def compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    """All ranks have rank 0's values, by name. Raises RankMismatchError; it names the rank and both values."""
     for rank, theirs in enumerate(found):
         names = [name for name in {**found[0], **theirs} if theirs.get(name) != found[0].get(name)]
         parts = [
@@ -98,6 +99,3 @@ def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
             parts.append(f"and {len(names) - _MOST_NAMED} more")
         if parts:
             raise RankMismatchError(f"rank {rank} differs from rank 0: {'; '.join(parts)}", remedy=remedy)
-
-
-__all__ = ["agree_on_model", "agree_on_plan", "agree_on_setup", "plan_digest"]

@@ -1,18 +1,18 @@
-"""The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and what runs it.
+"""The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and its implementations.
 
 ``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for bit the same on all
 ranks; ``group`` is an AllReduce's number. All ranks call it in the same order with the same shapes, on one stream.
-Inside it is ``cgplan::all_reduce_row``, which is one node of a graph and one step of a tape: it reads where the inputs
-lie from a row of the registry's table, see Note [Registration] in registry.py.
+Inside it is ``cgplan::all_reduce_row``, one node of a graph and one step of a tape. It reads the inputs' addresses from
+a row of the registry's table, see Note [Registration] in registry.py.
 
 Note [Unfinished sums]
-    A rank that raises, or gives up waiting, leaves a sum to which others have brought their part, or will. The next sum
-    would take that part for its own: wrong numbers, or, with gloo and other sizes, the end of the process. So a rank
-    that has left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and, where a sum
-    of gloo's was left, a new group. Capture sessions call it when they begin, after a failure that all ranks raise, and
+    A rank that raises, or gives up waiting, leaves a sum that other ranks have joined or will join. The next sum would
+    take their part for its own: wrong numbers, or, with gloo and other sizes, the end of the process. So a rank that
+    has left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and, where a sum of
+    gloo's was left, a new group. Capture sessions call it when they begin, after a failure that all ranks raise, and
     where a budget drops graphs.
-    On a GPU the host has only queued the sum. `abort` ends waits of the custom kernels, their bound does if the host
-    itself waits for the device. A sum that waits in NCCL can be given up only by aborting the communicator, whose
+    On a GPU the host has only queued the sum. `abort` ends waits of the custom kernels; if the host itself waits for
+    the device, their bound ends them. A sum that waits in NCCL can be given up only by aborting the communicator, whose
     kernels graphs may hold; torch's watchdog ends the process after the timeout, unless
     TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise.
 """
@@ -22,6 +22,8 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.host_sync import is_probing, record_whole
+from cgplan.backends.host_sync import is_probing
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
 from cgplan.distributed.rendezvous import first_line
@@ -45,7 +47,6 @@ GLOO_DTYPES = (
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x, int group) -> Tensor")
 _LIBRARY.define("all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()")
-record_whole("cgplan::all_reduce_row")
 
 _numbers = itertools.count(1)
 _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
@@ -54,12 +55,15 @@ _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
 class AllReduce(ABC):
     """Sums tensors over ranks.
 
+    Args:
+        ranks: Those that sum.
+        backend: Of the device whose graphs sum.
+        fallback: Sums the tensors that this one cannot; the log says so, once for each kind of reason. Owned.
+
     Attributes:
         name: As ``compilation.all_reduce`` has it.
         number: The operator's ``group``.
-        ranks: Those that sum.
-        rank, world_size: This process's number among them, and how many there are.
-        backend: Of the device whose graphs sum.
+        rank, world_size: This process's number among the ranks, and how many there are.
         is_closed: Whether ``close`` was called.
     """
 
@@ -67,11 +71,13 @@ class AllReduce(ABC):
 
     name: str
 
-    def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
+    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce | None = None) -> None:
         self.ranks, self.rank, self.world_size, self.backend = ranks, ranks.rank, ranks.world_size, backend
         self.number = next(_numbers)
-        self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
         self.is_closed = False
+        self._fallback, self._logged = fallback, set[str]()
+        self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
+        self._is_unfinished = False  # see Note [Unfinished sums]
         _live[self.number] = self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,17 +87,47 @@ class AllReduce(ABC):
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The operator's body around ``all_reduce_row``."""
+        kind, reason = self.why_not(x)
+        if reason and self._fallback is not None:
+            if self.rank == 0 and kind not in self._logged:
+                logger.warning("%s all-reduce: %s; %s does it", self.name, reason, self._fallback.name)
+            self._logged.add(kind)
+            return self._fallback.reduce(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
-            torch.ops.cgplan.all_reduce_row(x.contiguous(), out, self._row, self.number)
+            source, row = self.placed(x.contiguous())
+            torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
+
+    def why_not(self, x: torch.Tensor) -> tuple[str, str]:  # noqa: ARG002
+        """Why this tensor goes to ``fallback``: a kind and a reason, empty if it does not. The same on all ranks."""
+        return "", ""
+
+    def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input where other ranks can read it, and the table row with its addresses."""
+        return x, self._row
 
     @abstractmethod
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
         """Write the sum of all ranks' ``x`` to ``out``; the body of ``cgplan::all_reduce_row``."""
 
-    def begin_pass(self) -> None:  # noqa: B027
+    @contextmanager
+    def whole_sum(self) -> Iterator[None]:
+        """A block that sums on the CPU. Raises AllReduceError, or as ``Ranks.check``, if an earlier one was left."""
+        if self._is_unfinished:
+            self.ranks.check()
+            raise AllReduceError(
+                f"rank {self.rank} has left an earlier all-reduce before its end",
+                remedy="Capture again on all ranks, or start them again.",
+            )
+        self._is_unfinished = True
+        yield
+        self._is_unfinished = False
+
+    def begin_pass(self) -> None:
         """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished sums."""
+        if self._fallback is not None:
+            self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
         """After captures, on all ranks: register the graphs' buffers. Raises as GraphBufferRegistry.register."""
@@ -113,8 +149,10 @@ class AllReduce(ABC):
         return False
 
     def close(self) -> None:
-        """Free what is shared; graphs that reduce must be gone. A later sum raises DistributedError."""
+        """Free shared memory; graphs that reduce must be gone. A later sum raises DistributedError."""
         self.is_closed = True
+        if self._fallback is not None:
+            self._fallback.close()
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +171,6 @@ class CollectiveAllReduce(AllReduce):
     def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
         super().__init__(ranks, backend)
         self._group = ranks.group
-        self._is_unfinished = False  # see Note [Unfinished sums]
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Raises AllReduceError, with nothing begun, for a dtype that gloo does not sum."""
@@ -151,26 +188,20 @@ class CollectiveAllReduce(AllReduce):
             RankFailedError: on the CPU: a rank is lost, or has failed.
             AllReduceError: torch's all-reduce failed, now or, on the CPU, earlier.
         """
-        if self._is_unfinished:
-            self.ranks.check()
-            raise AllReduceError(
-                "an earlier all-reduce was not finished",
-                remedy="Capture again on all ranks, or start them again.",
-            )
         out.copy_(x)
-        self._is_unfinished = x.device.type == "cpu"
-        try:
-            dist.all_reduce(out, group=self._group)
-        except RuntimeError as failure:
-            self.ranks.check()
-            error = AllReduceError(
-                f"torch's all-reduce failed on rank {self.rank}: {first_line(failure)}",
-                remedy="Every rank has to make the same calls in the same order; look at the output of the others.",
-            )
-            if self._is_unfinished:  # no rank has said that it failed: one is gone, or late
-                self.ranks.leave(error)
-            raise error from failure
-        self._is_unfinished = False
+        on_cpu = x.device.type == "cpu"
+        with self.whole_sum() if on_cpu else nullcontext():
+            try:
+                dist.all_reduce(out, group=self._group)
+            except RuntimeError as failure:
+                self.ranks.check()
+                error = AllReduceError(
+                    f"torch's all-reduce failed on rank {self.rank}: {first_line(failure)}",
+                    remedy="Every rank has to make the same calls in the same order; look at the output of the others.",
+                )
+                if on_cpu:  # no rank has said that it failed: one is gone, or late
+                    self.ranks.leave(error)
+                raise error from failure
 
     def begin_pass(self) -> None:
         """On the CPU a new group, where a rank has left a sum unfinished; see Note [Unfinished sums]."""
@@ -188,12 +219,7 @@ _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Copies each input to one buffer in symmetric memory, and reduces there. NVLink multicast is not used.
-
-    Args:
-        ranks, backend: As for AllReduce.
-        fallback: For tensors that torch's kernels do not take.
-        max_bytes: Of the buffer.
+    """Copies each input to one buffer of ``max_bytes`` in symmetric memory, and reduces there, without multicast.
 
     Raises AllReduceError, on all ranks, where the memory cannot be opened.
     """
@@ -201,10 +227,10 @@ class SymmetricAllReduce(AllReduce):
     name = "symm_mem"
 
     def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int) -> None:
-        super().__init__(ranks, backend)
+        super().__init__(ranks, backend, fallback)
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._fallback, self._max_bytes, self._has_warned = fallback, max_bytes, False
+        self._max_bytes = max_bytes
         self._group_name: str = "" if ranks.group is None else ranks.group.group_name
         with ranks.step("opening symmetric memory"):
             try:
@@ -216,18 +242,13 @@ class SymmetricAllReduce(AllReduce):
                     remedy="Set compilation.all_reduce: custom or nccl.",
                 ) from error
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """By torch's kernels, or by the fallback."""
+    def why_not(self, x: torch.Tensor) -> tuple[str, str]:
         parts = self.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
         if x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0:
-            return super().reduce(x)
-        if not self._has_warned and self.rank == 0:
-            self._has_warned = True
-            logger.warning("symm_mem does not take %d bytes of %s; nccl does it", x.nbytes, x.dtype)
-        return self._fallback.reduce(x)
+            return "", ""
+        return "any", f"{x.nbytes} bytes of {x.dtype} do not fit torch's kernels"
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
-        """Copy in, reduce, copy out."""
         buffer = self._buffer[: x.nbytes].view(x.dtype)
         buffer.copy_(x.view(-1))
         if x.nbytes <= _ONE_SHOT_BYTES:
@@ -268,6 +289,3 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("all_reduce_row", _all_reduce_row, _key)
 torch.library.register_fake("cgplan::all_reduce", lambda x, _: torch.empty_like(x), lib=_LIBRARY)
 torch.library.register_fake("cgplan::all_reduce_row", lambda *_: None, lib=_LIBRARY)
-
-
-__all__ = ["GLOO_DTYPES", "AllReduce", "CollectiveAllReduce", "SymmetricAllReduce"]

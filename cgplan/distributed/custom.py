@@ -1,25 +1,54 @@
-"""CustomAllReduce: reads the peers' graph buffers where they lie, through the registry's pointer table."""
+"""The custom all-reduce, which reads the peers' graph buffers at their own addresses, and the choice of an all-reduce.
+
+On GPUs Triton kernels sum over a row of the registry's table; on the CPU torch operators follow the same protocol.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import logging
+import os
+import time
 from abc import abstractmethod
+from typing import Any
 
 import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
-from cgplan.distributed.all_reduce import AllReduce
+from cgplan.config import Config
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
 from cgplan.distributed.ranks import Ranks
-from cgplan.distributed.registry import GraphBufferRegistry, Registration
-from cgplan.distributed.transports import MemoryTransport
+from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry, Registration
+from cgplan.distributed.transports import (
+    CudaIpcTransport,
+    MemoryTransport,
+    SharedMemoryTransport,
+    uses_expandable_segments,
+)
+from cgplan.errors import AllReduceError, RankMismatchError, RegistrationError
 from cgplan.modes import CUDAGraphMode
 from cgplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PACK_BYTES = 16  # one load of a thread; inputs are aligned to it, and so many bytes long or a multiple
+PACK_BYTES = 16  # one load of a thread; inputs are aligned to it, and their size is a multiple of it
+# Messages up to so many bytes are one-shot: beyond it, reading every input whole costs more than a second exchange.
+ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
+
+_MOST_BLOCKS = 64  # of one kernel, each with its own signals
+_WARPS = 8
+_BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
+# A kernel has no clock that all threads of a block read alike, so a wait is bounded by looks at the signals: atomics
+# over the whole system, about a microsecond each. The bound ends waits that would never end; it measures no time.
+_LOOKS_PER_SECOND = 1 << 20
+
+_MOST_DIMS = 64  # of a tensor whose shape is compared; of one with more it is the number of elements
+_RECORD = 1 + _MOST_DIMS  # words: dtype and shape of a rank's input
+_SPINS = 200  # looks at the signals before the thread yields for longer
+_SAME_CALLS = "Every rank has to make the same calls in the same order."  # a remedy
 
 
 class CustomAllReduce(AllReduce):
@@ -27,14 +56,13 @@ class CustomAllReduce(AllReduce):
 
     An all-reduce in a FULL graph reads its peers' inputs where their graphs have them. One that runs eagerly, or in a
     PIECEWISE segment (which runs while the next one is captured, before anything is registered), copies its input to a
-    staging buffer that was registered at the start. What the kernels cannot take goes to ``fallback``, and a line in
-    the log says so, once for each reason.
+    staging buffer that was registered at the start.
 
     Args:
         ranks, backend: As for AllReduce.
         transport: How ranks reach each other's memory; the all-reduce owns it.
         signal_bytes: Of the memory through which ranks signal to each other.
-        fallback: For other tensors; the all-reduce owns it.
+        fallback: For tensors that the kernels cannot take.
         max_bytes: Largest tensor that the kernels take.
         table_rows: All-reduces in all graphs, at most.
 
@@ -54,27 +82,30 @@ class CustomAllReduce(AllReduce):
         max_bytes: int,
         table_rows: int,
     ) -> None:
-        super().__init__(ranks, backend)
-        self._transport, self._fallback, self._max_bytes = transport, fallback, max_bytes
+        super().__init__(ranks, backend, fallback)
+        self._transport, self._max_bytes = transport, max_bytes
         self.registry = GraphBufferRegistry(ranks, transport, backend.device, table_rows)
         self._own = transport.empty(signal_bytes)
         self._addresses = self.registry.open_block("signals", self._own)  # of all ranks' signals
         self._staging = transport.empty(max_bytes)
         row = self.registry.open_block("staging buffers", self._staging)
         self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
-        self._logged: set[str] = set()
 
     @abstractmethod
     def reset(self) -> None:
-        """Make this rank's signals new, and forget table rows; no rank is in a sum."""
+        """Make this rank's signals new; no rank is in a sum."""
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the registered buffer in a FULL graph, else over the staging buffer."""
-        if not self._takes(x):
-            return self._fallback.reduce(x)
-        if not x.numel():
-            return x.clone()
-        x = x.contiguous()
+    def why_not(self, x: torch.Tensor) -> tuple[str, str]:
+        if x.dtype not in DTYPES:
+            return "dtype", f"{x.dtype} is none of float32, float16, bfloat16"
+        if x.nbytes > self._max_bytes:
+            return "size", f"{format_bytes(x.nbytes)} are more than distributed.all_reduce_max_size"
+        if x.nbytes % PACK_BYTES:
+            return "alignment", f"{x.nbytes} bytes are not a multiple of {PACK_BYTES}"
+        return "", ""
+
+    def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The registered buffer in a FULL graph, else the staging buffer."""
         if x.data_ptr() % PACK_BYTES:  # a slice
             x = x.clone()
         context, is_capturing = current_forward_context(), self.backend.is_capturing()
@@ -88,9 +119,7 @@ class CustomAllReduce(AllReduce):
             source, row = self._staging[: x.nbytes].view(x.dtype).view(x.shape), self._staging_row
         if source is not x:
             source.copy_(x)
-        out = torch.empty_like(x)
-        torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
-        return out
+        return source, row
 
     def begin_pass(self) -> None:
         """Unregister, and make the signals new: a rank that failed may have left a barrier early."""
@@ -99,7 +128,7 @@ class CustomAllReduce(AllReduce):
             self.reset()
         with self.ranks.step("new signals"):
             self.reset()
-        self._fallback.begin_pass()
+        super().begin_pass()
 
     def end_pass(self) -> Registration:
         return self.registry.register()
@@ -119,22 +148,233 @@ class CustomAllReduce(AllReduce):
             self.registry.close()
         finally:
             self._transport.free()
-            self._fallback.close()
 
-    def _takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernels take a tensor. The same on all ranks: shape and dtype decide."""
-        if x.dtype not in DTYPES:
-            reason, kind = f"{x.dtype} is none of float32, float16, bfloat16", "dtype"
-        elif x.nbytes > self._max_bytes:
-            reason, kind = f"{format_bytes(x.nbytes)} are more than distributed.all_reduce_max_size", "size"
-        elif x.nbytes % PACK_BYTES:
-            reason, kind = f"{x.nbytes} bytes are not a multiple of {PACK_BYTES}", "alignment"
+
+def _unregistered() -> RegistrationError:
+    return RegistrationError(
+        "a graph was replayed before its buffers were registered",
+        remedy="End the capture pass on all ranks first: CaptureSession does, or AllReduce.end_pass().",
+    )
+
+
+class CudaAllReduce(CustomAllReduce):
+    """One-shot and two-shot all-reduce on 2, 4 or 8 GPUs, see triton_kernels.py.
+
+    A wait ends, and leaves NaN and an error word, after about ``distributed.timeout``. The slices of the two-shot
+    all-reduce lie behind the signals.
+    """
+
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
+    ) -> None:
+        from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
+
+        self._one_shot, self._two_shot = one_shot, two_shot
+        self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
+        self._most = ONE_SHOT_BYTES[ranks.world_size]
+        self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
+        slice_bytes = -(-max_bytes // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
+        transport, nbytes = CudaIpcTransport(ranks.device), self._signal_bytes + slice_bytes
+        super().__init__(ranks, backend, transport, nbytes, fallback, max_bytes, table_rows)
+        device = ranks.device
+        self._signals = torch.tensor(self._addresses, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+        self._error = torch.zeros(1, dtype=torch.int32, device=device)
+        self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
+        self._beside = torch.cuda.Stream(device)  # for the word that ends a wait on the other streams
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+        world, pack = self.world_size, PACK_BYTES // x.itemsize
+        packs, block = x.nbytes // PACK_BYTES, _BLOCK_BYTES // x.itemsize
+        common = {
+            "RANK": self.rank, "WORLD": world, "PACK": pack, "BLOCK": block, "LIMIT": self._limit,
+            "num_warps": _WARPS,
+        }  # fmt: skip
+        given = (row, out, self._signals, self._counts, self._error, packs)
+        if x.nbytes <= self._most:
+            self._one_shot[self._grid(x.nbytes)](*given, **common)
         else:
-            return True
-        if self.rank == 0 and kind not in self._logged:
-            logger.warning("custom all-reduce: %s; %s does it", reason, self._fallback.name)
-        self._logged.add(kind)
-        return False
+            slice_packs = -(-packs // world)
+            self._two_shot[self._grid(slice_packs * PACK_BYTES)](
+                *given, slice_packs, SIGNAL_BYTES=self._signal_bytes, **common
+            )
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.ranks.device)
+        self._own[: self._signal_bytes].zero_()
+        self._counts.zero_()
+        self._error.zero_()
+        torch.cuda.synchronize(self.ranks.device)
+
+    def abort(self) -> None:
+        """Write the error word beside the kernels that wait."""
+        with torch.cuda.device(self.ranks.device), torch.cuda.stream(self._beside):
+            self._error.copy_(self._aborted, non_blocking=True)
+
+    def check(self) -> None:
+        """Raise what the error word says. Waits for the device."""
+        from cgplan.distributed.triton_kernels import TIMED_OUT, UNREGISTERED
+
+        code = int(self._error.item())
+        if not code:
+            return
+        self.ranks.check()
+        if code == UNREGISTERED:
+            raise _unregistered()
+        raise AllReduceError(
+            f"an all-reduce on rank {self.rank} {'timed out' if code == TIMED_OUT else 'was aborted'}: a rank "
+            "did not come to it, and sums since then are wrong",
+            remedy=_SAME_CALLS,
+        )
+
+    def _grid(self, nbytes: int) -> tuple[int]:
+        return (min(-(-nbytes // _BLOCK_BYTES), _MOST_BLOCKS),)
 
 
-__all__ = ["CustomAllReduce"]
+class CpuAllReduce(CustomAllReduce):
+    """Sums over table rows on the CPU.
+
+    A barrier: each rank adds one to its own count, writes it to its place in every rank's signals, and waits until all
+    places in its signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
+    is one aligned word with one writer; a yield, which passes through locks, stands before each write and after each
+    wait, so that data is written before the count that tells of it, on any processor. Behind the counts is a record for
+    each rank, of its input's dtype and shape, written before the first barrier, compared before the second.
+    """
+
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
+    ) -> None:
+        words = (1 + _RECORD) * ranks.world_size
+        super().__init__(ranks, backend, SharedMemoryTransport(), 8 * words, fallback, max_bytes, table_rows)
+        self._signals: list[Any] = [(ctypes.c_uint64 * words).from_address(address) for address in self._addresses]
+        self._count = 0
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+        """Barrier, sum in float32 in the order of the ranks, barrier.
+
+        Raises:
+            RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and sums may go on.
+            RegistrationError: the row is not written: the graph was replayed before registration.
+            RankFailedError: a rank is lost, or has failed.
+            AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
+                let a rank read what another one has not written yet.
+        """
+        addresses = row.tolist()
+        if not all(addresses):
+            raise _unregistered()
+        with self.whole_sum():
+            shape = x.shape if x.dim() <= _MOST_DIMS else (x.numel(),)
+            record = [len(shape) * len(DTYPES) + DTYPES.index(x.dtype), *shape]
+            at = self.world_size + self.rank * _RECORD
+            for signals in self._signals:
+                signals[at : at + len(record)] = record
+            self._barrier()
+            if (unlike := self._unlike(record)) is None:
+                inputs = [
+                    torch.frombuffer((ctypes.c_char * x.nbytes).from_address(a), dtype=x.dtype) for a in addresses
+                ]
+                total = inputs[0].to(torch.float32, copy=True)
+                for theirs in inputs[1:]:
+                    total += theirs
+                out.view(-1).copy_(total)
+            self._barrier()  # no rank writes its input or record of the next sum before all have read this one
+        if unlike is not None:
+            raise unlike
+
+    def reset(self) -> None:
+        self._count, self._is_unfinished = 0, False
+        self._own.zero_()
+
+    def _unlike(self, own: list[int]) -> RankMismatchError | None:
+        """How the first rank whose record differs from rank 0's does; the same on all ranks."""
+        world, told = self.world_size, self._signals[self.rank]
+        if all(told[at : at + len(own)] == own for at in range(world, len(told), _RECORD)):
+            return None
+        described = []
+        for at in range(world, len(told), _RECORD):
+            dims, dtype = divmod(told[at], len(DTYPES))
+            described.append(f"{told[at + 1 : at + 1 + dims]} {DTYPES[dtype]}")
+        rank = next(rank for rank, theirs in enumerate(described) if theirs != described[0])
+        return RankMismatchError(
+            f"rank {rank} came to all-reduce {(self._count + 1) // 2} with {described[rank]}, "
+            f"rank 0 with {described[0]}",
+            remedy=SUM_ALIKE,
+        )
+
+    def _barrier(self) -> None:
+        rank, world, own = self.rank, self.world_size, self._signals[self.rank]
+        self._count += 1
+        time.sleep(0)
+        for signals in self._signals:
+            signals[rank] = self._count
+        spins, deadline = 0, time.monotonic() + self.ranks.timeout
+        while min(own[:world]) < self._count:
+            spins += 1
+            if spins < _SPINS:
+                os.sched_yield()
+                continue
+            time.sleep(2e-5 if spins < 50 * _SPINS else 1e-3)
+            if spins % 256 == 0:
+                self.ranks.check()
+                if time.monotonic() > deadline:
+                    late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
+                    error = AllReduceError(
+                        f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s",
+                        remedy=_SAME_CALLS,
+                    )
+                    self.ranks.leave(error)
+                    raise error
+        time.sleep(0)
+
+
+def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
+    """The all-reduce that ``compilation.all_reduce`` asks for; a step of all ranks.
+
+    Raises:
+        AllReduceError: custom or symm_mem was asked for and cannot work here; on all ranks.
+    """
+    wanted, collective = config.compilation.all_reduce, CollectiveAllReduce(ranks, backend)
+    if wanted == "nccl":
+        return collective
+    reasons = ranks.agree("the choice of the all-reduce", value=_why_not(wanted, ranks))
+    for rank, reason in enumerate(reasons):
+        if reason and wanted != "auto":
+            raise AllReduceError(
+                f"compilation.all_reduce: {wanted} cannot work here: rank {rank}: {reason}",
+                remedy="Set compilation.all_reduce: auto or nccl.",
+            )
+        if reason:
+            if ranks.rank == 0:
+                logger.warning("custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name)
+            return collective
+    most, rows = config.distributed.all_reduce_max_size, config.distributed.table_rows
+    if wanted == "symm_mem":
+        return SymmetricAllReduce(ranks, backend, collective, most)
+    kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
+    return kind(ranks, backend, collective, most, rows)
+
+
+def _why_not(wanted: str, ranks: Ranks) -> str:
+    """Why this rank cannot take part in a custom or symm_mem all-reduce; empty if it can."""
+    on_cpu = ranks.device.type == "cpu"
+    if on_cpu and wanted == "symm_mem":
+        return "symmetric memory needs GPUs"
+    if not ranks.on_one_machine:
+        return "the ranks are on several machines"
+    if on_cpu or wanted == "symm_mem":
+        return ""
+    if ranks.world_size not in ONE_SHOT_BYTES:
+        return f"{ranks.world_size} ranks are none of {', '.join(map(str, ONE_SHOT_BYTES))}"
+    for module, package in (("triton", "triton"), ("cuda", "cuda-bindings")):
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed"
+    if uses_expandable_segments():
+        return "expandable segments are on, whose memory has no IPC handle"
+    # GPUs that this process does not see are left to the handles.
+    numbers = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    own = ranks.device.index or 0
+    for rank, presence in enumerate(ranks.presences):
+        peer = numbers.get(presence.device, own)
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+            return f"its GPU cannot read that of rank {rank} (no peer access)"
+    return ""

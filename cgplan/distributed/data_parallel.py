@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
-from cgplan.errors import InputError, RankFailedError
+from cgplan.errors import RankFailedError
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.routing import Route
 from cgplan.runner.runner import GraphRunner
@@ -61,9 +61,7 @@ class DataParallelRunner:
         self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
 
-    def __call__(
-        self, *args: Any, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor
-    ) -> Any:
+    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor) -> Any:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
@@ -71,8 +69,6 @@ class DataParallelRunner:
                 refused its batch.
         """
         try:
-            if args:
-                raise InputError("the runner takes no positional arguments", remedy="Pass every input by its name.")
             is_idle = self._is_idle(inputs)
             if is_idle:
                 inputs = _padded(inputs, self._specs, (0, 0), (self._runner.plan.query_len, 1))
@@ -112,7 +108,7 @@ class DataParallelRunner:
         return values.tolist()
 
     def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor], is_idle: bool) -> Any:
-        """Behind a decode batch stand requests of padding; tokens of padding in a mixed one belong to no request."""
+        """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no request."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
         more, rest = divmod(size, plan.query_len)
@@ -167,6 +163,3 @@ def _padded(
             padding = torch.full(shape, value, dtype=tensor.dtype, device=tensor.device)
         found[name] = torch.cat([tensor, padding], row_dim)
     return found
-
-
-__all__ = ["AgreedBatch", "DataParallelRunner", "in_step"]

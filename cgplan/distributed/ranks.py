@@ -43,7 +43,7 @@ _REMEDY = "Look at the output of that rank; start all ranks again."
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a rank brings to a step. ``induced``: it failed because another had."""
+    """A rank's part in a step. ``induced``: it failed because another rank had."""
 
     step: str
     value: Any = None
@@ -59,10 +59,10 @@ class Ranks:
         place: Where the store is.
         rank, world_size: From 0; number of ranks.
         device: This rank's GPU, or the CPU.
-        presences: What each rank told when it came.
+        presences: Host and device of each rank.
         timeout: Seconds that ranks wait for one another.
         lost: Why there are no more steps; None while all ranks are there.
-        agreed_on: What the last step has raised on all ranks; None if it ended well.
+        agreed_on: The error that the last step has raised on all ranks; None if it ended well.
         is_closed: Whether ``close`` was called.
         group: torch's group of all ranks.
     """
@@ -103,7 +103,7 @@ class Ranks:
         Args:
             step: Its name, for messages; the same on all ranks.
             error: Why this rank has failed; it may come with it to any step.
-            value: Anything that can be pickled.
+            value: Any value that can be pickled.
 
         Raises:
             RankFailedError: a rank failed, has left, or did not come within the timeout. The same words on all ranks.
@@ -114,16 +114,10 @@ class Ranks:
         if self.is_closed:
             raise DistributedError(f"{step}: the ranks are closed", remedy="Keep them open as long as they are used.")
         answer, self.agreed_on = _Answer(step, value), None
-        if error is None:
-            try:
-                packed = pickle.dumps(answer)
-            except Exception as raised:  # of the value's class
-                error = raised
         if error is not None:
-            answer = _Answer(
-                step, None, _spoken(error), getattr(error, "remedy", ""), isinstance(error, RankFailedError)
-            )
-            packed = pickle.dumps(answer)
+            induced = isinstance(error, RankFailedError)
+            answer = _Answer(step, None, _spoken(error), getattr(error, "remedy", ""), induced)
+        packed = pickle.dumps(answer)
         logger.debug("rank %d: step %d, %s %s", self.rank, self._steps, step, answer.error)
         with self._asking(step):
             self._look_for_lost()
@@ -201,7 +195,11 @@ class Ranks:
         part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
         del self.group  # its threads would live into the interpreter's end
         if self._owns_group and dist.is_initialized():
-            _end_process_group(aborted=self.lost is not None)
+            with suppress(RuntimeError):
+                if self.lost is not None and dist.get_backend() != "gloo":  # NCCL would wait for the lost rank
+                    dist.distributed_c10d._abort_process_group()
+                else:
+                    dist.destroy_process_group()
         if failure is not None:
             raise failure
 
@@ -293,24 +291,13 @@ def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Plac
     return Ranks(place, own, presences, store, settings.timeout, owns_group=owns_group)
 
 
-def _end_process_group(*, aborted: bool) -> None:
-    """After a failure NCCL aborts instead of waiting."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    with suppress(RuntimeError):
-        if aborted and abort is not None and dist.get_backend() != "gloo":
-            abort()
-        else:
-            dist.destroy_process_group()
-
-
 def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> BaseException | None:
-    """The error that the answers amount to; the same on all ranks. ``error`` is this rank's."""
+    """The error of a step with these answers; the same on all ranks. ``error`` is this rank's."""
     failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
     if failed:
         if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
             return error
-        rank = min(failed)[1]
-        found = answers[rank]
+        found = answers[rank := min(failed)[1]]
         message = found.error if found.induced else f"rank {rank} failed in {found.step}: {found.error}"
         return RankFailedError(message, remedy=found.remedy or _REMEDY)
     for rank, found in enumerate(answers):
@@ -326,6 +313,3 @@ def _spoken(error: BaseException) -> str:
     """An error as other ranks read it, in one line: with its class, but for one that another rank caused."""
     text = " ".join(str(getattr(error, "message", None) or str(error) or "no message").split())
     return text if isinstance(error, RankFailedError) else f"{type(error).__name__}: {text}"
-
-
-__all__ = ["Ranks", "open_ranks"]

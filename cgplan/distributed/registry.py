@@ -5,8 +5,8 @@ Note [Registration]
     the address of a row in a table on the device, one column a rank, and the row is written later. `take_row` hands
     rows out during the captures and notes the input's address; nothing is exchanged then. At the end of the pass
     `register` takes these steps:
-    (1) every rank tells what it captured all-reduces with (shapes and dtypes of the inputs, also of those that need no
-        row, see `note`): a kernel reads its peers' inputs as if they were laid out like its own;
+    (1) ranks compare the inputs' shapes and dtypes (also of inputs that need no row, see `note`): a kernel reads its
+        peers' inputs as if they were laid out like its own;
     (2) handles and offsets of the addresses are exchanged;
     (3) the peers' handles are opened, once for each allocation;
     (4) rows are written, and the device is waited for. When all ranks have done that, graphs may be replayed.
@@ -40,17 +40,15 @@ class Registration:
         rows: Table rows: captured all-reduces.
         buffers: Distinct addresses among their inputs.
         bases: Allocations that they lie in.
-        opened: Allocations of peers that were mapped here.
-        mapped_bytes: Their size.
-        seconds: From the first step to the last.
+        mapped_bytes: Of peers' allocations, mapped into this process.
+        registration_seconds: From the first step to the last.
     """
 
     rows: int = 0
     buffers: int = 0
     bases: int = 0
-    opened: int = 0
     mapped_bytes: int = 0
-    seconds: float = 0.0
+    registration_seconds: float = 0.0
 
 
 class GraphBufferRegistry:
@@ -132,17 +130,14 @@ class GraphBufferRegistry:
             rows=self.rows,
             buffers=len(set(shared[self._ranks.rank])),
             bases=len({memory.handle for memory in shared[self._ranks.rank]}),
-            opened=len(self._opened),
             mapped_bytes=sum(nbytes for _, nbytes in self._opened.values()),
-            seconds=time.perf_counter() - start,
+            registration_seconds=time.perf_counter() - start,
         )
         logger.info("rank %d: %s", self._ranks.rank, found)
         return found
 
     def unregister(self) -> None:
-        """Take back what ``register`` did: steps (1) to (3) of Note [Teardown] in ranks.py. Afterwards the memory of
-        graphs may be freed, and a new pass may begin.
-        """
+        """Undo ``register``: steps (1) to (3) of Note [Teardown] in ranks.py. Then graphs may be freed."""
         bases = [base for base, _ in self._opened.values()]
         self._opened.clear()
         try:
@@ -194,7 +189,7 @@ class GraphBufferRegistry:
         return self._opened[key][0]
 
     def _close_peers(self, bases: Sequence[int], before: str, after: str) -> None:
-        """Close all of what was opened, between two steps; without them where a rank is lost."""
+        """Close peers' allocations between two steps; without the steps where a rank is lost."""
         error: Exception | None = None
         try:
             if self._ranks.lost is None:
@@ -225,6 +220,3 @@ def _compare(inputs: Sequence[Sequence[str]]) -> None:
                     f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
                     remedy=SUM_ALIKE,
                 )
-
-
-__all__ = ["GraphBufferRegistry", "Registration"]

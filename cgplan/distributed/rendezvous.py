@@ -224,6 +224,3 @@ def check_devices(found: Sequence[Presence]) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of a message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-__all__ = ["Place", "Presence", "absent_from", "check_devices", "first_line", "meet", "part"]

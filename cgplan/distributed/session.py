@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import socket
 from contextlib import suppress
+from dataclasses import asdict
 
 from cgplan.captures.together import Together
 from cgplan.config import Config
-from cgplan.distributed.agreement import plan_digest
+from cgplan.distributed.agreement import compare, plan_digest
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import CgplanError, DistributedError, RankMismatchError, RegistrationError
+from cgplan.errors import CgplanError, DistributedError, RegistrationError
 from cgplan.planning import Plan
 from cgplan.reports.records import CaptureReport, RankRecord
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankedCapture(Together):
-    """What sessions of several ranks do together; one for each session.
+    """The steps that capture sessions of several ranks take together; one for each session.
 
     Args:
         ranks: All ranks.
@@ -49,13 +49,8 @@ class RankedCapture(Together):
                 "another all-reduce for this model: open_all_reduce().",
             )
         self._reducer.begin_pass()
-        found = self._ranks.agree("beginning the capture", value=(plan_digest(plan), free))
-        for rank, (digest, _) in enumerate(found):
-            if digest != found[0][0]:
-                raise RankMismatchError(
-                    f"rank {rank} is about to capture plan {digest}, rank 0 plan {found[0][0]}",
-                    remedy="Capture the plan that agree_on_plan returns.",
-                )
+        found = self._ranks.agree("beginning the capture", value=({"the plan's hash": plan_digest(plan)}, free))
+        compare([digest for digest, _ in found], "Capture the plan that agree_on_plan returns.")
         return min((free for _, free in found if free is not None), default=None)
 
     def any(self, refused: bool, because: BaseException | None = None) -> bool:
@@ -110,17 +105,13 @@ class RankedCapture(Together):
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with a record of each rank and the stops of all budgets, on all ranks."""
-        registered = self._registration
+        presence = self._ranks.presences[self._ranks.rank]
         own = RankRecord(
             rank=self._ranks.rank,
-            host=socket.gethostname(),
-            device=self._ranks.presences[self._ranks.rank].device,
+            host=presence.host,
+            device=presence.device,
             all_reduce=self._reducer.name,
-            rows=registered.rows,
-            buffers=registered.buffers,
-            bases=registered.bases,
-            mapped_bytes=registered.mapped_bytes,
-            registration_seconds=registered.seconds,
+            **asdict(self._registration),
             pool_bytes=report.pool_bytes,
             static_bytes=report.static_bytes,
             total_bytes=report.total_bytes,
@@ -133,6 +124,3 @@ class RankedCapture(Together):
             return found
         of_all = [stop.model_copy(update={"rank": rank}) for rank, (_, stops) in enumerate(told) for stop in stops]
         return found.model_copy(update={"budget": found.budget.model_copy(update={"stops": tuple(of_all)})})
-
-
-__all__ = ["RankedCapture"]

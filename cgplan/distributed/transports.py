@@ -1,4 +1,4 @@
-"""How one process lets others read its memory: CUDA IPC, and shared memory on the CPU."""
+"""Memory of one process that others can read: CUDA IPC, and shared memory on the CPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class MemoryTransport(ABC):
 
     @abstractmethod
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where others can read a tensor's data: the tensor itself where any memory can be exported, else memory of the
-        transport with its layout, which the caller has to copy it to.
+        """The tensor itself where any memory can be exported; else memory of the transport with its layout, to which
+        the caller copies the data.
         """
 
     @abstractmethod
@@ -51,11 +51,11 @@ class MemoryTransport(ABC):
 
     @abstractmethod
     def close(self, base: int) -> None:
-        """Unmap what ``open`` gave. Its owner must not have freed it yet."""
+        """Unmap an allocation that ``open`` mapped. Its owner must not have freed it yet."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Free what ``place`` gave; no peer may have it open."""
+        """Free the memory of ``place``; no peer may have it open."""
 
     @abstractmethod
     def free(self) -> None:
@@ -224,6 +224,3 @@ class SharedMemoryTransport(MemoryTransport):
 def _drop(blocks: list[_Block]) -> None:
     while blocks:
         os.close(blocks.pop().file)
-
-
-__all__ = ["CudaIpcTransport", "ExportedMemory", "MemoryTransport", "SharedMemoryTransport", "uses_expandable_segments"]

@@ -1,18 +1,17 @@
 """Torch's state around a call that a graph depends on: grad and inference mode, autocast, random generators.
 
 Note [Ambient state]
-    A graph takes no notice of what is around its replay. Each part of that state is dealt with in its own way.
-    Autocast decides dtypes: it is recorded, and a call under another state is refused. Gradients are off in every
-    capture and in every call, so no output ever requires one. Inference mode changes nothing that a graph computes;
-    outputs are ordinary tensors in either mode, so runners may be captured in one and called in the other. Code that
-    Dynamo traced holds for the grad and inference mode of the trace, and is refused elsewhere. Random numbers follow
-    the default generator of the device, as eager ones do; what a session draws on its way is given back, and
-    generators of the model's own are found, so that graphs can draw from them.
+    A graph takes no notice of torch's state around its replay. Autocast decides dtypes: it is recorded, and a call
+    under another state is refused. Gradients are off in every capture and call, so no output ever requires one.
+    Inference mode changes nothing that a graph computes; outputs are ordinary tensors in either mode. Code that Dynamo
+    traced holds for the grad and inference mode of the trace, and is refused elsewhere. Random numbers follow the
+    default generator of the device, as eager ones do; what a session draws on its way is given back, and the model's
+    own generators are found, so that graphs can draw from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -47,33 +46,28 @@ class AmbientState(NamedTuple):
         with torch.inference_mode(self.inference), torch.no_grad(), autocast:
             yield
 
-    def words(self) -> dict[str, str]:
-        """Each part by name, in words."""
-        on = {True: "on", False: "off"}
-        autocast = "off" if self.autocast is None else f"in {self.autocast}"
-        return {"gradients": on[self.grad], "inference mode": on[self.inference], "autocast": autocast}
-
     def refuse_other(self, now: AmbientState, done: str, names: Sequence[str] = ()) -> None:
-        """Raise CaptureError if ``now`` differs from this state.
+        """Raise CaptureError if ``now``, the state of a call, differs from this state.
 
         Args:
-            now: The state of a call.
             done: ``captured`` or ``traced``: the work of this state.
-            names: Parts that count; all if empty.
+            names: Parts that count (``gradients``, ``inference mode``, ``autocast``); all if empty.
         """
         if now == self:
             return
-        here, there = now.words(), self.words()
+        here, there = now._words(), self._words()
         differ = [name for name in names or here if here[name] != there[name]]
         if differ:
+            then, at_call = (", ".join(f"{name} {words[name]}" for name in differ) for words in (there, here))
             raise CaptureError(
-                f"the model was {done} with {_listed(there, differ)} and is called with {_listed(here, differ)}",
+                f"the model was {done} with {then} and is called with {at_call}",
                 remedy=f"Call it with {' and '.join(differ)} as at its capture, or capture again as it is now.",
             )
 
-
-def _listed(words: Mapping[str, str], names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {words[name]}" for name in names)
+    def _words(self) -> dict[str, str]:
+        gradients, inference = ("on" if flag else "off" for flag in (self.grad, self.inference))
+        autocast = "off" if self.autocast is None else f"in {self.autocast}"
+        return {"gradients": gradients, "inference mode": inference, "autocast": autocast}
 
 
 def number_of(generator: torch.Generator) -> int:

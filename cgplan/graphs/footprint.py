@@ -2,21 +2,20 @@
 
 Note [The look]
     A dispatch mode sees each operator of one run on padding. Compiled functions run as they are written: under a
-    dispatch mode Dynamo would skip them, then and ever after. The look does not count as a warm-up: warm-ups come
-    after it and run everything as the capture will. Code between segments (eager pieces) runs on each replay, so it may
-    read, bind and seed as it likes. Not seen: kernels that do not pass PyTorch's dispatcher, and the code that a
-    forward runs for other sizes.
+    dispatch mode Dynamo would skip them, then and ever after. The look is no warm-up: warm-ups come after it and run
+    everything as the capture will. Eager pieces run on each replay, so they may read, bind and seed as they like. Not
+    seen: kernels that do not pass PyTorch's dispatcher, and the code that a forward runs for other sizes.
 
 Note [Rebound state]
-    ``self.cache = self.cache + x`` makes a new tensor on each call. A graph would always read the tensor that was there
-    at capture; ``self.step += 1`` is not run by a replay at all. So tensors that operators read and that are gone from
-    the model afterwards are refused. A second look decides, as the first run may be an exception: ``self.table =
-    self.table.to(device)``. A number is taken as read if it changes on each run and the numbers that operators are
+    ``self.cache = self.cache + x`` makes a new tensor on each call: a graph would always read the one that was there at
+    capture. ``self.step += 1`` is not run by a replay at all. So tensors that operators read and that are gone from the
+    model afterwards are refused, if a second look agrees: the first run may be an exception (``self.table =
+    self.table.to(device)``). A number is taken as read if it changes on each run and the numbers that operators are
     given differ from run to run; else the report warns. Results that are only kept (``self.last = y``) are allowed.
 
 Note [Random state]
-    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. The generator's state is
-    compared before each operator with its state after the last one: a difference means that the forward set it.
+    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A generator that is not where
+    the last operator left it was set by the forward.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ from cgplan.graphs.model_state import ModelState
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
 _SEED = 0x5EED_0F_A_100C
-_NUMBERS = (bool, int, float, complex)
 
 
 def no_operators() -> dict[Part, Counter[str]]:
@@ -85,7 +83,7 @@ class Footprint:
     random: str | None = None
     breaks: bool = False
     numbers: list[object] = field(default_factory=list)
-    moved: set[str] = field(default_factory=set)
+    moved: dict[str, None] = field(default_factory=dict)
     unreturned: str | None = None
     error: str | None = None
 
@@ -95,13 +93,11 @@ class Look(TorchDispatchMode):
 
     Args:
         state: The model before the look; storages are copied there before they are written.
-        names: Paths of tensors to look for, by id.
-        device: Where graphs run.
-        limit: Bytes of copies on the device, see ``ModelState.saving``.
+        limit: Bytes of copies on the device, see ``ModelState.save_written``.
         part: The part that code outside of wrappers and eager pieces belongs to.
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
-        numbers: Tells the model's numbers by path; absent: not looked at.
+        now: A later record, by which tensors are named and changes of numbers noted; absent: ``state``, and none are.
     """
 
     supports_higher_order_operators = True
@@ -109,33 +105,34 @@ class Look(TorchDispatchMode):
     def __init__(
         self,
         state: ModelState,
-        names: Mapping[int, str],
-        device: torch.device,
         limit: int,
         part: Part = "segment",
         eager_ops: Collection[str] = (),
         *,
         is_whole: bool = False,
-        numbers: Callable[[], Mapping[str, object]] = dict,
+        now: ModelState | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Footprint()
         self.refusals = Refusals(raises=False)
-        # elsewhere the dispatcher sees what moves values to the host
-        self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if device.type == "cpu" else nullcontext()
-        self._state, self._names, self._device, self._limit = state, names, device, limit
+        self._state, self._limit, self._now, self._is_whole = state, limit, now, is_whole
+        places = (now or state).places.values()
+        self._names = {id(p.value): p.path for p in places if isinstance(p.value, torch.Tensor)}
         self._part: Part = part
-        self._is_whole, self._called = is_whole, set[int]()
-        self._eager_ops, self._key, self._inside = eager_ops, device.type.upper(), 0
-        self._numbers, self._last = numbers, numbers()
+        self._eager_ops, self._key = eager_ops, state.device.type.upper()
+        # elsewhere the dispatcher sees what moves values to the host
+        self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
+        self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
+        self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
-        self._random: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._after: dict[int, torch.Tensor] = {}
-        for generator in (self._default(), *state.generators):
-            self._known(generator)
+        self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
+        cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
+        self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
+        for generator in (self._default, *state.generators):
+            self._know(generator)
             generator.manual_seed(_SEED)  # where no forward would set it
-        self._after = self._states()
+        self._note_states()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -146,33 +143,32 @@ class Look(TorchDispatchMode):
             try:
                 return func(*args, **kwargs)
             finally:
-                self._after = self._states()
-        name = func._schema.name
+                self._note_states()
+        part: Part = "eager piece" if func._schema.name in self._eager_ops else self._part
         if implemented_in_python(func, self._key):
-            part: Part = "eager piece" if name in self._eager_ops else self._part
-            self._count(func, part)
-            self._inside += 1
-            try:
-                with self.in_part(part), self, self.guard:
+            with self.in_part(part), self, self.guard:
+                self._count(func)
+                self._inside += 1
+                try:
                     key = getattr(torch._C.DispatchKey, self._key)
                     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
-            finally:
-                self._inside -= 1
+                finally:
+                    self._inside -= 1
         if is_composite(func):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
         self._state.save_written(func, args, kwargs, self._limit)
         if (generator := kwargs.get("generator")) is not None:
-            self._known(generator)
-        with self.in_part("eager piece" if name in self._eager_ops else self._part):
-            self._count(func, self._part)
+            self._know(generator)
+        with self.in_part(part):
+            self._count(func)
             if self._part == "segment":
                 self._note(func, args, kwargs)
                 self._compare()
             try:
                 result = func(*args, **kwargs)
             finally:
-                self._after = self._states()
+                self._note_states()
         if self._is_aside:
             given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
             for t in tensors_in(result):
@@ -184,7 +180,7 @@ class Look(TorchDispatchMode):
         refuse_host(func, args, kwargs, self.refusals)
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, torch.Tensor):
-                if isinstance(leaf, _NUMBERS):
+                if isinstance(leaf, bool | int | float | complex):
                     self.found.numbers.append(repr(leaf))
             elif id(leaf) in self._names:
                 self.found.reads[self._names[id(leaf)]] = None
@@ -193,13 +189,12 @@ class Look(TorchDispatchMode):
             elif func is torch.ops.aten.lift_fresh.default and leaf.dim() == 0 and leaf.device.type == "cpu":
                 self.found.numbers.append(leaf.item())
 
-    def _count(self, func: Any, part: Part) -> None:
+    def _count(self, func: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
-        is_view = torch.Tag.inplace_view in func.tags or (
-            not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
-        )
+        returns_alias = any(r.alias_info is not None for r in func._schema.returns)
+        is_view = torch.Tag.inplace_view in func.tags or (returns_alias and not func._schema.is_mutable)
         if not (self._inside or is_view or namespace in ("prim", "profiler") or name.startswith(_COMPUTES_NOTHING)):
-            self.found.operators[part][func._schema.name] += 1
+            self.found.operators[self._part][func._schema.name] += 1
 
     @contextmanager
     def in_part(self, part: Part) -> Iterator[None]:
@@ -230,14 +225,15 @@ class Look(TorchDispatchMode):
 
     def _end_part(self, part: Part) -> None:
         with _disable_current_modes():
-            self._note_end(part)
+            now = self._numbers()
+            if part == "segment":
+                self.found.moved |= {path: None for path in now if now[path] != self._last.get(path, now[path])}
+                self._compare()
+            self._last = now
+            self._note_states()
 
-    def _note_end(self, part: Part) -> None:
-        now = self._numbers()
-        if part == "segment":
-            self.found.moved |= {path for path, value in now.items() if value != self._last.get(path, value)}
-            self._compare()
-        self._last, self._after = now, self._states()
+    def _numbers(self) -> Mapping[str, object]:
+        return {} if self._now is None else _later(self._now).numbers
 
     def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an eager piece. It is handed copies of what it returns of the model's state, as graphs are."""
@@ -262,38 +258,32 @@ class Look(TorchDispatchMode):
             copied = self._names.keys() | self._made.keys()
             return tree_map_only(torch.Tensor, lambda t: t.detach() if id(t) in copied else t, result)
 
-    def _default(self) -> torch.Generator:
-        if self._device.type == "cuda":
-            return torch.cuda.default_generators[self._device.index or 0]
-        return torch.default_generator
-
-    def _known(self, generator: torch.Generator) -> None:
+    def _know(self, generator: torch.Generator) -> None:
         key = number_of(generator)
         if key not in self._random:
-            self._random[key] = (generator, generator.get_state())
-            self._after[key] = self._random[key][1]
-            if key != number_of(self._default()):
+            self._random[key] = [generator, generator.get_state(), generator.get_state()]
+            if key != number_of(self._default):
                 self.found.generators[key] = generator
 
-    def _states(self) -> dict[int, torch.Tensor]:
-        return {key: generator.get_state() for key, (generator, _) in self._random.items()}
+    def _note_states(self) -> None:
+        for known in self._random.values():
+            known[2] = known[0].get_state()
 
     def _compare(self) -> None:
         """Note a generator that is not where the last operator left it."""
-        for key, (generator, _) in self._random.items() if self.found.random is None else ():
-            if not torch.equal(self._after[key], generator.get_state()):
-                paths = (p.path for p in self._state.places.values() if p.value is generator)
-                name = next(
-                    paths, "torch's default generator" if key == number_of(self._default()) else "a torch.Generator"
-                )
-                self.found.random = f"{name}, before {blamed_line()}"
+        for key, (generator, _, after) in self._random.items() if self.found.random is None else ():
+            if not torch.equal(after, generator.get_state()):
+                is_default = key == number_of(self._default)
+                names = [p.path for p in self._state.places.values() if p.value is generator]
+                names.append("torch's default generator" if is_default else "a torch.Generator")
+                self.found.random = f"{names[0]}, before {blamed_line()}"
 
     def finish(self) -> Footprint:
         """The findings. Generators are where they were before the look."""
         found = self.found
         if found.error is None:
             self._end_part(self._part)
-        for generator, before in self._random.values():
+        for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync = self.refusals.first
         return found
@@ -311,21 +301,12 @@ def current_look() -> Look | None:
     return mode if isinstance(mode, Look) else None
 
 
-def look(
-    call: Callable[[], object], state: ModelState, limit: int = 0, *, names: ModelState | None = None, **options: Any
-) -> Footprint:
-    """Run a forward eagerly, once, and note its footprint. An error of the forward is in ``Footprint.error``.
-
-    Args:
-        call: Runs the forward on padding.
-        state: The model before the look.
-        limit, options: As for ``Look``.
-        names: A later record, in which tensors have their paths; absent: ``state``.
+def look(call: Callable[[], object], state: ModelState, limit: int = 0, **options: Any) -> Footprint:
+    """Run a forward eagerly, once, by ``call``; its footprint, with the error that it raised. For ``state``, ``limit``
+    and ``options`` see ``Look``.
     """
-    known = {id(p.value): p.path for p in (names or state).places.values() if isinstance(p.value, torch.Tensor)}
-    device = state.device
-    with random_state_kept(device), probing(), as_written(), ExitStack() as stack:
-        mode = Look(state, known, device, limit, **options)
+    with random_state_kept(state.device), probing(), as_written(), ExitStack() as stack:
+        mode = Look(state, limit, **options)
         stack.enter_context(mode.guard)
         stack.enter_context(mode)
         try:
@@ -361,51 +342,48 @@ def examine(
             f"the forward sets the state of {found.random}; a replay would not",
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
-    first = ModelState.of(state.roots, state.device) if state.rebound() else state
-    if not (found.unreturned or _lost(found, state, first, inputs) or _numbers_that_differ(state, first)):
+    first = _later(state)
+    numbers = first.numbers
+    differ = any(numbers.get(path, value) != value for path, value in state.numbers.items())
+    if not (found.unreturned or differ or _lost(found, state, first, inputs)):
         return found, []
-    again = look(call, state, limit, names=first, numbers=lambda: _numbers(first), **options)
-    second = ModelState.of(state.roots, state.device)
+    again = look(call, state, limit, now=first, **options)
     if again.unreturned is not None:
         raise CaptureError(
             f"graph code reads a tensor that an eager piece made and did not return, at {again.unreturned}; a graph "
             "would always read that of the capture",
             remedy="Return the tensor from the eager piece, or write it in place (copy_) into one that stays.",
         )
-    lost, moved = _lost(again, first, second, inputs), [path for path in _numbers(state) if path in again.moved]
-    frozen: list[str] = []
+    second = _later(first)
+    refused, moved = _lost(again, first, second, inputs), list(again.moved)
     if moved:
-        third = look(call, state, limit, names=second, numbers=lambda: _numbers(second), **options)
-        frozen = [path for path in moved if path in third.moved] if third.numbers != again.numbers else []
-    if lost or frozen:
-        names = ", ".join(path.removeprefix("model.") for path in (*lost, *frozen)[:5])
+        third = look(call, state, limit, now=second, **options)
+        refused += [path for path in moved if path in third.moved and third.numbers != again.numbers]
+    if refused:
         raise CaptureError(
-            f"the forward reads {names} and binds it again on each call; a graph would always read what was there at "
-            "capture",
+            f"the forward reads {_listed(refused)} and binds it again on each call; a graph would always read what was "
+            "there at capture",
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
             "do it outside of the forward.",
         )
-    names = ", ".join(path.removeprefix("model.") for path in moved[:5])
-    return found, [f"the forward changes {names}; replays do not, nor do they see it change"] if moved else []
+    return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []
+
+
+def _later(state: ModelState) -> ModelState:
+    return ModelState.of(state.roots, state.device) if state.rebound() else state
 
 
 def _lost(found: Footprint, before: ModelState, now: ModelState, inputs: Sequence[torch.Tensor]) -> list[str]:
     """Paths of tensors that graph code read and that are gone from the model."""
-    given = set(map(id, inputs))
-    both = ((place.value, now.places[path].value) for path, place in before.places.items() if path in now.places)
-    stay = {id(old) for old, new in both if old is new}
-    return [path for path in found.reads if id(before.places[path].value) not in stay | given]
+    stay = set(map(id, inputs))
+    stay |= {
+        id(p.value) for path, p in before.places.items() if path in now.places and now.places[path].value is p.value
+    }
+    return [path for path in found.reads if id(before.places[path].value) not in stay]
 
 
-def _numbers(state: ModelState) -> dict[str, object]:
-    """The numbers in a model now, by path."""
-    now = ModelState.of(state.roots, state.device) if state.rebound() else state
-    return {path: p.now() for path, p in now.places.items() if isinstance(p.value, _NUMBERS)}
-
-
-def _numbers_that_differ(before: ModelState, now: ModelState) -> bool:
-    numbers = (p for p in before.places.values() if isinstance(p.value, _NUMBERS))
-    return any(p.path in now.places and now.places[p.path].value != p.value for p in numbers)
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(path.removeprefix("model.") for path in paths[:5])
 
 
 __all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look", "modules_reached"]

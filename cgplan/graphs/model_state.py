@@ -2,34 +2,35 @@
 
 Note [What is looked at]
     One walk answers for addresses, exchanged objects, rebinding, random generators and what is put back. It enters
-    modules, dicts, lists, tuples, deques, attributes and slots of objects, partials and bound methods; of a function
-    what it is closed over, its defaults and attributes, and the globals that its own code names, functions of its
-    file included; of a module its forward hooks; of a class with
-    ``forward`` or ``__call__`` the tensors, generators, modules, numbers and containers that this method names. A
-    script module is read through ``named_parameters`` and ``named_buffers``. The walk does not enter sets, classes,
-    Python modules, threads, locks, attributes of tensors, and what belongs to graphs (``__graph_memory__``). It reads
-    ``__dict__``, slots and cells, never a property, so no code of the user runs but ``__tensor_flatten__``.
+    modules with their forward hooks, dicts, lists, tuples, deques, attributes and slots of objects, partials and bound
+    methods; of a function its closure, defaults, attributes and the globals that its code names, functions and state
+    of other files too; of an object ``forward``, ``__call__``, the methods that these name, and state of the class
+    under such names. It does not enter sets, threads, locks, loggers, functions of torch and Python's library,
+    attributes of tensors, and what belongs to graphs (``__graph_memory__``). It reads ``__dict__``, slots and cells,
+    never a property, so no code of the user runs but ``__tensor_flatten__``.
 
 Note [What is put back]
-    A capture runs the forward: look, warm-ups, capture. What each of these runs changes (a counter, a KV cache, an
-    attribute that is bound again, an item appended) gets back what it was. What the runs before a capture changed and
-    the capture itself left alone was made once, on first use: a table, a flag that says so. The graph was captured with
-    it, so it stays, and the report names it. Where no capture succeeds, all is put back.
-    A storage is copied before the first operator that writes to it, so only what is written is copied. Storages beyond
-    the limit are copied to the host, up to a bound; what is larger still is named as not kept.
+    What each run of a capture changes (look, warm-ups, capture: a counter, a KV cache, an attribute that is bound
+    again) gets back what it was. What the runs before a capture changed and the capture itself left alone was made
+    once, on first use: a table, a flag that says so. The graph was captured with it, so it stays, and the report names
+    it. Where no capture succeeds, all is put back. A storage is copied before the first operator that writes to it:
+    on its device up to a limit, then on the host up to a bound; what is larger still is named as not kept.
 """
 
 from __future__ import annotations
 
-import keyword
+import re
+import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import Any, Literal
+from functools import cache, partial
+from inspect import getattr_static
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,9 +42,10 @@ _NUMBERS = (bool, int, float, complex)
 _PLAIN = frozenset(
     {*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range, slice}
 )
-_STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)  # globals of a class's method
+_STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
 _OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
+_FOREIGN = frozenset({"torch", "cgplan", "numpy", *sys.stdlib_module_names})  # packages whose code is not entered
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the __dict__ of each module
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
@@ -52,86 +54,84 @@ _HOST_COPIES = 1 << 30  # bytes that are copied to the host at most
 _SMALL = 1 << 20  # bytes of a storage made by the forward that is copied before it is written
 _SHOWN = 10
 _ABSENT: Any = object()
+_GONE = (LookupError, AttributeError, ValueError)  # raised where a place is no longer there
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
 
 Outcome = Literal["device", "host", "new", "not kept"]
 Token = tuple[str, Any]  # path and what changed there
+Inside = list[tuple[Any, Any, str]]  # container, key and step of the path of each place in an object
 
 
 @dataclass(slots=True)
-class _Based:
-    """Items of a subclass of a builtin container, read and written without the subclass's code."""
+class _Via:
+    """An object whose places are read and bound by these functions, not by the object's own code."""
 
-    base: Any
     value: Any
+    get: Callable[[Any, Any], Any]
+    bind: Any = None
 
     def __getitem__(self, key: Any) -> Any:
-        return self.base.__getitem__(self.value, key)
+        return self.get(self.value, key)
 
     def __setitem__(self, key: Any, item: Any) -> None:
-        self.base.__setitem__(self.value, key, item)
-
-    def __delitem__(self, key: Any) -> None:
-        self.base.__delitem__(self.value, key)
+        self.bind(self.value, key, item)
 
 
-@dataclass(slots=True)
-class _Members:
-    """Slots of an object, or the contents of a cell; keys are the descriptors."""
-
-    value: Any
-
-    def __getitem__(self, member: Any) -> Any:
-        return member.__get__(self.value)
-
-    def __setitem__(self, member: Any, item: Any) -> None:
-        member.__set__(self.value, item)
-
-    def __delitem__(self, member: Any) -> None:
-        member.__delete__(self.value)
+def _bind_in_class(value: Any, name: str, item: Any) -> None:
+    type.__setattr__(next(owner for owner in type(value).__mro__ if name in vars(owner)), name, item)
 
 
-@dataclass(slots=True)
-class _Scripted:
-    """Parameters and buffers of a script module, by their dotted names."""
-
-    value: Any
-
-    def __getitem__(self, name: str) -> Any:
-        *modules, last = name.split(".")
-        value = self.value
-        for step in (*modules, last):
-            value = getattr(value, step)
-        return value
+_MEMBER = (lambda value, member: member.__get__(value), lambda value, member, item: member.__set__(value, item))
 
 
-@dataclass(slots=True)
-class _Layout:
-    """How the objects of one class are read without code of the class."""
+class _Layout(NamedTuple):
+    """How objects of one class are read: the container that it derives from, and what a walk enters of the class."""
 
-    is_opaque: bool
-    is_compiled: bool
-    attributes: Any
-    slots: tuple[tuple[str, Any], ...]
-    methods: tuple[types.FunctionType, ...]
+    is_module: bool
+    base: Any
+    slots: list[tuple[str, Any]]
+    methods: dict[types.FunctionType, None]
+    state: dict[str, None]
 
-    @classmethod
-    def of(cls, kind: type) -> _Layout:
-        static: dict[str, Any] = {}
-        for owner in reversed(kind.__mro__):
-            static |= vars(owner)
-        own = next((vars(owner)["__dict__"] for owner in kind.__mro__ if "__dict__" in vars(owner)), None)
-        is_module = issubclass(kind, torch.nn.Module)
-        opaque = issubclass(kind, _OPAQUE) or "__graph_memory__" in static
-        slots = [vars(owner).items() for owner in kind.__mro__ if "__slots__" in vars(owner)]
-        return cls(
-            opaque or (kind.__module__.startswith(_OPAQUE_MODULES) and not is_module),
-            is_module and any(_COMPILED in f.__dict__ for f in static.values() if isinstance(f, types.FunctionType)),
-            own if isinstance(own, types.GetSetDescriptorType | types.MemberDescriptorType) else None,
-            tuple((n, m) for items in slots for n, m in items if isinstance(m, types.MemberDescriptorType)),
-            tuple(f for n in ("forward", "__call__") if isinstance(f := static.get(n), types.FunctionType)),
-        )
+
+def _layout_of(kind: type) -> _Layout | None:
+    """None for classes that a walk does not enter."""
+    static = {name: value for owner in reversed(kind.__mro__) for name, value in vars(owner).items()}
+    is_module = issubclass(kind, torch.nn.Module)
+    is_foreign = kind.__module__.startswith(_OPAQUE_MODULES) and not is_module
+    if is_foreign or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
+        return None
+    base = next((base for base in (OrderedDict, dict, list, tuple, deque) if issubclass(kind, base)), None)
+    slotted = [vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner)]
+    slots = [(n, m) for owner in slotted for n, m in owner.items() if type(m) is types.MemberDescriptorType]
+    layout, names = _Layout(is_module, base, slots, {}, {}), ["forward", "__call__"]
+    for name in names:  # it grows by the names that methods name
+        value: Any = static.get(name)
+        value = value.__func__ if type(value) in (staticmethod, classmethod) else value
+        if type(value) is types.FunctionType and value not in layout.methods:
+            layout.methods[value] = None
+            names += _names_in(value)
+        elif issubclass(type(value), _STATE):
+            layout.state[name] = None
+    return layout
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """The names in a function's code, and in that of a function of the user that it wraps."""
+    while "__wrapped__" in function.__dict__ and type(function.__dict__["__wrapped__"]) is types.FunctionType:
+        function = function.__dict__["__wrapped__"]
+    return () if _is_foreign(function.__globals__.get("__name__")) else _names_of(function.__code__)
+
+
+@cache
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
+    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _names_of(c)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _is_foreign(module: object) -> bool:
+    return str(module).partition(".")[0] in _FOREIGN
 
 
 @dataclass(slots=True, eq=False)
@@ -140,29 +140,22 @@ class Place:
 
     Attributes:
         path: Such as ``model.layers[0].weight``.
+        above: The place that it lies in.
+        home: The id of the object that it lies in, and the last step of the path.
         container, key: Where it is read; None once the record let go of the model's objects.
         value: The object there; None after that.
-        step: The last step of the path.
-        home: The id of the container.
         address: Of a dense tensor on the device of the record, in bytes.
-        form: Of such a tensor: dtype, shape, strides, conjugate and negative bit.
+        form: Of such a tensor: dtype, shape, strides, conjugate and negative bit, in words.
     """
 
     path: str
+    above: Place | None
+    home: tuple[int, str]
     container: Any
     key: Any
     value: Any
-    step: str
-    home: int
     address: int | None = None
-    form: tuple[Any, ...] | None = None
-
-    def now(self) -> Any:
-        """The object there now; ``_ABSENT`` if there is none."""
-        try:
-            return self.container[self.key]
-        except (LookupError, AttributeError, ValueError):
-            return _ABSENT
+    form: str = ""
 
 
 @dataclass(slots=True)
@@ -173,16 +166,14 @@ class _Saved:
     tensor: torch.Tensor
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage | None
-    nbytes: int
     version: int | None
     kept: Outcome = "device"
 
 
 @dataclass(slots=True, eq=False)
 class ModelState:
-    """Everything that some objects hold at one moment, by path; see Note [What is looked at].
-
-    It holds the objects until ``let_go``; afterwards paths and numbers alone.
+    """Everything that some objects hold at one moment, by path; see Note [What is looked at]. It holds the objects
+    until ``let_go``; afterwards paths and numbers alone.
 
     Attributes:
         roots: The objects by name.
@@ -193,6 +184,7 @@ class ModelState:
         outcome: After ``restore``, bytes by path, and whether the place was put back from a copy (on the ``device`` or
             the ``host``), was made on first use and stays (``new``), or was too large to be copied (``not kept``).
         volatile: Paths at which each run of the forward binds another object.
+        count: The number of tensors with an address, each counted once.
     """
 
     roots: dict[str, Any]
@@ -202,14 +194,13 @@ class ModelState:
     is_compiled: bool = False
     outcome: dict[str, tuple[int, Outcome]] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
-    _sizes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # of dicts their keys, of lists their items
+    count: int = 0
+    _contents: dict[str, tuple[Any, Any, list[Any]]] = field(default_factory=dict)  # of dicts the keys, else the items
     _fast: list[tuple[Any, Any, Any, int | None]] = field(default_factory=list)
-    _storages: dict[int, Place] | None = None
+    _storages: dict[int, Place] = field(default_factory=dict)
     _saved: dict[int, _Saved] = field(default_factory=dict)
     _fresh: dict[int, tuple[StorageWeakRef, torch.UntypedStorage, int | None]] = field(default_factory=dict)
-    _once: set[Token] = field(default_factory=set)
-    _each: set[Token] = field(default_factory=set)
-    _count: int = 0
+    _once: dict[Token, bool] = field(default_factory=dict)  # whether no capture changed it
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], device: torch.device) -> ModelState:
@@ -220,139 +211,133 @@ class ModelState:
         return state
 
     def _walk(self) -> None:
-        generators: dict[int, torch.Generator] = {}
         defaults = {id(torch.default_generator), *map(id, torch.cuda.default_generators)}
-        layouts: dict[type, _Layout] = {}
+        layout_of: Callable[[type], _Layout | None] = cache(_layout_of)  # classes may change between walks
         seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
-        todo: list[tuple[Any, Any, str, str]] = [(self.roots, name, "", name) for name in reversed(self.roots)]
+        todo: list[Any] = [(None, 0, self.roots, name, name) for name in reversed(self.roots)]
         while todo:
-            container, key, above, step = todo.pop()
-            place = Place(above + step, container, key, _ABSENT, step, id(getattr(container, "value", container)))
-            value = place.value = place.now()
-            if value is _ABSENT:
+            above, home, container, key, step = todo.pop()
+            try:
+                value = container[key]
+            except _GONE:
                 continue
-            path, number = place.path, 1
-            while step and place.path in self.places:
-                number += 1
-                place.path = f"{path}#{number}"
-            if step or not above:  # else it stands for what it was found in
-                self.places[place.path] = place
+            place = above
+            if step or above is None:  # else it stands for what it was found in
+                path = name = step if above is None else above.path + step
+                number = 1
+                while path in self.places:
+                    number += 1
+                    path = f"{name}#{number}"
+                place = self.places[path] = Place(path, above, (home, step), container, key, value)
             kind = type(value)
+            inside: Inside = []
             if kind in _PLAIN:
                 continue
             if issubclass(kind, torch.Tensor):
-                inner = self._note_tensor(place, value)
-                todo += [(inner, name, place.path, f".{name}") for name in reversed(inner)]
+                inside = self._note_tensor(place, value)
+            elif issubclass(kind, torch.Generator):
+                if value.device == self.device and id(value) not in defaults and value not in self.generators:
+                    self.generators += (value,)
             elif id(value) not in seen:
                 seen[id(value)] = value
-                if issubclass(kind, torch.Generator):
-                    if value.device == self.device and id(value) not in defaults:
-                        generators[id(value)] = value
-                    continue
-                layout = layouts[kind] if kind in layouts else layouts.setdefault(kind, _Layout.of(kind))
-                if not layout.is_opaque:
-                    self.is_compiled |= layout.is_compiled
-                    children = list(self._children(value, layout, place.path))
-                    todo += [(where, key, place.path, step) for where, key, step in reversed(children)]
-        self.generators = tuple(generators.values())
-        self._count = len({id(p.value) for p in self.places.values() if p.address is not None})
+                if (layout := layout_of(kind)) is not None:
+                    inside = self._inside(value, layout, place.path)
+            for container, key, step in reversed(inside):
+                todo.append((place, id(value), container, key, step))
+        self.count = len({id(p.value) for p in self.places.values() if p.address is not None})
 
-    def _note_tensor(self, place: Place, tensor: torch.Tensor) -> dict[str, Any]:
+    def _note_tensor(self, place: Place, tensor: Any) -> Inside:
         """Take down where a tensor lies; the tensors that it wraps, if it is of such a class."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(type(tensor), "__tensor_flatten__"):
             with suppress(Exception):  # code of the user
-                return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+                inner = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+                return [(inner, name, f".{name}") for name in inner]
         with suppress(RuntimeError, NotImplementedError):
             if tensor.layout is torch.strided and tensor.device == self.device:
-                place.address, place.form = tensor.data_ptr(), _form_of(tensor)
-        return {}
+                bits = " conjugated" * tensor.is_conj() + " negated" * tensor.is_neg()
+                place.form = f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}{bits}"
+                place.address = tensor.data_ptr()
+        return []
 
-    def _children(self, value: Any, layout: _Layout, path: str) -> Iterator[tuple[Any, Any, str]]:
-        """(container, key, step of the path) of each place inside."""
-        kind = type(value)  # isinstance would ask the object for its class
+    def _inside(self, value: Any, layout: _Layout, path: str) -> Inside:
+        kind = type(value)
+        if issubclass(kind, types.FunctionType):
+            return self._of_function(value)
         if issubclass(kind, types.MethodType):
-            yield {"": value.__self__}, "", ""
-            yield {"": value.__func__}, "", ".__func__"
-        elif issubclass(kind, types.FunctionType):
-            yield from self._of_function(value)
-        elif issubclass(kind, torch.jit.ScriptModule):
-            yield from ((_Scripted(value), n, f".{n}") for n, _ in (*value.named_parameters(), *value.named_buffers()))
-        elif issubclass(kind, partial):
-            yield from (({"": getattr(value, n)}, "", f".{n}") for n in ("func", "args", "keywords"))
-        elif issubclass(kind, dict):
-            yield from self._of_dict(value, path)
-        elif issubclass(kind, list | tuple | deque):
-            base: Any = next(b for b in (list, tuple, deque) if issubclass(kind, b))
-            if base.__len__(value) <= _MOST_ITEMS:
-                where = value if kind is base else _Based(base, value)
-                items, names = list(base.__iter__(value)), getattr(kind, "_fields", ())
-                if base is not tuple:
-                    self._sizes[path] = where, items
-                yield from ((where, i, f".{names[i]}" if i < len(names) else f"[{i}]") for i in range(len(items)))
-        if not issubclass(kind, types.FunctionType | torch.jit.ScriptModule):
-            yield from self._of_object(value, layout, path)
+            return [({"": value.__self__}, "", ""), ({"": value.__func__}, "", ".__func__")]
+        if issubclass(kind, torch.jit.ScriptModule):
+            names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
+            return [(_Via(value, lambda v, n: attrgetter(n)(v)), name, f".{name}") for name in names]
+        found: Inside = []
+        if issubclass(kind, partial):
+            found += [({"": getattr(value, name)}, "", f".{name}") for name in ("func", "args", "keywords")]
+        if (base := layout.base) is not None and base.__len__(value) <= _MOST_ITEMS:
+            where = value if kind is base else _Via(value, base.__getitem__, getattr(base, "__setitem__", None))
+            items = list(dict.keys(value) if issubclass(base, dict) else base.__iter__(value))
+            if base is not tuple:
+                self._contents[path] = value, base, items
+            if issubclass(base, dict):
+                found += [(where, key, _step(key)) for key in items]
+            else:
+                names = list(getattr(kind, "_fields", ()))
+                found += [(where, i, f".{names[i]}" if i < len(names) else f"[{i}]") for i in range(len(items))]
+        return found + self._of_object(value, layout, path)
 
-    def _of_dict(self, value: dict[Any, Any], path: str, *, in_module: bool = False) -> Iterator[tuple[Any, Any, str]]:
-        if dict.__len__(value) <= _MOST_ITEMS:
-            base = OrderedDict if issubclass(type(value), OrderedDict) else dict
-            where = value if type(value) in (dict, OrderedDict) else _Based(base, value)
-            self._sizes[path] = where, list(dict.keys(value))
-            yield from ((where, key, _step(key, in_module=in_module)) for key in dict.keys(value))
+    def _of_object(self, value: Any, layout: _Layout, path: str) -> Inside:
+        """Attributes, slots, and what the walk enters of the class."""
+        found: Inside = [(_Via(value, *_MEMBER), member, f".{name}") for name, member in layout.slots]
+        own = {}
+        if type(value).__dictoffset__:
+            own = object.__getattribute__(value, "__dict__")
+            for part in _MODULE_DICTS if layout.is_module else ():
+                inner = own.get(part, {})
+                self.is_compiled |= "_orig_mod" in inner
+                self._contents[f"{path}.{part}"] = inner, type(inner), list(inner)
+                found += [(inner, name, f"[{name}]" if name.isdecimal() else f".{name}") for name in inner]
+            self._contents[f"{path}.__dict__"] = own, dict, list(own)
+            hidden = _OF_TORCH.difference(name for name in _HOOKS if own.get(name)) if layout.is_module else ()
+            found += [(own, name, f".{name}") for name in own if name not in hidden]
+        found += [(_Via(value, getattr_static, _bind_in_class), n, f".{n}") for n in layout.state if n not in own]
+        return found + [({"": method}, "", "") for method in layout.methods]
 
-    def _of_object(self, value: Any, layout: _Layout, path: str) -> Iterator[tuple[Any, Any, str]]:
-        """Attributes, slots, and the globals of ``forward`` and ``__call__`` that may be state."""
-        if layout.attributes is not None and isinstance(own := layout.attributes.__get__(value), dict):
-            is_module = issubclass(type(value), torch.nn.Module)
-            for part in _MODULE_DICTS if is_module else ():
-                if isinstance(inner := own.get(part), dict):
-                    self.is_compiled |= "_orig_mod" in inner
-                    yield from self._of_dict(inner, f"{path}.{part}", in_module=True)
-            self._sizes[f"{path}.__dict__"] = own, list(own)
-            hidden = _OF_TORCH.difference(hooks for hooks in _HOOKS if own.get(hooks)) if is_module else ()
-            yield from ((own, name, _step(name)) for name in own if isinstance(name, str) and name not in hidden)
-        yield from ((_Members(value), member, _step(name)) for name, member in layout.slots)
-        for method in layout.methods:
-            for where, key, step in self._of_function(method):
-                if isinstance(where, _Members) or isinstance(where[key], _STATE):
-                    yield where, key, step
-
-    def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Any, Any, str]]:
-        """Objects that a function refers to; of a function that torch made, only the one that it stands for."""
-        own = function.__dict__
+    def _of_function(self, function: types.FunctionType) -> Inside:
+        """Objects that a function refers to; of a function that is not the user's, only the one that it stands for."""
+        own, code, named = function.__dict__, function.__code__, function.__globals__
         self.is_compiled |= _COMPILED in own
-        if str(function.__globals__.get("__name__", "")).startswith(("torch.", "cgplan.")):
-            yield from ((own, name, "") for name in ("__wrapped__", _COMPILED) if name in own)
-            return
-        code = function.__code__
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            yield _Members(cell), _CELL, f".<{name}>"
-        for name in ("__defaults__", "__kwdefaults__"):
-            if (given := getattr(function, name)) is not None:
-                yield {"": given}, "", f".{name}"
-        yield from ((own, name, _step(name)) for name in own)
-        named = function.__globals__
-        self.is_compiled |= any(_COMPILED in getattr(named.get(name), "__dict__", ()) for name in code.co_names)
-        yield from (
-            (named, name, f".<{name}>")
-            for name in code.co_names
-            if name in named and (not isinstance(named[name], types.FunctionType) or named[name].__globals__ is named)
-        )
+        if _is_foreign(named.get("__name__")):
+            return [(own, name, "") for name in ("__wrapped__", _COMPILED) if name in own]
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        found: Inside = [(_Via(cell, *_MEMBER), _CELL, f".<{name}>") for name, cell in cells]
+        given = {name: getattr(function, name) for name in ("__defaults__", "__kwdefaults__")}
+        found += [(given, name, f".{name}") for name in given if given[name] is not None]
+        found += [(own, name, f".{name}") for name in own]
+        names = _names_of(code)
+        for name in names:
+            value = named.get(name)
+            if issubclass(type(value), types.ModuleType | type):
+                of_module = vars(value).get("__module__" if issubclass(type(value), type) else "__name__")
+                for inner in () if _is_foreign(of_module) else names:
+                    if issubclass(type(vars(value).get(inner)), (*_STATE, types.FunctionType)):
+                        found.append((_Via(value, getattr_static, setattr), inner, f".<{name}.{inner}>"))
+            elif name in named:
+                found.append((named, name, f".<{name}>"))
+        return found
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, on any device, each once."""
-        found = {id(p.value): p.value for p in self.places.values() if isinstance(p.value, torch.Tensor)}
-        return list(found.values())
+        return list({id(p.value): p.value for p in self.places.values() if _is_tensor(p.value)}.values())
 
-    def __len__(self) -> int:
-        """The number of tensors with an address, each counted once."""
-        return self._count
+    @property
+    def numbers(self) -> dict[str, complex]:
+        """The numbers by path."""
+        return {path: p.value for path, p in self.places.items() if type(p.value) in _NUMBERS}
 
     def summary(self) -> str:
         """One line on what is looked at."""
         names = ", ".join(f"{name} ({type(value).__name__})" for name, value in self.roots.items())
         generators = f", {len(self.generators)} random generators" if self.generators else ""
-        return f"{names}: {self._count} tensors in {len(self.places)} places{generators}"
+        return f"{names}: {self.count} tensors in {len(self.places)} places{generators}"
 
     # --- addresses ------------------------------------------------------------------------------------------------
 
@@ -360,69 +345,67 @@ class ModelState:
         """Hold nothing of the model any more; addresses can still be compared, given the roots."""
         for place in self.places.values():
             place.container = place.key = place.value = None
-        self.roots, self._storages, self._fast = {}, None, []
-        self._sizes.clear()
-        self._saved.clear()
+        self.roots, self._fast = {}, []
+        for held in (self._contents, self._storages, self._saved):
+            held.clear()
         return self
 
     def holds(self) -> bool:
-        """Whether each object is where it was and each tensor at its address: a fast loop, for checks on each replay.
+        """Whether each tensor and generator is where it was, at its address: a fast loop, for checks on each replay.
 
-        False also where something was exchanged that no address depends on, and after ``let_go``.
+        False also where something on the way was exchanged that no address depends on, and after ``let_go``.
         """
         if not self._fast:
-            for p in self.places.values():
-                if p.container is not None and type(p.value) not in _PLAIN and self._counts(p.path):
-                    self._fast.append((p.container, p.key, p.value, p.address))
+            ways = set[Place | None]()  # to tensors and generators
+            for place in reversed(self._steady(self.places)):
+                if place in ways or place.address is not None or issubclass(type(place.value), torch.Generator):
+                    ways.add(place.above)
+                    self._fast.append((place.container, place.key, place.value, place.address))
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 for container, key, value, address in self._fast:
                     if container[key] is not value or (address is not None and value.data_ptr() != address):
                         return False
-        except (LookupError, AttributeError, ValueError):
+        except (*_GONE, TypeError):  # nothing can be read where the record let go
             return False
-        return bool(self._fast)
+        return True
 
-    def _counts(self, path: str) -> bool:
-        """Whether what is at a path must stay: not where each run of the forward binds another object, nor below."""
-        return not any(path == v or path.startswith((f"{v}.", f"{v}[")) for v in self.volatile)
+    def _steady(self, places: Mapping[str, Place]) -> list[Place]:
+        """Places that must stay: not where each run of the forward binds another object, nor below."""
+        below = tuple(f"{path}{step}" for path in self.volatile for step in ".[")
+        return [p for path, p in places.items() if path not in self.volatile and not path.startswith(below)]
 
-    def moved(self, now: ModelState | None = None, *, may_grow: bool = False) -> list[str]:
+    def moved(self, now: ModelState | None = None, *, may_grow: bool = False) -> dict[str, list[str]]:
         """Lines on tensors that lie elsewhere (``changed``), are in another form (``reshaped``), are gone (``missing``)
-        or came (``added``, unless ``may_grow``).
-
-        Args:
-            now: Another record of the same roots; absent: as they are now.
-            may_grow: Leave out tensors that came: no graph can depend on them.
+        or came (``added``, unless ``may_grow``: no graph can depend on them), by ``now`` or a record of this moment.
         """
         now = ModelState.of(self.roots, self.device) if now is None else now
-        before = {path: p for path, p in self.places.items() if p.address is not None and self._counts(path)}
-        after = {path: p for path, p in now.places.items() if p.address is not None and self._counts(path)}
-        others = {(p.home, p.step): p for p in after.values()}  # reached by another name first
-        lines: dict[str, list[str]] = {"changed": [], "reshaped": [], "missing": [], "added": []}
-        for path, old in before.items():
-            new = after.get(path) or others.get((old.home, old.step))
+        after = {p.path: p for p in self._steady(now.places) if p.address is not None}
+        others = {p.home: p for p in after.values()}  # reached by another name first
+        lines: dict[str, list[str]] = {kind: [] for kind in ("changed", "reshaped", "missing", "added")}
+        for old in self._steady(self.places):
+            if old.address is None:
+                continue
+            new = after.get(old.path) or others.get(old.home)
             if new is None:
-                lines["missing"].append(path)
+                lines["missing"].append(old.path)
             elif new.address != old.address:
-                lines["changed"].append(f"{path}: {old.address:#x} at capture, {new.address:#x} now")
+                lines["changed"].append(f"{old.path}: {old.address:#x} at capture, {new.address:#x} now")
             elif new.form != old.form:
-                lines["reshaped"].append(f"{path}: {_words(old.form)} at capture, {_words(new.form)} now")
+                lines["reshaped"].append(f"{old.path}: {old.form} at capture, {new.form} now")
         if not may_grow:
-            lines["added"] += [path for path in after if path not in before]
-        return [f"{kind:<7}  {line}" for kind, found in lines.items() for line in found]
+            lines["added"] += [path for path in after if path not in self.places or self.places[path].address is None]
+        return lines
 
     def refuse_moved(self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False) -> None:
-        """Raise AddressError for what ``moved`` lists, and for exchanged generators; ``what`` is the graph.
-
-        Args:
-            roots: Other objects in place of those of the record, such as the arguments of this call.
-            may_grow: As for ``moved``.
+        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what`` is the graph; other
+        objects than those of the record come as ``roots``, such as the arguments of this call.
         """
         now = ModelState.of(self.roots if roots is None else roots, self.device)
-        if lines := self.moved(now, may_grow=may_grow):
-            raise AddressError(_message(what, lines, self._count), remedy=_remedy(lines))
-        if [id(g) for g in now.generators] != [id(g) for g in self.generators]:
+        lines = self.moved(now, may_grow=may_grow)
+        if any(lines.values()):
+            raise AddressError(_message(what, lines, self.count), remedy=_remedy(lines))
+        if now.generators != self.generators:
             raise AddressError(
                 f"{what} was captured with other torch.Generator objects than the model holds now: a replay would draw "
                 "from the old ones",
@@ -434,34 +417,39 @@ class ModelState:
 
     # --- what a capture changes -----------------------------------------------------------------------------------
 
-    def rebound(self) -> list[Place]:
-        """Places at which something else is now: ``self.cache = self.cache + x``, ``self.step += 1``."""
-        return [p for p in self.places.values() if not _is_same(p.value, p.now())]
+    def rebound(self) -> dict[str, tuple[Any, int | None]]:
+        """Paths at which something else is now (``self.cache = self.cache + x``, ``self.step += 1``), or a tensor that
+        moved: the object there, and the tensor's address.
+        """
+        found: dict[str, tuple[Any, int | None]] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for path, place in self.places.items():
+                try:
+                    now = place.container[place.key]
+                except _GONE:
+                    now = _ABSENT
+                if now is not place.value and not _is_same(place.value, now):
+                    found[path] = now, None
+                elif place.address is not None and now.data_ptr() != place.address:
+                    found[path] = now, now.data_ptr()
+        return found
 
     def _changes(self) -> dict[Token, Any]:
         """All differences from the record: the present value by path and kind of change."""
-        found: dict[Token, Any] = {}
-        with torch._C.DisableTorchFunctionSubclass():
-            for place in self.places.values():
-                now = place.now()
-                if not _is_same(place.value, now):
-                    found[place.path, "bound"] = now
-                elif place.address is not None and now.data_ptr() != place.address:
-                    found[place.path, "moved"] = now.data_ptr()
-        is_short = any(now is _ABSENT for now in found.values())
-        for path, (where, before) in self._sizes.items():
-            value = where.value if type(where) is _Based else where
-            if issubclass(type(value), dict):
-                if is_short or dict.__len__(value) != len(before):
-                    known = set(map(id, before))
-                    if new := tuple(pair for pair in dict.items(value) if id(pair[0]) not in known):
-                        found[path, "keys"] = new
-            elif (base := list if isinstance(value, list) else deque).__len__(value) != len(before):
-                found[path, "items"] = tuple(base.__iter__(value))
+        found: dict[Token, Any] = {(path, "bound"): now for path, now in self.rebound().items()}
+        is_short = any(now is _ABSENT for now, _ in found.values())
+        for path, (value, base, before) in self._contents.items():
+            if not issubclass(base, dict):
+                if base.__len__(value) != len(before):
+                    found[path, "contents"] = tuple(base.__iter__(value))
+            elif is_short or dict.__len__(value) != len(before):
+                known = set(map(id, before))
+                if new := tuple(pair for pair in dict.items(value) if id(pair[0]) not in known):
+                    found[path, "contents"] = new
         for key, saved in self._saved.items():
             version = _version_of(saved.tensor)
             if version is not None and version != saved.version:
-                found[saved.path, ("written", key)] = version
+                found[saved.path, key] = version
         return found
 
     @contextmanager
@@ -469,17 +457,12 @@ class ModelState:
         """A block that captures one key, after its warm-ups; see Note [What is put back]."""
         warm = self._changes()
         yield
-        after = self._changes()
-        once = {token for token, value in warm.items() if token in after and _equal(value, after[token])}
-        self._once |= once
-        self._each |= after.keys() - once
+        for token, value in self._changes().items():
+            self._once[token] = self._once.get(token, True) and token in warm and _equal(value, warm[token])
 
     def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
-        """Copy the model's storages that an operator is about to write, unless that was done.
-
-        Args:
-            func, args, kwargs: The operator and its arguments, in a dispatch mode around the forward.
-            limit: Bytes of copies on their device; further ones lie on the host.
+        """Copy the model's storages that an operator is about to write, unless that was done; ``limit`` bytes of copies
+        lie on their device, further ones on the host.
         """
         for tensor in written_tensors(func, args, kwargs):
             try:
@@ -489,77 +472,67 @@ class ModelState:
                 continue
             if not address or address in self._saved:
                 continue
-            if (place := self._storage_places().get(address)) is not None:
-                self._saved[address] = self._save(place, storage, limit)
+            for place in () if self._storages else self.places.values():
+                with suppress(RuntimeError, NotImplementedError):
+                    if _is_tensor(place.value):
+                        self._storages.setdefault(place.value.untyped_storage().data_ptr(), place)
+            if address in self._storages:
+                self._save(self._storages[address], storage, limit)
             elif storage.nbytes() <= _SMALL and (address not in self._fresh or self._fresh[address][0].expired()):
                 self._fresh[address] = StorageWeakRef(storage), storage.clone(), _version_of(tensor)
 
     def adopt_fresh(self) -> None:
-        """After a run: small tensors that it made and the model holds now (a counter) get back the values that they
-        were made with, if captures write them, too.
-        """
+        """After a run: small tensors that it made and the model holds now (a counter) get their first values back."""
         fresh, self._fresh = {key: f for key, f in self._fresh.items() if not f[0].expired()}, {}
         for place in ModelState.of(self.roots, self.device).places.values() if fresh else ():
-            if isinstance(place.value, torch.Tensor) and place.value.layout is torch.strided:
+            if _is_tensor(place.value) and place.value.layout is torch.strided:
                 storage = place.value.untyped_storage()
-                if (found := fresh.get(storage.data_ptr())) is not None and storage.data_ptr() not in self._saved:
-                    copy, version = found[1:]
-                    saved = _Saved(place.path, place.value, storage, copy, copy.nbytes(), version)
-                    self._saved[storage.data_ptr()] = saved
+                address = storage.data_ptr()
+                if address in fresh and address not in self._saved:
+                    self._saved[address] = _Saved(place.path, place.value, storage, *fresh[address][1:])
 
-    def _storage_places(self) -> dict[int, Place]:
-        if self._storages is None:
-            self._storages = {}
-            for place in self.places.values():
-                if isinstance(place.value, torch.Tensor):
-                    with suppress(RuntimeError, NotImplementedError):
-                        self._storages.setdefault(place.value.untyped_storage().data_ptr(), place)
-        return self._storages
-
-    def _save(self, place: Place, storage: torch.UntypedStorage, limit: int) -> _Saved:
-        nbytes, copy, kept = storage.nbytes(), None, "not kept"
+    def _save(self, place: Place, storage: torch.UntypedStorage, limit: int) -> None:
+        nbytes, kept, copy = storage.nbytes(), "not kept", None
         if self.copied("device") + nbytes <= limit:
             with suppress(torch.OutOfMemoryError):
-                copy, kept = storage.clone(), "device"
+                kept, copy = "device", storage.clone()
         if copy is None and storage.device.type != "cpu" and self.copied("host") + nbytes <= _HOST_COPIES:
-            copy, kept = storage.cpu(), "host"
-        return _Saved(place.path, place.value, storage, copy, nbytes, _version_of(place.value), kept)  # type: ignore[arg-type]
+            kept, copy = "host", storage.cpu()
+        saved = _Saved(place.path, place.value, storage, copy, _version_of(place.value), kept)  # type: ignore[arg-type]
+        self._saved[storage.data_ptr()] = saved
 
     def copied(self, where: Outcome = "device") -> int:
         """Bytes of copies that are held now, on their own device or on the host."""
-        return sum(saved.nbytes for saved in self._saved.values() if saved.kept == where)
+        return sum(s.copy.nbytes() for s in self._saved.values() if s.copy is not None and s.kept == where)
 
     def restore(self) -> None:
         """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle."""
-        stays, changes = self._once - self._each, self._changes()
+        changes = self._changes()
         for key, saved in self._saved.items():
-            if (saved.path, ("written", key)) not in stays:
-                self.outcome[saved.path] = saved.nbytes, saved.kept
-                if saved.copy is not None and saved.storage.nbytes() == saved.nbytes:
+            if not self._once.get((saved.path, key)):
+                self.outcome[saved.path] = saved.storage.nbytes(), saved.kept
+                if saved.copy is not None and saved.storage.nbytes() == saved.copy.nbytes():
                     saved.storage.copy_(saved.copy)
-        for path, kind in sorted(changes, key=lambda token: token[1] != "items"):  # lengths come first
-            if (path, kind) in stays:
-                now = changes[path, kind]
-                self.outcome[path] = now.nbytes if isinstance(now, torch.Tensor) else 0, "new"
-                continue
-            if kind in ("bound", "moved"):
+        for path, kind in sorted(changes, key=lambda token: token[1] != "contents"):  # lengths come first
+            now = changes[path, kind]
+            if self._once.get((path, kind)):
+                self.outcome[path] = now[0].nbytes if kind == "bound" and _is_tensor(now[0]) else 0, "new"
+            elif kind == "bound":
                 self.volatile.add(path)
-            if kind == "bound":
                 with suppress(LookupError, AttributeError, TypeError):  # a tuple cannot change
                     self.places[path].container[self.places[path].key] = self.places[path].value
-            elif kind == "items":
-                where, before = self._sizes[path]
-                value = getattr(where, "value", where)
-                base: Any = list if isinstance(value, list) else deque
-                base.clear(value)
-                base.extend(value, before)
-            elif kind == "keys":
-                for key, _ in changes[path, kind]:
-                    del self._sizes[path][0][key]
+            elif kind == "contents":
+                value, base, before = self._contents[path]
+                if issubclass(base, dict):
+                    for key, _ in now:
+                        base.__delitem__(value, key)
+                else:
+                    base.clear(value)
+                    base.extend(value, before)
 
 
-def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+def _is_tensor(value: Any) -> bool:
+    return issubclass(type(value), torch.Tensor)  # isinstance would ask the object for its class
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
@@ -567,25 +540,21 @@ def _version_of(tensor: torch.Tensor) -> int | None:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
     if type(before) not in (*_NUMBERS, str) or type(before) is not type(now):
-        return False
+        return before is now
     return bool(before == now or before != before)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if type(one) is tuple and type(other) is tuple:
         return len(one) == len(other) and all(map(_equal, one, other))
     return _is_same(one, other)
 
 
-def _step(key: Any, *, in_module: bool = False) -> str:
-    """The step of a path for a key, without code of the user: ``.name``, ``[2]``, ``['a b']``, ``[<Point>]``."""
-    if type(key) is str:
-        if key.isascii() and key.isidentifier() and not keyword.iskeyword(key):
-            return f".{key}"
-        return f"[{key}]" if in_module and key.isdecimal() else f"[{key!r}]"
+def _step(key: Any) -> str:
+    """The step of a path for a key, without code of the user: ``.name``, ``['a b']``, ``[<Point>]``."""
+    if type(key) is str and key.isidentifier():
+        return f".{key}"
     if isinstance(key, Enum):
         return f"[{type(key).__name__}.{key._name_}]"
     return f"[{key!r}]" if _is_constant(key) else f"[<{type(key).__name__}>]"
@@ -595,39 +564,29 @@ def _is_constant(key: Any) -> bool:
     return type(key) in _PLAIN or (type(key) is tuple and all(map(_is_constant, key)))
 
 
-def _words(form: tuple[Any, ...] | None) -> str:
-    assert form is not None
-    dtype, shape, stride, is_conj, is_neg = form
-    bits = f"{', conjugated' if is_conj else ''}{', negated' if is_neg else ''}"
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(stride)}{bits}"
+def _message(what: str, lines: dict[str, list[str]], count: int) -> str:
+    counts = ", ".join(f"{len(found)} {kind}" for kind, found in lines.items() if found or kind != "reshaped")
+    only_reshaped = not any(found for kind, found in lines.items() if kind != "reshaped")
+    text = f"{what} was captured with {count} tensors that "
+    text += f"{'were others' if only_reshaped else 'do not lie where they lay'}: {counts}"
+    for kind, found in lines.items():
+        text += "".join(f"\n  {kind:<7}  {line}" for line in found[:_SHOWN])
+        text += f"\n  and {len(found) - _SHOWN} more {kind}" if len(found) > _SHOWN else ""
+    return text
 
 
-def _message(what: str, lines: list[str], count: int) -> str:
-    kinds = {kind: [n for n in lines if n.startswith(kind)] for kind in ("changed", "reshaped", "missing", "added")}
-    counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items() if found or kind != "reshaped")
-    moved = "were others" if len(kinds["reshaped"]) == len(lines) else "do not lie where they lay"
-    shown = [f"{what} was captured with {count} tensors that {moved}: {counts}"]
-    for kind, found in kinds.items():
-        shown += [f"  {line}" for line in found[:_SHOWN]]
-        if len(found) > _SHOWN:
-            shown.append(f"  and {len(found) - _SHOWN} more {kind}")
-    return "\n".join(shown)
-
-
-def _remedy(lines: Iterable[str]) -> str:
-    names = (line.split()[1].rstrip(":") for line in lines)
-    positions = sorted({int(n[5:-1]) for n in names if n.startswith("args[") and n[5:-1].isdecimal()})
+def _remedy(lines: dict[str, list[str]]) -> str:
     remedy = (
         "Write new values into the captured tensors in place (copy_), declare the tensor as an input so that it is "
         "copied into a static buffer, or capture again."
     )
-    if not positions:
-        return remedy
-    shown = f"({positions[0]},)" if len(positions) == 1 else str(tuple(positions))
-    return (
-        f"{remedy} Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "
-        f"options=CUDAGraphOptions(copied_arguments={shown}) copies it to where the graph reads it."
-    )
+    arguments = (re.match(r"args\[(\d+)\](?::|$)", line) for found in lines.values() for line in found)
+    if positions := sorted({int(argument[1]) for argument in arguments if argument}):
+        remedy += (
+            " Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "
+            f"options=CUDAGraphOptions(copied_arguments={tuple(positions)}) copies it to where the graph reads it."
+        )
+    return remedy
 
 
 __all__ = ["ModelState", "Place"]

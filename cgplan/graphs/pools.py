@@ -1,19 +1,17 @@
 """Pools: which graphs share one inside a runner, and what runners that share one must not do at once.
 
 Note [Sharing a pool]
-    Graphs of one pool reuse one another's memory: what a capture left behind is overwritten by the next one's replay.
-    That is safe for graphs that never run at once, and a server's models do not: the target waits for the draft's
-    tokens, the draft for what the target accepted. So both fit into the memory that the larger one needs. The pool
-    refuses what would break that: a call while another member's call is under way, or while it captures, and a call on
-    another stream while the last stream still has work. An output is valid until the next call of any member, not only
-    of its own model.
+    Graphs of one pool reuse one another's memory: a replay overwrites what another capture left behind. That is safe
+    for graphs that never run at once, as those of a target and its draft, which wait for each other: both fit into the
+    memory that the larger one needs. The pool refuses what would break that: a call while another member's call or
+    capture is under way, and a call on another stream while the last stream still has work. An output is valid until
+    the next call of any member.
 
 Note [Generations]
-    A pool gives its memory back when its last graph is gone, and not before. While one of its graphs lives, memory that
-    evicted ones leave behind is reused by later captures, as the memory of living graphs is. So graphs can be exchanged
-    inside a pool as long as the new ones fit into what the pool holds. Where they do not, or the pool holds much more
-    than its graphs need, a new generation begins: all graphs are freed, with them the pool, and those that are wanted
-    are captured again into a new one, the largest first.
+    A pool gives its memory back when its last graph is gone, and not before. Until then later captures reuse what
+    evicted graphs leave, so graphs can be exchanged as long as the new ones fit. Where they do not, or the pool holds
+    much more than its graphs need, a new generation begins: all graphs are freed, with them the pool, and those that
+    are wanted are captured again into a new one, the largest first.
 """
 
 from __future__ import annotations
@@ -76,27 +74,24 @@ class PoolUse:
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
         """Note the stream of a call; the lock is held. Raises CgplanError if another one still has work."""
-        if self.stream is not None and self.stream != stream and backend.is_busy(self.stream):
+        if self.stream not in (None, stream) and backend.is_busy(self.stream):
+            remedy = "Synchronise the first stream before the second one takes over, or "
             if self.is_shared and name != self.user:
                 raise CgplanError(
                     f"{name!r} was called on another stream than {self.user!r} before, whose work is not done, and "
                     "both capture into one pool",
-                    remedy="Synchronise the first stream before the second one takes over, or give each its own "
-                    "GraphPool.",
+                    remedy=f"{remedy}give each its own GraphPool.",
                 )
             raise CgplanError(
                 "the runner was called from another stream than before, whose work is not done",
-                remedy="Synchronise the first stream before the second one takes over, or capture a runner for each, "
-                "with a backend of its own (as cgplan.capture makes one).",
+                remedy=f"{remedy}capture a runner for each, with its own backend (as cgplan.capture makes one).",
             )
         self.stream, self.user = stream, name
 
 
 class GraphPool:
-    """A graph pool that several runners capture into, see Note [Sharing a pool].
-
-    It holds no memory of its own: memory comes with the first capture and is free again once all members are closed,
-    in any order.
+    """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory comes with the first
+    capture and is free again once all members are closed, in any order.
 
     Args:
         backend: The device; all members have to use this very object.
@@ -146,19 +141,15 @@ class RunnerPools:
 
     Attributes:
         generation: Number of the present generation, from 1; see Note [Generations].
-
-    Raises:
-        CgplanError: a pool is given, and the policy asks for several.
     """
 
     def __init__(self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None) -> None:
         check_pools(policy, given)
-        self.generation = 1
-        self._policy, self._backend, self._given = policy, backend, given
-        self._pools: dict[Any, Any] = {}
+        self.policy, self.generation = policy, 1
+        self._backend, self._given = backend, given
+        self._pools: dict[Any, Any] = {} if given is None else {None: given.handle}
         self._old: list[Any] = []
         if given is not None:
-            self._pools[None] = given.handle
             given.members.add(self)
 
     @property
@@ -167,27 +158,22 @@ class RunnerPools:
         return self._given is None or len(self._given.members) == 1
 
     @property
-    def policy(self) -> PoolPolicy:
-        """Which graphs share one."""
-        return self._policy
-
-    @property
     def nbytes(self) -> int:
         """Bytes that all pools have reserved, with those of earlier generations that are still in use."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     def of(self, key: Key) -> Any:
         """The pool that a key is captured into."""
-        name = {"shared": None, "per_mode": key[0], "per_graph": key}[self._policy]
+        name = {"shared": None, "per_mode": key[0], "per_graph": key}[self.policy]
         if name not in self._pools:
             self._pools[name] = self._backend.new_pool()
         return self._pools[name]
 
     def drop(self, key: Key) -> None:
         """Say that a key was evicted: a pool of its own is not needed again."""
-        if self._policy == "per_graph" and key in self._pools:
+        if self.policy == "per_graph" and key in self._pools:
             self._old.append(self._pools.pop(key))
-        self.sweep()
+        self._forget_empty()
 
     def renew(self) -> None:
         """Begin a new generation: the graphs of this one were given up."""
@@ -195,15 +181,14 @@ class RunnerPools:
         if self._given is None:
             self._old += self._pools.values()
             self._pools = {}
-            self.sweep()
+            self._forget_empty()
 
     def close(self) -> None:
         """Leave a pool that others use: all graphs are freed."""
         if self._given is not None:
             self._given.members.discard(self)
 
-    def sweep(self) -> None:
-        """Forget old pools that hold nothing any more."""
+    def _forget_empty(self) -> None:
         self._old = [pool for pool in self._old if self._backend.pool_bytes(pool)]
 
 

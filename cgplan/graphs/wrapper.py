@@ -33,10 +33,6 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 logger = logging.getLogger(__name__)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 @dataclass(frozen=True, slots=True)
 class CUDAGraphOptions:
     """How a wrapper captures.
@@ -48,11 +44,13 @@ class CUDAGraphOptions:
         copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
             each replay copies them there; shape and dtype must be those of the capture. All other arguments must lie
             where they lay at capture.
-        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``.
-            Arguments are checked, and what graphs read of the forward context's metadata; not the parameters and
-            buffers of a module that is wrapped. Inside of a runner its ``compilation.address_check`` counts as well:
-            see ``policy``.
+        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``, for
+            arguments and what graphs read of the forward context's metadata; not for parameters and buffers of a
+            wrapped module. Inside of a runner its ``compilation.address_check`` counts as well: see ``policy``.
         debug_log_enable: Whether each capture is logged, at level DEBUG.
+
+    Raises:
+        ConfigError: a value is not as described.
     """
 
     borrow_outputs: bool = True
@@ -62,43 +60,22 @@ class CUDAGraphOptions:
     debug_log_enable: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that are not as described."""
-        if self.address_check not in ("off", "first", "always"):
-            raise ConfigError(f"address_check is {self.address_check!r:.100}", remedy="Choose off, first or always.")
-        if not _is_count(self.num_of_warmups):
-            raise ConfigError(f"num_of_warmups is {self.num_of_warmups!r:.100}", remedy="Give a number from 0.")
-        if not isinstance(self.copied_arguments, tuple) or not all(map(_is_count, self.copied_arguments)):
-            raise ConfigError(
-                f"copied_arguments is {self.copied_arguments!r:.100}",
-                remedy="Give a tuple of positions from 0, such as (0, 2).",
-            )
+        allowed = {
+            "address_check": (self.address_check in ("off", "first", "always"), "Choose off, first or always."),
+            "num_of_warmups": (self.num_of_warmups >= 0, "Give a number from 0."),
+            "copied_arguments": (
+                isinstance(self.copied_arguments, tuple) and min(self.copied_arguments, default=0) >= 0,
+                "Give a tuple of positions from 0, such as (0, 2).",
+            ),
+        }
+        for name, (is_allowed, remedy) in allowed.items():
+            if not is_allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r:.100}", remedy=remedy)
 
     def policy(self, scope: CaptureScope | None) -> AddressPolicy:
         """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of either is always."""
         ruling = None if scope is None else scope.address_check
-        if ruling == "off":
-            return ruling
-        return "always" if ruling == "always" else self.address_check
-
-    def check_copied(self, args: tuple[Any, ...]) -> None:
-        """Raise CaptureError where ``copied_arguments`` names something else than a tensor of a call."""
-        for i in self.copied_arguments:
-            if i >= len(args) or not isinstance(args[i], torch.Tensor):
-                found = f"{args[i]!r:.100}" if i < len(args) else f"one of {len(args)} arguments"
-                raise CaptureError(
-                    f"copied_arguments names argument {i}, which is {found}",
-                    remedy="Name positions of tensors that are passed by position.",
-                )
-
-
-def refuse_nested(backend: GraphBackend) -> None:
-    """Raise CaptureError where a wrapper is to capture inside of another one's capture."""
-    if backend.is_capturing():
-        raise CaptureError(
-            f"the model holds graph wrappers of its own, and is to be captured as a whole as well, at {blamed_line()}",
-            remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
-            "another one needs another runtime mode.",
-        )
+        return ruling if ruling in ("off", "always") else self.address_check
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,26 +113,6 @@ class CUDAGraphEntry:
     eager_pieces: int = 0
     ambient: AmbientState | None = None
     pooled: tuple[torch.Tensor, ...] = ()
-
-    def check_copied(self, args: tuple[Any, ...], mode: CUDAGraphMode) -> None:
-        """Raise AddressError for a copied argument of another shape or dtype than at capture, or that is missing."""
-        for i, slot in self.slots.items():
-            try:
-                fits = args[i].shape == slot.shape and args[i].dtype is slot.dtype
-            except (IndexError, AttributeError):
-                fits = False
-            if not fits:
-                found = _described(args[i]) if i < len(args) else f"missing among {len(args)} arguments"
-                raise AddressError(
-                    f"{mode} {self.descriptor}: argument {i}, which is copied, is {found}; at capture it was "
-                    f"{_described(slot)}",
-                    remedy="Pass it by position with the shape and dtype of the capture, or give batches that differ "
-                    "descriptors that differ.",
-                )
-
-
-def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.100}"
 
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -208,14 +165,10 @@ class CUDAGraphWrapper:
             raise CgplanError(
                 f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
             )
-        self.runnable = runnable
-        self.runtime_mode = runtime_mode
-        self._backend = backend
-        self.options = options
+        self.runnable, self.runtime_mode, self.options = runnable, runtime_mode, options
+        self._backend, self._pool, self._own_pool = backend, pool, None
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
         self._checked: set[Hashable] = set()
-        self._pool = pool
-        self._own_pool: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
@@ -264,10 +217,9 @@ class CUDAGraphWrapper:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool are shared."""
-        made = memo[id(self)] = object.__new__(type(self))
-        fresh = {"_backend": self._backend, "_pool": self._pool, "_own_pool": None, "entries": {}, "_checked": set()}
-        for name, value in vars(self).items():
-            vars(made)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        made = memo[id(self)] = copy.copy(self)
+        made.runnable, made._own_pool = copy.deepcopy(self.runnable, memo), None
+        made.entries, made._checked = {}, set()
         return made
 
     def unwrap(self) -> Callable[..., Any]:
@@ -290,14 +242,8 @@ class CUDAGraphWrapper:
         taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
-        # The deferred free must not keep the output alive.
-        return [
-            (
-                e.pooled,
-                partial(self._free, replace(e, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)),
-            )
-            for e in entries
-        ]
+        gone = partial(replace, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)
+        return [(e.pooled, partial(self._free, gone(e))) for e in entries]  # a deferred free does not keep the output
 
     def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
         return descriptor
@@ -324,19 +270,25 @@ class CUDAGraphWrapper:
 
     def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
-        if entry.slots:
-            if self._compares_copied:
-                entry.check_copied(args, self.runtime_mode)
-            with torch.no_grad():
-                for i, slot in entry.slots.items():
-                    slot.copy_(args[i])
+        for i, slot in entry.slots.items() if self._compares_copied else ():
+            given = args[i] if i < len(args) else None
+            if not isinstance(given, torch.Tensor) or given.shape != slot.shape or given.dtype is not slot.dtype:
+                found = _described(given) if i < len(args) else f"missing among {len(args)} arguments"
+                raise AddressError(
+                    f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is {found}; at capture it "
+                    f"was {_described(slot)}",
+                    remedy="Pass it by position with the shape and dtype of the capture, or give batches that differ "
+                    "descriptors that differ.",
+                )
+        with torch.no_grad():
+            for i, slot in entry.slots.items():
+                slot.copy_(args[i])
 
     def _roots(
         self, entry: CUDAGraphEntry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Roots of the address check."""
-        if entry.slots:
-            args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
+        args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
             roots["metadata"] = context.metadata
@@ -361,13 +313,13 @@ class CUDAGraphWrapper:
     def _prepare(self, key: Hashable, context: ForwardContext, args: tuple[Any, ...]) -> None:
         """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
         scope = context.scope
-        if scope is not None and not scope.is_open and key in self.entries:
+        if scope is not None and not scope.is_open:
+            if key not in self.entries:
+                raise self._missing(context.descriptor)
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a later session",
                 remedy="Graphs of wrappers inside a model belong to the session that captured last; use its runner.",
             )
-        if scope is not None and not scope.is_open:
-            raise self._missing(context.descriptor)
         if scope is not None and scope.backend is not None:
             if self._backend is not None and self._backend.device != scope.backend.device:
                 raise CaptureError(
@@ -375,8 +327,20 @@ class CUDAGraphWrapper:
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
             self._backend = scope.backend  # another object of the same device has other pools and another stream
-        refuse_nested(self.backend)
-        self.options.check_copied(args)
+        if self.backend.is_capturing():
+            raise CaptureError(
+                "the model holds graph wrappers of its own, and is to be captured as a whole as well, at "
+                f"{blamed_line()}",
+                remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
+                "another one needs another runtime mode.",
+            )
+        for i in self.options.copied_arguments:
+            if i >= len(args) or not isinstance(args[i], torch.Tensor):
+                found = _described(args[i]) if i < len(args) else f"one of {len(args)} arguments"
+                raise CaptureError(
+                    f"copied_arguments names argument {i}, which is {found}",
+                    remedy="Name positions of tensors that are passed by position.",
+                )
         if self.options.debug_log_enable:
             logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
 
@@ -385,16 +349,17 @@ class CUDAGraphWrapper:
     ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
         self._prepare(key, context, args)
-        with self.backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
+        backend, plain = self.backend, context.metadata
+        with backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
                 with autocast_cache(on=False):
                     self._warm_up(args, kwargs)
             context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
-            if self._pool is None and scope is None and self._own_pool is None:
-                self._own_pool = self.backend.new_pool()
-            pool = self._pool if self._pool is not None else self._own_pool if scope is None else scope.pool
-            plain = context.metadata
+            pool = self._pool
+            if pool is None and scope is None:
+                self._own_pool = backend.new_pool() if self._own_pool is None else self._own_pool
+            pool = pool if pool is not None else self._own_pool if scope is None else scope.pool
             watched = WatchedMetadata(plain, self._is_reading)
             start = time.perf_counter()
             try:
@@ -405,7 +370,7 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
-        backend, pooled, plainly = self.backend, list[torch.Tensor](), set[int]()
+        pooled, plainly = list[torch.Tensor](), set[int]()
 
         @cache
         def own() -> set[int]:
@@ -443,8 +408,8 @@ class CUDAGraphWrapper:
             pooled=tuple(pooled),
         )
         if self.options.policy(scope) != "off":
-            roots = self._roots(entry, context, args, kwargs)
-            entry = replace(entry, manifest=ModelState.of(roots, self.backend.device).let_go())
+            manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
+            entry = replace(entry, manifest=manifest)
         self.entries[key] = entry
         self._checked.discard(key)  # of another scope's entry
         if scope is not None:
@@ -458,6 +423,10 @@ class CUDAGraphWrapper:
             f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
             remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
         )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.100}"
 
 
 _NO_OUTPUT = renewed(None)

@@ -7,9 +7,9 @@ Note [Graphs of several baselines in one process]
 
 Note [Comparing results]
     A forward may write into its inputs and its model's tensors, and draw random numbers. So each compared call starts
-    from the same inputs, state and seed. A model whose own code, run twice from there, gives different results cannot
-    be compared: its state lies where nobody looks (closures, globals, another library's generator, atomics). Random
-    numbers are the same for the same operators on the same shapes; padding, and inductor's generator, change them.
+    from the same inputs, state and seed. A model whose own code gives other results from there the second time cannot
+    be compared: its state lies where ModelState does not look (another library's generator, atomics). Random numbers
+    are the same for the same operators on the same shapes; padding, and inductor's generator, change them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -38,13 +38,13 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.reports.records import OURS, CaptureReport, PeerRecord, PeersRecord, Timing, WayRecord, check_peers
+from cgplan.reports.records import OURS, CaptureReport, PeerRecord, PeersRecord, Timing, WayRecord
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
 MOST_ROUNDS = 5
 LONGEST_REASON = 160  # characters
-_INDUCTOR_REDRAWS = "code that inductor compiled draws others"
+_REDRAWN = "the model draws random numbers, and padding and inductor's code draw others"
 _UNLIKE = (
     "its output has another structure, shape, dtype or value beside tensors than that of the model's own code, or "
     "holds no tensor"
@@ -55,12 +55,10 @@ _STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its ma
 
 @dataclass(frozen=True, slots=True)
 class BenchBatch:
-    """One batch that is measured.
+    """One batch that is measured: its tensors on the device, and the other arguments of a runner's call.
 
     Attributes:
         size: Tokens, unpadded.
-        inputs, metadata: Its tensors, on the device.
-        options: The other arguments of a runner's call.
         descriptor: The batch in an eager forward's context.
     """
 
@@ -91,47 +89,27 @@ class BenchBatch:
 
 
 @dataclass(slots=True)
-class Baseline:
-    """One way to run a model, with its measurements. After ``free`` it can be prepared again.
+class Ready:
+    """A baseline that is prepared. All by size.
 
     Attributes:
-        name: As in reports.
-        prepare: All that is done before the first call.
-        call: A call with these tensors; their values may change from call to call.
-        free: Gives memory back.
-        check: Raises an error where the baseline cannot run. Runs before ``prepare``, and its time is not counted.
-        preparing: A block around preparation and first calls.
-        redraws: Why a model draws other random numbers than by its own code, from the same seed; None if it does not.
-        calls_until_ready: Calls of a new size before it runs as it will from then on.
+        calls: Run the batch; the values of its tensors may change from call to call.
+        first: Seconds of the first call, with the compilation and recording that happen in it.
         note: For the reader of its figures.
-        record: Its costs, or why it failed.
-        calls, first, times, results: By size: the call, seconds of the first one, microseconds (device, latency, host)
-            and the record of a report.
     """
 
-    name: str
-    prepare: Callable[[Sequence[BenchBatch]], object]
-    call: Callable[[BenchBatch], Call]
-    free: Callable[[], object] = lambda: None
-    check: Callable[[Sequence[BenchBatch]], object] = lambda _: None
-    preparing: Callable[[], AbstractContextManager[object]] = nullcontext
-    redraws: Callable[[BenchBatch], str | None] = lambda _: None
-    calls_until_ready: int = 1
-    note: str | None = None
-    record: WayRecord = field(init=False)
     calls: dict[int, Call] = field(default_factory=dict)
     first: dict[int, float] = field(default_factory=dict)
-    times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
-    results: dict[int, PeerRecord] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.record = WayRecord(name=self.name)
+    note: str | None = None
 
 
-def ours(runner: GraphRunner) -> Baseline:
+def ours(bench: Comparison, undo: ExitStack) -> Ready:
     """The runner itself, captured again."""
+    runner = bench.runner
+    undo.callback(runner.suspend)
+    runner.recapture()
 
-    def call(batch: BenchBatch) -> Call:
+    def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
         copies = [(given[name], value) for name, value in batch.tensors.items() if given[name] is not value]
         arguments: dict[str, Any] = {**given, **batch.options}
@@ -141,46 +119,38 @@ def ours(runner: GraphRunner) -> Baseline:
                 view.copy_(value)
             return runner(**arguments)
 
-        return run if copies else lambda: runner(**arguments)
+        return run
 
-    def redraws(batch: BenchBatch) -> str | None:
-        route = runner.route(batch.tensors, **batch.options)
-        if route.mode is not CUDAGraphMode.NONE and route.descriptor.num_tokens != batch.size:
-            return "a padded batch draws others"
-        return _INDUCTOR_REDRAWS if runner.config.compilation.compiler == "inductor" else None
-
-    return Baseline(OURS, lambda _: runner.recapture(), call, runner.suspend, redraws=redraws)
+    return bench.first_calls(call_of)
 
 
-def eager(runner: GraphRunner) -> Baseline:
+def eager(bench: Comparison, _: ExitStack) -> Ready:
     """The model's own code."""
-    return Baseline("eager", lambda _: None, lambda batch: lambda: batch.run(runner.model))
+    return bench.first_calls(lambda batch: lambda: batch.run(bench.runner.model))
 
 
-def bare(runner: GraphRunner) -> Baseline:
+def bare(bench: Comparison, undo: ExitStack) -> Ready:
     """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay, and nothing else."""
-    backend, model = runner.backend, runner.model
-    captured: dict[int, tuple[Any, dict[str, torch.Tensor], Any]] = {}
+    backend, model = bench.runner.backend, bench.runner.model
+    pool, captured = backend.new_pool(), dict[int, tuple[Any, dict[str, torch.Tensor], Any]]()
+    with backend.session():
+        for batch in sorted(bench.batches, key=lambda b: -b.size):
+            static = {name: value.clone() for name, value in batch.tensors.items()}
+            for _ in range(bench.runner.config.compilation.cudagraph_num_of_warmups):
+                batch.run(model, static)
+            graph = backend.new_graph(pool)
+            try:
+                with backend.capturing(graph):
+                    output = batch.run(model, static)
+            except CgplanError:
+                raise
+            except Exception as error:  # torch's own, which may name no operator
+                found = look(lambda: batch.run(model, static), ModelState.of({}, backend.device))  # noqa: B023
+                raise found.host_sync or error from None
+            undo.callback(backend.reset, graph)
+            captured[batch.size] = graph, static, output
 
-    def prepare(batches: Sequence[BenchBatch]) -> None:
-        pool = backend.new_pool()
-        with backend.session():
-            for batch in sorted(batches, key=lambda b: -b.size):
-                static = {name: value.clone() for name, value in batch.tensors.items()}
-                for _ in range(runner.config.compilation.cudagraph_num_of_warmups):
-                    batch.run(model, static)
-                graph = backend.new_graph(pool)
-                try:
-                    with backend.capturing(graph):
-                        output = batch.run(model, static)
-                except CgplanError:
-                    raise
-                except Exception as error:  # torch's own, which may name no operator
-                    found = look(lambda: batch.run(model, static), ModelState.of({}, backend.device))  # noqa: B023
-                    raise found.host_sync or error from None
-                captured[batch.size] = graph, static, output
-
-    def call(batch: BenchBatch) -> Call:
+    def call_of(batch: BenchBatch) -> Call:
         graph, static, output = captured[batch.size]
         pairs = [(static[name], value) for name, value in batch.tensors.items()]
         replay = backend.launcher(graph)
@@ -193,112 +163,70 @@ def bare(runner: GraphRunner) -> Baseline:
 
         return run
 
-    def free() -> None:
-        while captured:
-            backend.reset(captured.popitem()[1][0])
-
-    return Baseline("bare", prepare, call, free)
+    return bench.first_calls(call_of)
 
 
-def make_graphed_callables(runner: GraphRunner) -> Baseline:
+def make_graphed_callables(bench: Comparison, undo: ExitStack) -> Ready:
     """``torch.cuda.make_graphed_callables``: one for each size in one pool, without gradients, torch's own warm-ups."""
-    model, graphed = runner.model, dict[int, Callable[..., Any]]()
+    graphed, pool = dict[int, Callable[..., Any]](), torch.cuda.graph_pool_handle()
+    undo.callback(graphed.clear)
+    for batch in sorted(bench.batches, key=lambda b: -b.size):
 
-    def check(batches: Sequence[BenchBatch]) -> None:
-        """A capture that fails in torch's function leaves torch's allocator unusable; ``bare`` cleans up."""
-        _need_cuda(runner)
-        trial = bare(runner)
-        try:
-            trial.prepare(batches)
-        finally:
-            trial.free()
+        def forward(*given: torch.Tensor, batch: BenchBatch = batch) -> Any:
+            with torch.no_grad():
+                return batch.run(bench.runner.model, dict(zip(batch.tensors, given, strict=True)))
 
-    def prepare(batches: Sequence[BenchBatch]) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        for batch in sorted(batches, key=lambda b: -b.size):
+        static = tuple(value.clone() for value in batch.tensors.values())
+        graphed[batch.size] = torch.cuda.make_graphed_callables(forward, static, pool=pool)
 
-            def forward(*given: torch.Tensor, batch: BenchBatch = batch) -> Any:
-                with torch.no_grad():
-                    return batch.run(model, dict(zip(batch.tensors, given, strict=True)))
-
-            static = tuple(value.clone() for value in batch.tensors.values())
-            graphed[batch.size] = torch.cuda.make_graphed_callables(forward, static, pool=pool)
-
-    def call(batch: BenchBatch) -> Call:
+    def call_of(batch: BenchBatch) -> Call:
         function, tensors = graphed[batch.size], tuple(batch.tensors.values())
         return lambda: function(*tensors)
 
-    return Baseline("make_graphed_callables", prepare, call, graphed.clear, check)
+    return bench.first_calls(call_of)
 
 
-def reduce_overhead(runner: GraphRunner) -> Baseline:
+def reduce_overhead(bench: Comparison, undo: ExitStack) -> Ready:
     """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each call.
 
     Each size is compiled from an empty cache. Tensors that the model holds are marked static, as parameters are:
     torch leaves out graphs that write into other tensors.
     """
-    model, marked = runner.model, list[torch.Tensor]()
-    compiled: list[tuple[Callable[..., Any], Any]] = []  # (result of torch.compile, its code object)
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+    from torch._inductor.utils import fresh_inductor_cache
 
-    def prepare(_: Sequence[BenchBatch]) -> None:
-        device = runner.backend.device
-        held = [t for t in ModelState.of({"model": model}, device).tensors if t.device == device]
-        marked.extend(t for t in held if not hasattr(t, _STATIC) and not isinstance(t, torch.nn.Parameter))
-        for tensor in marked:
+    model, device = bench.runner.model, bench.runner.backend.device
+    for tensor in ModelState.of({"model": model}, device).tensors:
+        if tensor.device == device and not hasattr(tensor, _STATIC) and not isinstance(tensor, torch.nn.Parameter):
             torch._dynamo.mark_static_address(tensor, guard=False)
+            undo.callback(delattr, tensor, _STATIC)
 
-        def forward(**inputs: torch.Tensor) -> Any:
-            return model(**inputs)
+    def forward(**inputs: torch.Tensor) -> Any:
+        return model(**inputs)
 
-        own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
-        compiled.append((torch.compile(own, mode="reduce-overhead", dynamic=False), own.__code__))
+    own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+    compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
+    undo.callback(reset_cudagraph_trees)
+    undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
 
-    @contextmanager
-    def preparing() -> Iterator[None]:
-        from torch._inductor.utils import fresh_inductor_cache
-
-        before = _skipped_graphs()
-        limits = {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
-        with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-            yield
-        if skipped := _skipped_graphs() - before:
-            found.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
-
-    def call(batch: BenchBatch) -> Call:
-        function = compiled[0][0]
-
+    def call_of(batch: BenchBatch) -> Call:
         def run() -> Any:
             torch.compiler.cudagraph_mark_step_begin()
-            return batch.run(function)
+            return batch.run(compiled)
 
         return run
 
-    def free() -> None:
-        while marked:
-            delattr(marked.pop(), _STATIC)
-        while compiled:
-            torch._C._dynamo.eval_frame.reset_code(compiled.pop()[1])
-        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-        reset_cudagraph_trees()
-
-    found = Baseline(
-        "reduce-overhead", prepare, call, free, lambda _: _need_cuda(runner), preparing, lambda _: _INDUCTOR_REDRAWS
-    )
-    found.calls_until_ready = 2  # the first compiles and warms up, the second records
-    return found
+    counters = torch._dynamo.utils.counters["inductor"]
+    before, limits = counters["cudagraph_skips"], {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits), fresh_inductor_cache():
+        ready = bench.first_calls(call_of, 2)  # the first compiles and warms up, the second records
+    if skipped := counters["cudagraph_skips"] - before:
+        ready.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
+    return ready
 
 
-def _need_cuda(runner: GraphRunner) -> None:
-    if runner.backend.device.type != "cuda":
-        raise BackendError(f"it needs CUDA, and this is {runner.backend.name}", remedy="Run it on a GPU.")
-
-
-def _skipped_graphs() -> int:
-    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
-
-
-BASELINES: dict[str, Callable[[GraphRunner], Baseline]] = {
+# Each prepares all sizes, calls each once, and pushes on the stack what gives the memory back.
+BASELINES: dict[str, Callable[[Comparison, ExitStack], Ready]] = {
     OURS: ours,
     "eager": eager,
     "bare": bare,
@@ -325,160 +253,113 @@ def bench_baselines(
     Args:
         runner: It is open again afterwards, unless its capture failed.
         batches: Example batches, one for each size.
-        against: Names of baselines.
+        against: Names of BASELINES.
         seed: Of the order; drawn if absent.
         progress: Called with (done, total, name of the step) before each step.
-
-    Raises:
-        ConfigError: an unknown baseline.
     """
-    names = check_peers(against)
     seed = random.SystemRandom().randrange(1 << 16) if seed is None else seed
-    order = random.Random(seed)
-    rounds = min(MOST_ROUNDS, runner.config.report.repeats)
-    baselines = [BASELINES[name](runner) for name in (OURS, *names)]
+    order, repeats = random.Random(seed), runner.config.report.repeats
+    rounds = min(MOST_ROUNDS, repeats)
+    ways = [_Contender(WayRecord(name=name)) for name in (OURS, *against)]
     steps = itertools.count()
 
     def step(text: str) -> None:
         if progress:
-            progress(next(steps), 2 * len(baselines) + rounds, text)
+            progress(next(steps), 2 * len(ways) + rounds, text)
 
     with torch.no_grad():
-        own = OwnResults(runner, batches, order.randrange(1 << 16))
-        turns = _Turns(runner, batches, own, math.ceil(runner.config.report.repeats / rounds))
+        bench = Comparison(runner, batches, order.randrange(1 << 16), math.ceil(repeats / rounds))
         runner.suspend()
-        for baseline in sorted(order.sample(baselines, len(baselines)), key=lambda b: b.calls_until_ready):
-            step(f"{baseline.name}, alone")
-            turns.attempt(baseline, turns.price)
-            if baseline.calls_until_ready == 1:  # else it stays ready
-                turns.free(baseline)
-        for baseline in baselines:
-            step(f"{baseline.name}, beside the others")
-            if not baseline.calls:
-                turns.attempt(baseline, turns.prepare)
+        for way in sorted(order.sample(ways, len(ways)), key=lambda w: w.stays_ready):
+            step(f"{way.record.name}, alone")
+            way.attempt(bench.price)
+            if not way.stays_ready:
+                way.attempt(_Contender.close)
+        for way in ways:
+            step(f"{way.record.name}, beside the others")
+            if not way.stays_ready:
+                way.attempt(bench.prepare)
         for number in range(rounds):
             step(f"round {number + 1}")
-            pairs = [(b, batch.size) for b in baselines if b.record.failure is None for batch in batches]
-            for baseline, size in order.sample(pairs, len(pairs)):
-                turns.attempt(baseline, turns.measure, size)
-        for baseline in baselines:  # after all calls: a graph whose memory another one took would show here
-            turns.attempt(baseline, turns.compare)
-        for baseline in baselines[1:]:
-            turns.free(baseline)
+            pairs = [(w, batch.size) for w in ways if w.record.failure is None for batch in batches]
+            for way, size in order.sample(pairs, len(pairs)):
+                way.attempt(bench.measure, size)
+        for way in ways:  # after all calls: a graph whose memory another one took would show here
+            way.attempt(bench.compare)
+        for way in ways[1:]:
+            way.attempt(_Contender.close)
     return PeersRecord(
         seed=seed,
         rounds=rounds,
-        repeats=rounds * turns.repeats,
-        capture_seconds=turns.captured.session_seconds if turns.captured else None,
-        keys=len(turns.captured.records) if turns.captured else 0,
-        ways=tuple(b.record for b in baselines),
-        records=tuple(b.results[batch.size] for batch in batches for b in baselines if b.record.failure is None),
+        repeats=rounds * bench.repeats,
+        capture_seconds=bench.captured.session_seconds if bench.captured else None,
+        keys=len(bench.captured.records) if bench.captured else 0,
+        ways=tuple(w.record for w in ways),
+        records=tuple(w.results[batch.size] for batch in batches for w in ways if w.record.failure is None),
     )
 
 
 @dataclass(slots=True)
-class _Turns:
-    """Steps of a comparison; ``attempt`` runs one, and its error becomes the baseline's record."""
+class _Contender:
+    """One way to run the model, with its figures by size: (device, latency, host) in microseconds, and its records."""
 
-    runner: GraphRunner
-    batches: Sequence[BenchBatch]
-    own: OwnResults
-    repeats: int
-    captured: CaptureReport | None = None
+    record: WayRecord
+    ready: Ready = field(default_factory=Ready)
+    undo: ExitStack = field(default_factory=ExitStack)
+    first: dict[int, float] = field(default_factory=dict)
+    times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
+    results: dict[int, PeerRecord] = field(default_factory=dict)
 
-    def attempt(self, baseline: Baseline, action: Callable[..., None], *args: Any) -> None:
-        if baseline.record.failure is not None:
+    @property
+    def stays_ready(self) -> bool:  # Note [Graphs of several baselines in one process]
+        return self.record.name == "reduce-overhead"
+
+    def attempt(self, action: Callable[..., None], *args: Any) -> None:
+        """Do something with it, unless it failed before. An error frees it and becomes its record."""
+        if self.record.failure is not None:
             return
         try:
-            action(baseline, *args)
+            action(self, *args)
         except Exception as error:
             drop_locals(error)
-            self.free(baseline)
-            baseline.record = WayRecord(name=baseline.name, failure=_reason(error))
+            with suppress(Exception):
+                self.close()
+            self.record = WayRecord(name=self.record.name, failure=_reason(error))
 
-    def free(self, baseline: Baseline) -> None:
-        if baseline.record.failure is not None:
-            return
-        baseline.calls.clear()
-        try:
-            baseline.free()
-        except Exception as error:
-            baseline.record = WayRecord(name=baseline.name, failure=_reason(error))
-
-    def price(self, baseline: Baseline) -> None:
-        """Seconds and memory with nothing else ready."""
-        baseline.check(self.batches)
-        before, start = used_bytes(self.runner.backend), time.perf_counter()
-        self.prepare(baseline)
-        seconds, taken = time.perf_counter() - start, used_bytes(self.runner.backend) - before
-        if baseline.name == OURS:
-            self.captured = self.runner.report
-        baseline.record = WayRecord(name=baseline.name, ready_seconds=seconds, memory_bytes=taken, note=baseline.note)
-
-    def prepare(self, baseline: Baseline) -> None:
-        synchronize = self.runner.backend.synchronize
-        with baseline.preparing():
-            self.own.restore()
-            baseline.prepare(self.batches)
-            for batch in self.batches:
-                call = baseline.call(batch)
-                self.own.restore()
-                synchronize()
-                start = time.perf_counter()
-                for _ in range(baseline.calls_until_ready):
-                    call()
-                synchronize()
-                baseline.first.setdefault(batch.size, time.perf_counter() - start)
-                baseline.calls[batch.size] = call
-
-    def measure(self, baseline: Baseline, size: int) -> None:
-        call, backend = baseline.calls[size], self.runner.backend
-        self.own.restore()
-        for _ in range(2):  # after another baseline, caches hold its data
-            call()
-        queued, _ = backend.time_calls(call, self.repeats, queued=True)
-        latency, host = backend.time_calls(call, self.repeats)
-        for kept, more in zip(baseline.times.setdefault(size, ([], [], [])), (queued, latency, host), strict=True):
-            kept.extend(more)
-
-    def compare(self, baseline: Baseline) -> None:
-        for batch in self.batches:
-            difference, reason = self.own.compare(batch.size, baseline.calls[batch.size], baseline.redraws(batch))
-            device, latency, host = map(timing, baseline.times[batch.size])
-            baseline.results[batch.size] = PeerRecord(
-                name=baseline.name,
-                num_tokens=batch.size,
-                device=device,
-                latency=latency,
-                host=host,
-                first_call_seconds=baseline.first[batch.size],
-                deviation=difference,
-                not_comparable=reason,
-            )
+    def close(self) -> None:
+        self.ready = Ready()
+        self.undo.close()
 
 
-class OwnResults:
-    """Results of a model's own code on some batches, see Note [Comparing results].
+class Comparison:
+    """A runner, some batches, and the results of the model's own code on them, see Note [Comparing results].
 
     Args:
         runner: Knows the model and the device.
         batches: Are run here, four times each; afterwards they and the model's state are as they were.
         seed: Of compared calls.
+        repeats: Timed calls in a turn.
+
+    Attributes:
+        captured: The report of the runner's capture with nothing else ready.
     """
 
-    def __init__(self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int) -> None:
-        model, self._device, self._seed = runner.model, runner.backend.device, seed
+    captured: CaptureReport | None = None
+
+    def __init__(self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1) -> None:
+        self.runner, self.batches, self.repeats, self._seed = runner, batches, repeats, seed
         self._inputs = [(tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()]
-        self._written = ModelState.of({"model": model}, self._device)
-        self._generators = self._written.generators
+        self._state = ModelState.of({"model": runner.model}, runner.backend.device)
         self._outputs: dict[int, Any] = {}
-        self._unsteady: set[int] = set()
-        self._draws: set[int] = set()
-        with random_state_kept(self._device, self._generators):
+        self._unsteady, self._draws = set[int](), set[int]()
+        with random_state_kept(runner.backend.device, self._state.generators):
             free = runner.backend.memory().free or 4 << 30
-            look(lambda: [batch.run(model) for batch in batches], self._written, free // 4)
+            look(lambda: [batch.run(runner.model) for batch in batches], self._state, free // 4)
             for batch in batches:
-                first, second, other = (self._run(lambda: batch.run(model), seed + more) for more in (0, 0, 1))  # noqa: B023
+                first, second, other = (
+                    self._run(lambda: batch.run(runner.model), seed + more)  # noqa: B023
+                    for more in (0, 0, 1)
+                )
                 self._outputs[batch.size] = first
                 if deviation(second, first):
                     self._unsteady.add(batch.size)
@@ -490,31 +371,84 @@ class OwnResults:
         """Give inputs and state the values of the beginning."""
         for tensor, before in self._inputs:
             tensor.copy_(before)
-        self._written.restore()
+        self._state.restore()
 
-    def compare(self, size: int, call: Call, redraws: str | None = None) -> tuple[float | None, str | None]:
-        """The largest difference of a call's result from the model's own, or why there is none.
+    def first_calls(self, call_of: Callable[[BenchBatch], Call], times: int = 1) -> Ready:
+        """Run each batch as often as it takes until its calls are as they will be from then on."""
+        ready, synchronize = Ready(), self.runner.backend.synchronize
+        for batch in self.batches:
+            call = ready.calls[batch.size] = call_of(batch)
+            self.restore()
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            synchronize()
+            ready.first[batch.size] = time.perf_counter() - start
+        return ready
 
-        Args:
-            size: Of the batch.
-            call: Runs it.
-            redraws: Why it draws other random numbers than the model's own code; None if it does not.
-        """
+    def prepare(self, way: _Contender) -> None:
+        self.restore()
+        way.ready = BASELINES[way.record.name](self, way.undo)
+
+    def price(self, way: _Contender) -> None:
+        """Seconds and memory with nothing else ready."""
+        name, backend = way.record.name, self.runner.backend
+        if name in ("make_graphed_callables", "reduce-overhead") and backend.device.type != "cuda":
+            raise BackendError(f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU.")
+        if name == "make_graphed_callables":  # a capture that fails in it leaves torch's allocator unusable
+            with ExitStack() as trial:
+                bare(self, trial)
+        before, start = used_bytes(backend), time.perf_counter()
+        self.prepare(way)
+        seconds, taken = time.perf_counter() - start, used_bytes(backend) - before
+        if name == OURS:
+            self.captured = self.runner.report
+        way.first = way.ready.first
+        way.record = WayRecord(name=name, ready_seconds=seconds, memory_bytes=taken, note=way.ready.note)
+
+    def measure(self, way: _Contender, size: int) -> None:
+        call, backend = way.ready.calls[size], self.runner.backend
+        self.restore()
+        for _ in range(2):  # after another baseline, caches hold its data
+            call()
+        queued, _ = backend.time_calls(call, self.repeats, queued=True)
+        latency, host = backend.time_calls(call, self.repeats)
+        for kept, more in zip(way.times.setdefault(size, ([], [], [])), (queued, latency, host), strict=True):
+            kept.extend(more)
+
+    def compare(self, way: _Contender) -> None:
+        for size in self._outputs:
+            difference, reason = self._deviation(size, way)
+            device, latency, host = map(timing, way.times[size])
+            way.results[size] = PeerRecord(
+                name=way.record.name,
+                num_tokens=size,
+                device=device,
+                latency=latency,
+                host=host,
+                first_call_seconds=way.first[size],
+                deviation=difference,
+                not_comparable=reason,
+            )
+
+    def _deviation(self, size: int, way: _Contender) -> tuple[float | None, str | None]:
+        """The largest difference of a call's result from the model's own, or why there is none."""
         if size in self._unsteady:
             return None, _UNSTEADY
-        with random_state_kept(self._device, self._generators):
-            found = deviation(self._run(call, self._seed), self._outputs[size])
+        with random_state_kept(self.runner.backend.device, self._state.generators):
+            found = deviation(self._run(way.ready.calls[size], self._seed), self._outputs[size])
             self.restore()
         if found is None:
             return None, _UNLIKE
-        if found and redraws and size in self._draws:
-            return None, f"the model draws random numbers, and {redraws}"
-        return found, None
+        is_alike = self.runner.config.compilation.compiler == "eager" and size in self.runner.wanted.capture_sizes
+        redraws = way.stays_ready or (way.record.name == OURS and not is_alike)
+        return (None, _REDRAWN) if found and redraws and size in self._draws else (found, None)
 
     def _run(self, call: Call, seed: int) -> Any:
         self.restore()
         torch.manual_seed(seed)
-        for generator in self._generators:
+        for generator in self._state.generators:
             generator.manual_seed(seed)
         return tree_map_only(torch.Tensor, torch.Tensor.clone, call())
 

@@ -42,56 +42,47 @@ def bench(
     """
     against = check_peers(against)
     sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
-    records = []
+    records, first = list[BenchRecord](), list[BenchBatch]()
     for index, size in enumerate(sizes):
         if progress:
             progress(index, len(sizes), f"{size} tokens")
         try:
-            records += [_measure(runner, size, uniform) for uniform in _kinds(runner, size)]
+            batches = examples(runner, size)
+            first.append(batches[0])
+            records += [_measure(runner, batch) for batch in batches]
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
-    peers, report = None, runner.report  # baselines capture the runner again, and change its report
-    if against:
-        batches = [example(runner, size, _kinds(runner, size)[0]) for size in sizes]
-        peers = bench_baselines(runner, batches, against, seed=seed, progress=progress)
+    report = runner.report  # baselines capture the runner again, and change its report
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
         capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
-        peers=peers,
+        peers=bench_baselines(runner, first, against, seed=seed, progress=progress) if against else None,
     )
 
 
-def _kinds(runner: GraphRunner, size: int) -> tuple[bool, ...]:
-    """Whether a batch of that size is measured as uniform decode, as a mixed one, or as both."""
-    plan, dispatch = runner.plan, CudagraphDispatcher(runner.wanted).dispatch
-    can_be_uniform = size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs
-    as_uniform, as_mixed = (dispatch(size, uniform, _loras(runner)) for uniform in (True, False))
-    if can_be_uniform and as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != as_uniform:
-        return True, False
-    return (can_be_uniform,)
-
-
-def _loras(runner: GraphRunner) -> int:
-    """Active adapters of the batches that are measured."""
-    return runner.config.lora.max_loras if runner.config.lora else 0
-
-
-def example(runner: GraphRunner, size: int, uniform: bool) -> BenchBatch:
-    """A batch of that size."""
+def examples(runner: GraphRunner, size: int) -> list[BenchBatch]:
+    """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active."""
     plan, config = runner.plan, runner.config
-    reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
-    tensors = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
-    options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": _loras(runner)}
-    route = runner.route(tensors, **options)
-    inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
-    return BenchBatch(size, inputs, metadata, options, route.unpadded)
+    loras, dispatch = config.lora.max_loras if config.lora else 0, CudagraphDispatcher(runner.wanted).dispatch
+    as_mixed = dispatch(size, False, loras)
+    kinds: tuple[bool, ...] = (False,)
+    if size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs:
+        has_more = as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != dispatch(size, True, loras)
+        kinds = (True, False) if has_more else (True,)
+    batches = []
+    for uniform in kinds:
+        reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
+        tensors = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
+        options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
+        inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
+        batches.append(BenchBatch(size, inputs, metadata, options, runner.route(tensors, **options).unpadded))
+    return batches
 
 
-def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
-    batch = example(runner, size, uniform)
+def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     call: dict[str, Any] = {**batch.given_to(runner), **batch.options}
     if runner.config.compilation.capture_policy == "lazy":
         runner(**call)  # captures its graph
@@ -106,10 +97,10 @@ def _measure(runner: GraphRunner, size: int, uniform: bool) -> BenchRecord:
         replay, _ = _time(runner, lambda: runner.backend.replay(captured))
         replay_queued, _ = _time(runner, lambda: runner.backend.replay(captured), queued=True)
     return BenchRecord(
-        num_tokens=size,
+        num_tokens=batch.size,
         mode=route.mode,
         descriptor=route.descriptor,
-        padded_rows=route.descriptor.num_tokens - size,
+        padded_rows=route.descriptor.num_tokens - batch.size,
         eager=eager,
         graph=graph,
         replay=replay,

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
 import torch
 
-from cgplan.backends import GraphBackend, MemoryReading
+from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
@@ -41,8 +40,8 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
     """Capture the representative keys of a plan in throwaway pools, measure them, and free everything again.
 
     Each key is captured twice by itself, which tells the time that the first capture of a process spends once (traces,
-    loaded kernels). These stay: kernels, and the libraries' workspaces for the capture stream,
-    which the graphs of a later session with the same backend use, too: its report does not count them again.
+    loaded kernels). Loaded kernels stay, and the libraries' workspaces for the capture stream: the graphs of a later
+    session with the same backend use them, and its report does not count them again.
 
     Args:
         config: Inputs, metadata and how to capture. Its budget plays no part.
@@ -55,11 +54,28 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
     """
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
-    before = backend.memory()
+    reserved = backend.memory().reserved
     graphed = ModelGraphs(restricted(plan, keys, config), config, model, backend)
+    pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
+    seconds, nodes, workspace, once = dict[Key, float](), dict[Key, int | None](), 0, 0.0
     try:
         with graphed.keeping_state(), backend.session(), torch.no_grad():
-            alone, workspace, once = _measure_alone(graphed, keys, before)
+            for key in keys:
+                captured = capture_key(graphed, key)
+                first = captured.warmup_seconds + captured.capture_seconds
+                graphed.drop_all()
+                if backend.supports("driver_bytes"):
+                    outside = backend.memory().reserved - reserved - graphed.buffers.nbytes - graphed.copied_bytes
+                    workspace = max(workspace, outside)
+                captured = capture_key(graphed, key)
+                seconds[key] = captured.warmup_seconds + captured.capture_seconds
+                nodes[key] = captured.record(backend).nodes
+                once += max(first - seconds[key], 0.0)
+                (mode, descriptor), (_, pool_bytes) = key, captured.after
+                most = pools[mode].get(descriptor.num_tokens, 0)  # of the LoRA cases
+                pools[mode][descriptor.num_tokens] = max(most, pool_bytes)
+                del captured
+                graphed.drop_all()
             rates = _driver_rates(graphed, keys)
             graphed.buffers.restore()
             backend.synchronize()
@@ -70,97 +86,48 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
         graphed.free()
     environment = describe_environment(backend, plan.config_hash)
     return MeasuredCosts(
-        [MeasuredKey(*a.name, rates[a.name[0]] * (a.nodes or 1), a.seconds) for a in alone],
-        {mode: _pools(alone, mode) for mode in rates},
+        [
+            MeasuredKey(m, d.num_active_loras, d.num_tokens, rates[m] * (nodes[m, d] or 1), seconds[m, d])
+            for m, d in keys
+        ],
+        {mode: sorted(sizes.items()) for mode, sizes in pools.items()},
         config,
         source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured and freed",
         workspace_bytes=workspace,
         once_seconds=once,
-        bytes_per_node=rates if all(a.nodes is not None for a in alone) else None,
+        bytes_per_node=rates if None not in nodes.values() else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """One key, captured alone into an empty pool; ``name`` as in MeasuredKey."""
-
-    name: tuple[CUDAGraphMode, int, int]
-    pool_bytes: int
-    nodes: int | None
-    seconds: float
-
-
-def _measure_alone(graphed: ModelGraphs, keys: Sequence[Key], before: MemoryReading) -> tuple[list[_Alone], int, float]:
-    """Each key by itself; bytes that the session keeps outside of its pool and its buffers; seconds spent once."""
-    backend, found, workspace, once = graphed.backend, list[_Alone](), 0, 0.0
-    for mode, descriptor in keys:
-        first = _seconds(capture_key(graphed, (mode, descriptor)))
-        graphed.drop_all()
-        outside = backend.memory().reserved - before.reserved - graphed.buffers.nbytes - graphed.copied_bytes
-        workspace = max(workspace, outside if backend.supports("driver_bytes") else 0)
-        done = capture_key(graphed, (mode, descriptor))
-        once += max(first - _seconds(done), 0.0)
-        name = (mode, descriptor.num_active_loras, descriptor.num_tokens)
-        found.append(_Alone(name, done.after[1], done.record(backend).nodes, _seconds(done)))
-        del done
-        graphed.drop_all()
-    return found, workspace, once
-
-
-def _seconds(captured: CapturedKey) -> float:
-    return captured.warmup_seconds + captured.capture_seconds
-
-
-def _smallest(keys: Sequence[Key], mode: CUDAGraphMode) -> Key:
-    return min((key for key in keys if key[0] is mode), key=lambda key: key[1].num_tokens)
-
-
-def _pools(alone: Sequence[_Alone], mode: CUDAGraphMode) -> list[tuple[int, int]]:
-    """(num_tokens, bytes of the pool) of a mode, of the LoRA cases the one that needs more."""
-    sizes: dict[int, int] = {}
-    for measured in alone:
-        if measured.name[0] is mode:
-            sizes[measured.name[2]] = max(sizes.get(measured.name[2], 0), measured.pool_bytes)
-    return sorted(sizes.items())
 
 
 def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without a driver."""
     backend, scope, held = graphed.backend, graphed.scope, list[CapturedKey]()
-    modes = dict.fromkeys(mode for mode, _ in keys)
+    rates = {mode: 0.0 for mode, _ in keys}
     if not backend.supports("driver_bytes"):
-        return dict.fromkeys(modes, 0.0)
+        return rates
     try:
         # The graphs of one mode stay alive while the next is measured: memory that the driver got back would hide it.
-        return {mode: bytes_per_node(_readings(graphed, _smallest(keys, mode), held)) for mode in modes}
+        for mode in rates:
+            key = min((k for k in keys if k[0] is mode), key=lambda k: k[1].num_tokens)
+            readings = list[tuple[int, int]]()
+            nodes = nbytes = chunks = since = 0
+            while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
+                # Wrappers capture a key again for another scope; the pool is the same.
+                graphed.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
+                captured = capture_key(graphed, key)
+                held.append(captured)
+                growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)
+                nodes, nbytes = nodes + (captured.record(backend).nodes or 1), nbytes + growth
+                chunks, since = chunks + (growth > 0), since + (nbytes > 0)
+                readings.append((nodes, nbytes))
+            rates[mode] = bytes_per_node(readings)
+        return rates
     finally:
-        _free(graphed, held)
+        graphed.drop_all()  # wrappers know the last graphs alone
+        for graph in (graph for captured in held for entry in captured.entries for graph in entry.segments):
+            backend.reset(graph)
+        backend.release_cached()
         graphed.scope = scope
-
-
-def _readings(graphed: ModelGraphs, key: Key, held: list[CapturedKey]) -> list[tuple[int, int]]:
-    """Capture a key again and again, see Note [Chunks]."""
-    backend, readings = graphed.backend, list[tuple[int, int]]()
-    nodes = nbytes = chunks = since = 0
-    while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
-        # Wrappers capture a key again for another scope; the pool is the same.
-        graphed.scope = CaptureScope(graphed.scope.pool, backend, address_check=graphed.scope.address_check)
-        captured = capture_key(graphed, key)
-        held.append(captured)
-        growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)
-        nodes, nbytes = nodes + (captured.record(backend).nodes or 1), nbytes + growth
-        chunks, since = chunks + (growth > 0), since + (nbytes > 0)
-        readings.append((nodes, nbytes))
-    return readings
-
-
-def _free(graphed: ModelGraphs, held: Sequence[CapturedKey]) -> None:
-    """Free graphs of which wrappers know the last ones alone."""
-    graphed.drop_all()
-    for entry in (entry for captured in held for entry in captured.entries):
-        for graph in entry.segments:
-            graphed.backend.reset(graph)
-    graphed.backend.release_cached()
 
 
 def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
@@ -169,10 +136,9 @@ def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
     Args:
         readings: (nodes captured so far, bytes that the driver has taken since), one for each graph or more.
     """
-    first = next((i for i, (_, nbytes) in enumerate(readings) if nbytes), None)
-    if first is None:
+    points = [reading for reading in readings if reading[1]]  # (bytes never shrink)
+    if not points:
         return 0.0
-    points = readings[first:]
     growths = [points[0][1], *(after - before for (_, before), (_, after) in pairwise(points) if after > before)]
     chunk = math.gcd(*growths)
     pairs = [(n2 - n1, b2 - b1) for (n1, b1), (n2, b2) in combinations(points, 2)]

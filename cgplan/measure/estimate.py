@@ -32,11 +32,11 @@ from cgplan.backends.host_sync import (
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import explain_eager_failure
 from cgplan.config import Config
-from cgplan.errors import CaptureError, CgplanError
+from cgplan.errors import CaptureError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
-from cgplan.piecewise.modules import break_at_modules
+from cgplan.piecewise.breaks import break_at_modules
 from cgplan.piecewise.split import split_graph
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
@@ -104,28 +104,25 @@ class AllocationLog(TorchDispatchMode):
         self._inside = ""
         self._numbers = itertools.count()
 
-    @contextmanager
-    def recording(self, yes: bool = True) -> Iterator[None]:
-        """A block whose operators are logged, or are not."""
-        before, self.is_recording = self.is_recording, yes
-        try:
-            yield
-        finally:
-            self.is_recording = before
-
     def run(
         self, route: str, model: Callable[..., Any], inputs: dict[str, Any], splitting_ops: Sequence[str] | None
     ) -> None:
         """Log a forward: ``full``, or with the eager pieces of a route of PIECEWISE graphs."""
+        wrappers = []
+        if route == "wrappers":
+            holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
+            values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+            found = [value for value in values if isinstance(value, CUDAGraphWrapper)]
+            wrappers = [wrapper for wrapper in found if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE]
         if route == "full":
             with HostGuard(self.refusals), self:
                 model(**inputs)
         elif route == "ops":
             self._run_split(model, inputs, splitting_ops)
-        elif route == "wrappers" and (wrappers := _wrappers_of(model)):
-            with ExitStack() as patches, self, self.recording(False):
+        elif wrappers:
+            with ExitStack() as patches, self, patch.object(self, "is_recording", False):
                 for wrapper in wrappers:
-                    segment = self.recording()(wrapper.runnable)  # as a decorator
+                    segment = patch.object(self, "is_recording", True)(wrapper.runnable)
                     patches.enter_context(patch.object(wrapper, "runnable", segment))
                 model(**inputs)
         else:
@@ -157,20 +154,12 @@ class AllocationLog(TorchDispatchMode):
         finally:
             torch._C._dynamo.eval_frame.reset_code(own.__code__)
 
-    def add_named(
-        self,
-        name: str,  # noqa: ARG002
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        is_traced: bool = False,  # noqa: ARG002
-    ) -> Any:
-        """Run an eager piece."""
+    def add_named(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any, **__: Any) -> Any:
+        """Run an eager piece, as a breakable capture does."""
         self.eager_pieces += 1
-        with self.recording(False):
+        with patch.object(self, "is_recording", False):
             output = function(*args, **kwargs)
-        self._take(output, {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))})
+        self._take(output, _storages((args, kwargs)))
         return output
 
     def __torch_dispatch__(
@@ -180,12 +169,8 @@ class AllocationLog(TorchDispatchMode):
         if func.namespace == "prim":  # questions after a device, say
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
-            outside, self._inside = self._inside, self._inside or func._schema.name
-            try:
-                with self:
-                    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-            finally:
-                self._inside = outside
+            with patch.object(self, "_inside", self._inside or func._schema.name), self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if is_composite(func):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -195,7 +180,7 @@ class AllocationLog(TorchDispatchMode):
             refuse_host(func, args, kwargs, self.refusals)
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         is_constant = func is torch.ops.aten.lift_fresh.default  # a graph copies constants of Python code
-        given = set() if is_constant else {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+        given = set() if is_constant else _storages((args, kwargs))
         output = func(*args, **kwargs)
         is_fresh = self._take(output, given)
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
@@ -209,18 +194,20 @@ class AllocationLog(TorchDispatchMode):
     def _take(self, output: Any, known: set[int]) -> bool:
         """Log the storages of an output that are not known; whether there are any."""
         number_before = len(self.events)
-        for tensor in tensors_in(output):
-            storage = tensor.untyped_storage()
-            if storage._cdata in known:
-                continue
-            known.add(storage._cdata)
-            number = next(self._numbers)
-            self.events.append(Allocation(number, storage.nbytes(), self._inside))
-            weakref.finalize(storage, self._give_back, number).atexit = False
+        for storage in (tensor.untyped_storage() for tensor in tensors_in(output)):
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                block = next(self._numbers)
+                self.events.append(Allocation(block, storage.nbytes(), self._inside))
+                weakref.finalize(storage, self._give_back, block).atexit = False
         return len(self.events) > number_before
 
-    def _give_back(self, number: int) -> None:
-        self.events.append(Allocation(number, None, self._inside))
+    def _give_back(self, block: int) -> None:
+        self.events.append(Allocation(block, None, self._inside))
+
+
+def _storages(tree: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree)}
 
 
 def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, fake: FakeTensorMode) -> Recording:
@@ -229,11 +216,12 @@ def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, f
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
     inputs, metadata = (example_batch(specs, tokens, reqs, device) for specs in (config.inputs, config.metadata))
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
-    breaks = None
-    try:
-        if route != "full" and compilation.splitting_modules:
-            breaks = break_at_modules(model, compilation.splitting_modules)  # type: ignore[arg-type]
-        with forward_context(CUDAGraphMode.NONE, descriptor, metadata) as context:
+    with ExitStack() as stack:
+        try:
+            if route != "full" and compilation.splitting_modules:
+                breaks = break_at_modules(model, compilation.splitting_modules)  # type: ignore[arg-type]
+                stack.callback(breaks.remove)
+            context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
                 model(**inputs)  # tensors that a model makes on first use do not lie in the pool
@@ -243,31 +231,17 @@ def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, f
             context.derived = {}
             log = AllocationLog(fake)
             log.run(route, model, inputs, compilation.splitting_ops)
-    except Exception as error:
-        failure = _explained(error, key)
-        raise failure from (error if failure is not error else error.__cause__)
-    finally:
-        if breaks is not None:
-            breaks.remove()
+        except Exception as error:
+            cause, batch = getattr(error, "inner_exception", error), f"{mode} {descriptor}"  # (of a compile backend)
+            if isinstance(cause, _NEEDS_VALUES):
+                raise CaptureError(
+                    f"an estimate of {batch} runs the model without values of tensors, at "
+                    f"{blamed_line(error.__traceback__)}: {type(cause).__name__}: {cause}",
+                    remedy="Give a custom operator a fake kernel with torch.library.register_fake. Where the model "
+                    "reads values on the host, use --costs measure.",
+                ) from error
+            failure = explain_eager_failure(cause, batch)
+            raise failure from (error if failure is not error else error.__cause__)
     if log.refusals.first is not None:  # the forward caught it
         raise log.refusals.first
     return Recording.of(key, log.operators, log.events)
-
-
-def _wrappers_of(model: Callable[..., Any]) -> list[CUDAGraphWrapper]:
-    holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
-    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    return [v for v in values if isinstance(v, CUDAGraphWrapper) and v.runtime_mode is CUDAGraphMode.PIECEWISE]
-
-
-def _explained(error: Exception, key: Key) -> CgplanError:
-    batch = " ".join(map(str, key))
-    cause = getattr(error, "inner_exception", error)  # of a torch.compile backend
-    if isinstance(cause, _NEEDS_VALUES):
-        return CaptureError(
-            f"an estimate of {batch} runs the model without values of tensors, at {blamed_line(error.__traceback__)}: "
-            f"{type(cause).__name__}: {cause}",
-            remedy="Give a custom operator a fake kernel with torch.library.register_fake. Where the model reads "
-            "values on the host, use --costs measure.",
-        )
-    return explain_eager_failure(cause, batch)

@@ -1,8 +1,8 @@
 """LoRA adapters by name: which fixed slot holds which, and the metadata of a batch.
 
-Captured graphs read the slots' memory, and that never moves. Loading, replacing or removing an adapter copies into a
-slot, on the current stream like the replays themselves: those that were queued before see the old weights, those queued
-after the new ones, and nothing is captured again.
+Captured graphs read the slots' memory, which never moves. Loading, replacing or removing an adapter copies into a slot
+on the current stream, as the replays run: those queued before see the old weights, those queued after the new ones, and
+nothing is captured again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdapterBatch(NamedTuple):
 
 
 class Adapters:
-    """Names for the adapter slots of a model. It holds no weights itself: they lie in the model's slots.
+    """Names for the adapter slots of a model, which hold the weights.
 
     Remove or replace an adapter only when no running request needs it: the next replay silently computes such a request
     with the new weights, or without an adapter. A new adapter may get the slot at once.
@@ -77,27 +77,18 @@ class Adapters:
         return dict(self._slots)
 
     def load(self, name: str, weights: Mapping[str, Tensor], slot: int | None = None) -> int:
-        """Copy a new adapter into a slot; graphs that were captured before serve it from the next replay on.
-
-        Args:
-            name: The adapter's name in batches.
-            weights: As ``Decoder.load_lora`` takes them, on any device.
-            slot: Where to; absent: the first free one.
-
-        Returns:
-            Its slot.
+        """Copy a new adapter into a slot and return the slot; absent: the first free one. ``weights`` are as
+        ``Decoder.load_lora`` takes them, on any device.
 
         Raises:
-            ModelError: the name is in use, all slots are, or the one that was asked for is or is not there; or the
-                weights do not fit (none at all, a rank above the slot's, a wrong shape, an unknown projection, no dense
-                matrix of floating-point numbers). Nothing changed.
+            ModelError: the name or the slot is in use or not there, no slot is free, or the weights do not fit.
+                Nothing changed.
         """
         if name in self._slots:
             raise ModelError(
                 f"an adapter {name!r} is loaded already, in slot {self._slots[name]}",
                 remedy="Call replace to give it other weights, or choose another name.",
             )
-        _check_weights(weights)
         holders = {place: held for held, place in self._slots.items()}
         if slot is None:
             slot = next((free for free in range(self._model.max_loras) if free not in holders), None)
@@ -110,7 +101,7 @@ class Adapters:
             raise ModelError(
                 f"slot {slot} holds the adapter {holders[slot]!r}", remedy="Remove it first, or name no slot."
             )
-        self._model.load_lora(slot, weights)
+        self._copy(slot, weights)
         self._slots[name] = slot
         return slot
 
@@ -119,8 +110,7 @@ class Adapters:
         ModelError, with the old weights in place, where the new ones do not fit.
         """
         slot = self._slot(name)
-        _check_weights(weights)
-        self._model.load_lora(slot, weights)
+        self._copy(slot, weights)
         return slot
 
     def remove(self, name: str) -> None:
@@ -139,8 +129,7 @@ class Adapters:
             device: Where ``lora_ids`` is made.
 
         Raises:
-            InputError: an unknown name, more distinct adapters than ``max_active``, lists of different lengths, or a
-                count below 0.
+            InputError: an unknown name, more distinct adapters than ``max_active``, or lists of different lengths.
         """
         if len(names) != len(query_lens):
             raise InputError(
@@ -154,12 +143,16 @@ class Adapters:
                 f"the batch has {active} different adapters, at most {self.max_active} are allowed",
                 remedy="Put the requests into several batches, or raise lora.max_loras.",
             )
-        if min(query_lens, default=0) < 0:
-            raise InputError(
-                f"a request of {min(query_lens)} tokens", remedy="Give each request's tokens in this batch."
-            )
         ids = [slot for slot, count in zip(slots, query_lens, strict=True) for _ in range(count)]
         return AdapterBatch(torch.tensor(ids, dtype=torch.int64, device=device), active)
+
+    def _copy(self, slot: int, weights: Mapping[str, Tensor]) -> None:
+        if not weights:
+            raise ModelError(
+                "the adapter has no weights",
+                remedy="Give <projection>.lora_A and .lora_B, or None as a request's adapter.",
+            )
+        self._model.load_lora(slot, weights)
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:
@@ -167,30 +160,6 @@ class Adapters:
             known = f"Did you mean {near[0]!r}?" if near else f"Loaded are {', '.join(self._slots) or 'none'}."
             raise InputError(f"no adapter {name!r} is loaded", remedy=known)
         return self._slots[name]
-
-
-def _check_weights(weights: Mapping[str, Tensor]) -> None:
-    """Raise ModelError for weights that are not dense matrices of floating-point numbers; they come from files."""
-    if not weights:
-        raise ModelError(
-            "the adapter has no weights", remedy="Give <projection>.lora_A and .lora_B, or None as a request's adapter."
-        )
-    for name, tensor in weights.items():
-        wrong = None
-        if not isinstance(tensor, Tensor):
-            wrong = f"is a {type(tensor).__name__}, not a tensor"
-        elif tensor.is_nested or tensor.layout is not torch.strided:
-            wrong = f"has the layout {tensor.layout}"
-        elif tensor.device.type == "meta":
-            wrong = "is on the device meta, without numbers"
-        elif not tensor.is_floating_point():
-            wrong = f"has dtype {tensor.dtype}"
-        elif tensor.dim() != 2:
-            wrong = f"has shape {list(tensor.shape)}, not that of a matrix"
-        if wrong is not None:
-            raise ModelError(
-                f"the adapter's {name!r} {wrong}", remedy="Give dense matrices of floating-point numbers by name."
-            )
 
 
 __all__ = ["AdapterBatch", "Adapters", "HasSlots"]

@@ -19,7 +19,6 @@ tokens without a slot are written there, because a branch on the device's data c
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +37,7 @@ _LIBRARY.define(
 
 @dataclass(frozen=True, slots=True)
 class _GatherLayout:
-    """Values that the gather path derives from the metadata once per forward."""
+    """Derived from the metadata once per forward, for the gather path."""
 
     slots: Tensor  # [num_tokens] int64: the cache row each token is written to
     blind: Tensor  # [num_tokens, 1, 1] bool: whether the token sees no key (padding)
@@ -49,10 +48,10 @@ class _GatherLayout:
 
 @dataclass(frozen=True, slots=True)
 class _PageLayout:
-    """Values that the flash path derives from the metadata once per forward."""
+    """Likewise for the flash path, in which each (token, page) pair is one query."""
 
     slots: Tensor  # [num_tokens] int64: the cache row each token is written to
-    query_starts: Tensor  # [num_tokens * max_blocks + 1] int32: 0, 1, 2, ...; one query per (token, page) pair
+    query_starts: Tensor  # [num_tokens * max_blocks + 1] int32: 0, 1, 2, ...
     page_starts: Tensor  # [num_tokens * max_blocks + 1] int32: the cache row where each pair's page begins
     used: Tensor  # [num_tokens * max_blocks] int32: keys of the page that the token sees
     empty: Tensor  # [num_tokens, max_blocks, 1] bool: whether it sees none of them
@@ -92,29 +91,15 @@ def _requests_and_visible(context: ForwardContext, num_tokens: int) -> tuple[Ten
     return requests, torch.where(tokens < starts[-1:], visible, 0).clamp_(min=0).long()
 
 
-@functools.cache
-def _has_flash(device: torch.device) -> bool:
-    return (
-        torch.version.hip is None
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
-
-
 def reads_pages_in_place(query: Tensor) -> bool:
     """Whether ``query`` takes the flash path (half precision on a GPU of compute capability 8 or more)."""
-    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and _has_flash(query.device)
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    size, has_flash = query.shape[-1], torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None
+    return size % 8 == 0 and size <= 256 and has_flash and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _layout(query: Tensor, key_cache: Tensor) -> _GatherLayout | _PageLayout:
-    """The batch's layout; the first layer derives it, the other layers of the forward reuse it."""
-    context = get_forward_context()
-    key = f"cgplan::attention {query.shape[0]} {key_cache.shape[0]}x{key_cache.shape[1]} {query.dtype}"
-    return context.derive(key, query.device, lambda: _derive(context, query, key_cache))
-
-
-def _derive(context: ForwardContext, query: Tensor, key_cache: Tensor) -> _GatherLayout | _PageLayout:
+def _layout(context: ForwardContext, query: Tensor, key_cache: Tensor) -> _GatherLayout | _PageLayout:
     num_tokens, (num_blocks, block_size) = query.shape[0], key_cache.shape[:2]
     slot_mapping = _tensor(context, "slot_mapping", 1)
     tables = _tensor(context, "block_tables", 2)
@@ -161,11 +146,9 @@ def _attend_gathered(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: 
 def _attend_pages(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: _PageLayout, scale: float) -> Tensor:
     """Reads the pages where they lie: each (token, page) pair is one sequence of the flash kernel.
 
-    Softmax attention over a row of keys that is cut into parts is the mean of the parts' results,
-    weighted with the softmax of their log-sum-exps (the split of flash-decoding: Dao, Haziza, Massa and
-    Sizov, "Flash-Decoding for long-context inference", 2023). The parts are the pages here, because
-    torch 2.11's flash kernel takes no block table but does take each sequence's first row and length:
-    nothing is gathered, and a page that a token does not see costs nothing.
+    Softmax attention over keys that are cut into parts is the mean of the parts' results, weighted with the softmax of
+    their log-sum-exps (Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023). The parts are
+    the pages, because torch 2.11's flash kernel takes each sequence's first row and length, and no block table.
     """
     num_tokens, num_heads, head_dim = q.shape
     max_blocks, (block_size, num_kv_heads) = layout.empty.shape[1], key_cache.shape[1:3]
@@ -198,10 +181,8 @@ def paged_attention(
 ) -> None:
     """Write the new keys and values to the cache, then attend; the body of ``cgplan::attention``.
 
-    Nothing here waits for the device, and every shape follows from shapes, so it can be captured. The
-    same code serves uniform decode, prefill and mixed batches. Rows of padding tokens become zeros.
-
-    On the CPU, and in float32, each token gathers its own copy of its keys: memory in proportion to
+    It can be captured, and serves uniform decode, prefill and mixed batches. Rows of padding tokens become zeros. On
+    the CPU, and in float32, each token gathers a copy of its keys: memory in proportion to
     num_tokens * max_blocks * block_size. Half precision on a GPU reads the cache in place.
 
     Args:
@@ -218,7 +199,10 @@ def paged_attention(
         InputError: The metadata lacks a tensor, or shapes do not agree.
         CgplanError: No forward context is set.
     """
-    layout = _layout(query, key_cache)
+    context = get_forward_context()
+    name = f"cgplan::attention {query.shape[0]} {key_cache.shape[0]}x{key_cache.shape[1]} {query.dtype}"
+    # The first layer derives the layout, the other layers of the forward reuse it.
+    layout = context.derive(name, query.device, lambda: _layout(context, query, key_cache))
     for cache, new in ((key_cache, key), (value_cache, value)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, layout.slots, new)
     if isinstance(layout, _PageLayout):

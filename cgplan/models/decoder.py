@@ -15,12 +15,10 @@ from torch.nn.functional import embedding, linear, pad
 from cgplan.backends.context import current_all_reduce
 from cgplan.errors import InputError, ModelError
 from cgplan.models.layers import (
-    ColumnParallel,
     DecoderConfig,
     DecoderLayer,
     Projection,
     RMSNorm,
-    RowParallel,
     Split,
     Table,
     rotary_angles,
@@ -34,14 +32,22 @@ class Decoder(nn.Module):
     The state dict has the names of transformers' ``Qwen3ForCausalLM`` (or, without ``qk_norm``,
     ``LlamaForCausalLM``) less the prefix ``model.``, so weights of a checkpoint can be loaded.
 
-    With ``tensor_parallel`` it has its rank's part of each layer, cut from the weights that one process would draw, and
-    has to be built inside ``all_reduce_by``. Raises ModelError outside of it, or for another number of ranks.
+    With ``tensor_parallel`` it has its rank's part of each layer, cut from the weights that one process would draw. It
+    is built inside ``all_reduce_by`` then, with as many ranks; else it raises ModelError.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        dtype, split = parse_dtype(config.dtype), _split(config.tensor_parallel)
+        dtype, split, parts, reducer = parse_dtype(config.dtype), Split(), config.tensor_parallel, current_all_reduce()
+        if parts > 1:
+            if reducer is None or reducer.world_size != parts:
+                found = 1 if reducer is None else reducer.world_size
+                raise ModelError(
+                    f"the decoder is split over {parts} ranks (tensor_parallel), and {found} run",
+                    remedy=f"Start it with torchrun --nproc-per-node {parts}, or set tensor_parallel to {found}.",
+                )
+            split = Split(parts, reducer.rank, reducer.number)
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(DecoderLayer(config, dtype, split) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -50,27 +56,27 @@ class Decoder(nn.Module):
         self._randomise(config.seed)
 
     def _randomise(self, seed: int) -> None:
-        """Fill weights and adapters on their own device: 0.6 billion numbers take a GPU milliseconds."""
+        """Fill weights and adapters on their device: 0.6 billion numbers take a GPU milliseconds."""
         generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
         for module in self.modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() < 2:
                     continue
-                if not isinstance(module, ColumnParallel | RowParallel) or module.split.parts == 1:
+                if not isinstance(module, Projection) or module.split.parts == 1:
                     parameter.normal_(0.0, 0.02, generator=generator)
                     continue
                 shape = list(parameter.shape)
                 shape[module.split_dim] *= module.split.parts
                 whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
                 whole.normal_(0.0, 0.02, generator=generator)
-                parameter.copy_(module.split.part(whole, module.split_dim))
-        for _, projection in self._projections() if self.config.max_loras else ():
+                parameter.copy_(whole.chunk(module.split.parts, module.split_dim)[module.split.rank])
+        for projection in self._projections().values() if self.config.max_loras else ():
             rank, size_in = projection.lora_a.shape[1:]
             projection.lora_a.normal_(0.0, size_in**-0.5, generator=generator)
             projection.lora_b.normal_(0.0, rank**-0.5, generator=generator)
 
-    def _projections(self) -> list[tuple[str, Projection]]:
-        return [(name, module) for name, module in self.named_modules() if isinstance(module, Projection)]
+    def _projections(self) -> dict[str, Projection]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, Projection)}
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Run one batch of flat tokens; the forward context's metadata says which request each belongs to.
@@ -103,7 +109,7 @@ class Decoder(nn.Module):
         return self.config.max_loras
 
     def load_lora(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Copy an adapter into a slot, in place: graphs that were captured before serve it from now on.
+        """Copy an adapter into a slot, in place: graphs that were captured before serve it from the next replay on.
 
         Args:
             slot: From 0 to max_loras - 1.
@@ -112,15 +118,15 @@ class Decoder(nn.Module):
                 Projections that are not named get no adapter.
 
         Raises:
-            ModelError: No such slot or projection, one of the two matrices is missing, a shape does not fit, or a
-                value is not finite in the model's dtype.
+            ModelError: no such slot or projection, a matrix is missing or has another shape, or holds values that are
+                not floating-point or not finite in the model's dtype. The slot is as it was.
         """
         if not 0 <= slot < self.config.max_loras:
             raise ModelError(
                 f"no adapter slot {slot}: the decoder has {self.config.max_loras}",
                 remedy="Choose a slot from 0 to max_loras - 1, or build the decoder with more.",
             )
-        projections = dict(self._projections())
+        projections = self._projections()
         adapters: dict[str, dict[str, Tensor]] = {name: {} for name in projections}
         for name, tensor in state.items():
             projection, _, part = name.rpartition(".")
@@ -132,8 +138,24 @@ class Decoder(nn.Module):
                 )
             adapters[projection][part] = tensor
         for name, adapter in adapters.items():
-            if adapter:
-                _check_adapter(name, adapter, projections[name], self.config.lora_rank)
+            if not adapter:
+                continue
+            weight, most = projections[name].weight, self.config.lora_rank
+            size_out, size_in = weight.shape
+            shapes = {part: tuple(tensor.shape) for part, tensor in adapter.items()}
+            rank = (*shapes.get("lora_A", ()), 0)[0]
+            if not 0 < rank <= most or shapes != {"lora_A": (rank, size_in), "lora_B": (size_out, rank)}:
+                raise ModelError(
+                    f"the adapter of {name} has shapes {shapes}",
+                    remedy=f"It needs lora_A (rank, {size_in}) and lora_B ({size_out}, rank), rank at most {most}.",
+                )
+            # Rows of other adapters are multiplied with it, too, by 0: that must give 0.
+            if not all(t.is_floating_point() and t.to(weight.dtype).isfinite().all() for t in adapter.values()):
+                raise ModelError(
+                    f"the adapter of {name} has values that are not finite in {weight.dtype}",
+                    remedy="Look whether the checkpoint is damaged or quantized, or build the decoder in a dtype of a "
+                    "wider range.",
+                )
         for name, module in projections.items():
             module.load(slot, adapters[name])
 
@@ -144,53 +166,16 @@ class Decoder(nn.Module):
         self.load_lora(slot, {})
 
 
-def _split(parts: int) -> Split:
-    """This rank's part of so many."""
-    if parts == 1:
-        return Split()
-    reducer = current_all_reduce()
-    found = 1 if reducer is None else reducer.world_size
-    if reducer is None or found != parts:
-        raise ModelError(
-            f"the decoder is split over {parts} ranks (tensor_parallel), and {found} run",
-            remedy=f"Start it with torchrun --nproc-per-node {parts}, or set tensor_parallel to {found}.",
-        )
-    return Split(parts, reducer.rank, reducer.number)
-
-
-def _check_adapter(name: str, adapter: Mapping[str, Tensor], projection: Projection, max_rank: int) -> None:
-    size_out, size_in = projection.weight.shape
-    shapes = {part: tuple(tensor.shape) for part, tensor in adapter.items()}
-    rank = shapes.get("lora_A", (0,))[0]
-    if not 0 < rank <= max_rank or shapes != {"lora_A": (rank, size_in), "lora_B": (size_out, rank)}:
-        raise ModelError(
-            f"the adapter of {name} has shapes {shapes}",
-            remedy=f"It needs lora_A (rank, {size_in}) and lora_B ({size_out}, rank), rank at most {max_rank}.",
-        )
-    # Rows of other adapters are multiplied with it, too, by 0: that must give 0.
-    if not all(tensor.to(projection.weight.dtype).isfinite().all() for tensor in adapter.values()):
-        raise ModelError(
-            f"the adapter of {name} has values that are not finite in {projection.weight.dtype}",
-            remedy="Look whether the checkpoint is damaged, or build the decoder in a dtype of a wider range.",
-        )
-
-
 def build(**kwargs: Any) -> Decoder:
-    """The decoder on the current default device; ``kwargs`` are the fields of `DecoderConfig`.
-
-    Raises ModelError on an unknown name, a wrong type or an impossible shape.
-    """
+    """The decoder on the current default device; ``kwargs`` and errors are those of `DecoderConfig.parse`."""
     return Decoder(DecoderConfig.parse(kwargs))
 
 
 def first_layers(model: Decoder, num_layers: int) -> Decoder:
     """The first layers of a decoder as a second decoder: a draft for speculative decoding without training.
 
-    It shares the given model's weights and has separate caches. It has no LoRA adapters.
-
-    Args:
-        model: Where the weights come from.
-        num_layers: From 1 to as many as it has. Raises ModelError for another number.
+    It shares the model's weights, and has separate caches and no LoRA adapters. Raises ModelError unless
+    ``num_layers`` is from 1 to as many as the model has.
     """
     most = model.config.num_layers
     if not 1 <= num_layers <= most:
@@ -227,20 +212,18 @@ def example_batch(
 
     Args:
         model: Gives block size, blocks, vocabulary, device.
-        context_lens: Per request, tokens that are in the cache already.
-        query_lens: Per request, new tokens.
+        context_lens, query_lens: Of each request the tokens that are in the cache already, and the new ones.
         num_tokens: Pad to this many tokens (id 0, position 0, slot -1); absent: no padding.
         num_reqs: Pad to this many requests (length 0); absent: no padding.
         max_blocks: Columns of the block tables; absent: as many as the longest request needs.
         seed: Of tokens and block tables.
 
     Returns:
-        input_ids and positions [num_tokens] int64; metadata ``slot_mapping`` [num_tokens] int64,
-        ``block_tables`` [num_reqs, max_blocks] int32, ``seq_lens`` [num_reqs] int32, ``query_start_loc``
-        [num_reqs + 1] int32, and with LoRA ``lora_ids`` [num_tokens] int64, all -1.
+        input_ids and positions [num_tokens] int64; metadata as ``cgplan::attention`` reads it, and with LoRA
+        ``lora_ids`` [num_tokens] int64, all -1.
 
     Raises:
-        InputError: The two lists differ in length, or padding or cache are too small.
+        InputError: the two lists differ in length, or padding or cache are too small.
     """
     config, used, real = model.config, sum(query_lens), len(query_lens)
     rows, reqs = used if num_tokens is None else num_tokens, real if num_reqs is None else num_reqs

@@ -44,14 +44,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the rows. Heads and sizes are known only here: they differ between architectures."""
         self.keys, self.values = (
-            torch.zeros(
-                self.max_rows,
-                states.shape[1],
-                self.max_len + 1,
-                states.shape[3],
-                dtype=states.dtype,
-                device=states.device,
-            )
+            states.new_zeros(self.max_rows, states.shape[1], self.max_len + 1, states.shape[3])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -60,14 +53,12 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Write the new token of rows [0, num_tokens) and return these rows of the cache."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _write(self, cache: Tensor | None, states: Tensor) -> Tensor:
-        if cache is None or self.slots is None:
+        if self.slots is None:
             raise InputError("the cache was used outside the adapter", remedy="Call the adapter, not its inner model.")
-        rows = cache[: states.shape[0]]
-        rows.scatter_(2, self.slots[:, None, None, None].expand_as(states), states)
-        return rows[:, :, : self.max_len]
+        keys, values = self.keys[: len(key_states)], self.values[: len(value_states)]  # type: ignore[index]
+        for rows, states in ((keys, key_states), (values, value_states)):
+            rows.scatter_(2, self.slots[:, None, None, None].expand_as(states), states)
+        return keys[:, :, : self.max_len], values[:, :, : self.max_len]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 (transformers passes it by name)
         """Length and offset of the keys."""
@@ -78,7 +69,6 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0
 
     def get_max_length(self) -> int:
-        """Tokens that a row can hold."""
         return self.max_len
 
 
@@ -98,7 +88,16 @@ class RowDecoder(nn.Module):
         self.model = model
         self.max_batch_size, self.max_cache_len = max_batch_size, max_cache_len
         text = model.config.get_text_config(decoder=True)
-        self._windows = _windows(text)
+        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+        kinds = dict.fromkeys(kinds or ["full_attention" if window is None else "sliding_attention"])
+        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}  # GPT-Neo's way of saying it
+        other = sorted((set(kinds) - set(_ATTENTION_TYPES)) | (own - {"global"}))
+        if other or getattr(text, "attention_chunk_size", None) is not None:
+            raise ModelError(
+                f"{text.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
+                remedy=f"The transformers target runs layers of kind {' and '.join(_ATTENTION_TYPES)}.",
+            )
+        self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._additive = model.config._attn_implementation == "eager"
         self._layers = [_RowLayer(max_batch_size, max_cache_len) for _ in range(text.num_hidden_layers)]
         self.cache = Cache(layers=list(self._layers))
@@ -151,20 +150,6 @@ class RowDecoder(nn.Module):
             dtype = self.model.dtype
             return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]
         return seen[:, None, None]
-
-
-def _windows(config: Any) -> dict[str, int | None]:
-    """Kinds of attention layers, each with its window in tokens. Raises ModelError on any other kind of layer."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-    own = {str(kind) for kind in getattr(config, "attention_layers", None) or ()}  # GPT-Neo's way of saying it
-    other = sorted((set(kinds) - set(_ATTENTION_TYPES)) | (own - {"global"}))
-    if other or getattr(config, "attention_chunk_size", None) is not None:
-        raise ModelError(
-            f"{config.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
-            remedy=f"The transformers target runs layers of kind {' and '.join(_ATTENTION_TYPES)}.",
-        )
-    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
 
 
 def _read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
@@ -241,25 +226,16 @@ def build(
                 remedy="Choose the config of a decoder-only language model.",
             ) from error
     decoder = RowDecoder(model.to(device).eval().requires_grad_(False), max_batch_size, max_cache_len)
-    _allocate_cache(decoder)
-    return decoder
-
-
-def _allocate_cache(decoder: RowDecoder) -> None:
-    """Run one padding row: every layer allocates its cache now, and not inside a capture."""
+    remedy = "Choose a language model whose layers are attention with a key-value cache."
     try:
-        with torch.no_grad():
+        with torch.no_grad():  # one padding row: every layer allocates its cache now, and not inside a capture
             decoder(torch.zeros(1, dtype=torch.int64), torch.full((1,), -1))
     except Exception as error:
-        raise ModelError(
-            f"{decoder.model.config.model_type} does not run on a key-value cache: {type(error).__name__}: {error}",
-            remedy="Choose a language model whose layers are attention with a key-value cache.",
-        ) from error
+        failed = f"{values.model_type} does not run on a key-value cache: {type(error).__name__}: {error}"
+        raise ModelError(failed, remedy=remedy) from error
     if not any(layer.is_initialized for layer in decoder._layers):
-        raise ModelError(
-            f"{decoder.model.config.model_type} does not use the key-value cache that it was given",
-            remedy="Choose a language model whose layers are attention with a key-value cache.",
-        )
+        raise ModelError(f"{values.model_type} does not use the key-value cache that it was given", remedy=remedy)
+    return decoder
 
 
 __all__ = ["RowDecoder", "build"]

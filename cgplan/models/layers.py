@@ -1,6 +1,6 @@
 """The parts of the reference decoder. Parameter names are those of transformers' Llama and Qwen3.
 
-LoRA is an operator, ``cgplan::add_lora``. Which row has which adapter it reads from the forward context: ``lora_ids``
+LoRA is an operator, ``cgplan::add_lora``, which reads each row's adapter from the forward context: ``lora_ids``
 [num_tokens] int64 in the metadata, -1 for none and for padding. So a traced forward holds the operator and no batch,
 and each graph captured from it holds the case of its descriptor.
 """
@@ -12,12 +12,21 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
-from cgplan.backends.context import ForwardContext, get_forward_context
+from cgplan.backends.context import get_forward_context
 from cgplan.errors import InputError, ModelError
 
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
@@ -75,31 +84,27 @@ class DecoderConfig(BaseModel):
     def parse(cls, kwargs: Mapping[str, Any]) -> DecoderConfig:
         """Config from plain values. Raises ModelError on an unknown name, a wrong type or an impossible shape."""
         try:
-            config = cls(**kwargs)
+            return cls(**kwargs)
         except ValidationError as error:
             first = error.errors()[0]
-            name = str(first["loc"][0])
-            if first["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                hint = f"Did you mean `{near[0]}`? " if near else ""
-                known = ", ".join(cls.model_fields)
-                raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {known}.") from None
-            raise ModelError(f"the decoder's {name} is {first['input']!r}", remedy=f"{first['msg']}.") from None
-        splits = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
-        for divisor, names in {"num_kv_heads": ("num_heads",), "tensor_parallel": splits}.items():
-            for name in names:
-                if (value := getattr(config, name)) % (by := getattr(config, divisor)):
-                    raise ModelError(
-                        f"{divisor} {by} does not divide {name} {value}",
-                        remedy=f"Choose {name} as a multiple of {divisor}.",
-                    )
-        if config.tensor_parallel > 1 and config.max_loras:
-            raise ModelError(
-                f"tensor_parallel is {config.tensor_parallel} and max_loras {config.max_loras}: adapters are not split "
-                "over ranks",
-                remedy="Leave LoRA out, or run the model in one process.",
-            )
-        return config
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, cls.model_fields, n=1)
+            hint = f"Did you mean `{near[0]}`? " if near else ""
+            raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {', '.join(cls.model_fields)}.")
+        if not name:
+            raise ModelError(first["msg"].removeprefix("Value error, "), remedy="Correct model.kwargs.")
+        raise ModelError(f"the decoder's {name} is {first['input']!r}", remedy=f"{first['msg']}.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> DecoderConfig:
+        split = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+        for name, by in (("num_heads", "num_kv_heads"), *((name, "tensor_parallel") for name in split)):
+            if getattr(self, name) % getattr(self, by):
+                raise ValueError(f"{by} {getattr(self, by)} does not divide {name} {getattr(self, name)}")
+        if self.tensor_parallel > 1 and self.max_loras:
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel}, and adapters are not split over ranks")
+        return self
 
 
 class RMSNorm(nn.Module):
@@ -126,8 +131,8 @@ class Table(nn.Module):
 def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     """Add each row's adapter to ``y``; the body of ``cgplan::add_lora``.
 
-    A batch whose descriptor has no LoRA launches nothing. In any other, rows without an adapter are left as they are;
-    so are rows whose number no slot has, because only the device could see it.
+    A batch whose descriptor has no LoRA launches nothing. Rows without an adapter, or with a number that no slot has,
+    are left as they are.
 
     Args:
         x: [num_tokens, in].
@@ -143,28 +148,25 @@ def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     if not context.descriptor.has_lora:
         return
     (num_tokens, _), (slots, rank, _) = x.shape, lora_a.shape
-    others = context.derive(
-        f"cgplan::add_lora {num_tokens} {slots}", x.device, lambda: _other_slots(context, num_tokens, slots)
-    )
+
+    def other_slots() -> Tensor:
+        """[num_tokens, slots, 1] bool: False where the row's adapter lies in the slot."""
+        ids = context.metadata.get("lora_ids")
+        if not isinstance(ids, Tensor) or ids.shape != (num_tokens,):
+            found = f"has shape {list(ids.shape)}" if isinstance(ids, Tensor) else "is missing"
+            raise InputError(
+                f"the batch has LoRA adapters, but `lora_ids` {found} in the forward context's metadata",
+                remedy=f"Pass lora_ids [{num_tokens}] int64: each row's adapter slot, -1 for none.",
+            )
+        return (ids[:, None] != torch.arange(slots, device=ids.device)).unsqueeze(-1)
+
+    others = context.derive(f"cgplan::add_lora {num_tokens} {slots}", x.device, other_slots)
     # All slots at once; in between, products with other rows' slots become exactly 0. Gathering each row's matrices
-    # (lora_a[ids]) would write and read num_tokens * rank * (in + out) elements; this reads slots * rank * (in + out),
-    # for any number of rows. The products with other slots are arithmetic alone: a GPU does a hundred and more of those
-    # in the time in which it moves one element, so with some tens of slots they cost less than that traffic.
+    # (lora_a[ids]) would move num_tokens * rank * (in + out) elements; this reads slots * rank * (in + out) for any
+    # number of rows. With some tens of slots the products with other slots cost a GPU less than that traffic.
     low = x @ lora_a.flatten(0, 1).T
     low.view(num_tokens, slots, rank).masked_fill_(others, 0)
     y.addmm_(low.to(y.dtype), lora_b.flatten(0, 1).to(y.dtype))  # (under autocast the three may differ)
-
-
-def _other_slots(context: ForwardContext, num_tokens: int, slots: int) -> Tensor:
-    """[num_tokens, slots, 1] bool: False where the row's adapter lies in the slot."""
-    ids = context.metadata.get("lora_ids")
-    if not isinstance(ids, Tensor) or ids.shape != (num_tokens,):
-        found = f"has shape {list(ids.shape)}" if isinstance(ids, Tensor) else "is missing"
-        raise InputError(
-            f"the batch has LoRA adapters, but `lora_ids` {found} in the forward context's metadata",
-            remedy=f"Pass lora_ids [{num_tokens}] int64: each row's adapter slot, -1 for none.",
-        )
-    return (ids[:, None] != torch.arange(slots, device=ids.device)).unsqueeze(-1)
 
 
 _LIBRARY.impl("add_lora", add_lora, "CPU")
@@ -178,24 +180,38 @@ def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
 
+class Split(NamedTuple):
+    """How projections are split: number of ranks, this one's rank, and the number of the all-reduce that sums over them
+    (see ``cgplan.distributed.AllReduce``).
+    """
+
+    parts: int = 1
+    rank: int = 0
+    group: int = 0
+
+
 class Projection(nn.Module):
-    """A linear map without bias, with room for LoRA adapters.
+    """A linear map without bias, with room for LoRA adapters; with several ranks, a part of one.
 
     The adapters of all slots lie in two stacked tensors whose addresses never change, so that loading an
     adapter does not disturb captured graphs: ``lora_a`` [max_loras, rank, in] and ``lora_b``
     [max_loras, rank, out]. A slot without an adapter is zero.
     """
 
+    split_dim: int  # of the weight [out, in]
     lora_a: Tensor
     lora_b: Tensor
 
-    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, max_loras: int, lora_rank: int) -> None:
+    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, lora: tuple[int, int], split: Split) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size_out, size_in, dtype=dtype), requires_grad=False)
-        self.max_loras = max_loras
-        if max_loras:
+        shape = [size_out, size_in]
+        shape[self.split_dim] //= split.parts
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.split = split
+        self.max_loras, rank = lora
+        if self.max_loras:
             for name, size in (("lora_a", size_in), ("lora_b", size_out)):
-                self.register_buffer(name, _zeros(max_loras, lora_rank, size, dtype=dtype), persistent=False)
+                self.register_buffer(name, _zeros(self.max_loras, rank, size, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [num_tokens, in] to [num_tokens, out], each row with the adapter that the forward context says."""
@@ -205,52 +221,22 @@ class Projection(nn.Module):
         return y
 
     def load(self, slot: int, adapter: Mapping[str, Tensor]) -> None:
-        """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank], views of the slot included, into the slot; rank may be
-        below the slot's.
+        """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank] into the slot, also where they are views of it; empty:
+        zero the slot. The rank may be below the slot's.
         """
         with torch.no_grad():  # else adapters that require grad would make the slots part of their graph
             given = (adapter["lora_A"], adapter["lora_B"].T) if adapter else ()
-            copies = [self._apart(weights) for weights in given]
+            copies = [weights.to(self.lora_a, copy=True) for weights in given]
             for slots in (self.lora_a, self.lora_b):
                 slots[slot].zero_()
             for slots, weights in zip((self.lora_a, self.lora_b), copies, strict=False):
-                slots[slot, : weights.shape[0]].copy_(weights)
-
-    def _apart(self, weights: Tensor) -> Tensor:
-        """The weights, copied if they lie in the slots, which are overwritten first."""
-        if weights.device != self.lora_a.device:
-            return weights
-        start = weights.data_ptr()
-        within = any(t.data_ptr() <= start < t.data_ptr() + t.nbytes for t in (self.lora_a, self.lora_b))
-        return weights.clone() if within else weights
-
-
-class Split(NamedTuple):
-    """How projections are split over ranks, see `ColumnParallel` and `RowParallel`.
-
-    Attributes:
-        parts: Ranks; 1 for one process.
-        rank: Which part is this process's.
-        group: Number of the all-reduce that sums over the ranks, see ``cgplan.distributed.AllReduce``.
-    """
-
-    parts: int = 1
-    rank: int = 0
-    group: int = 0
-
-    def part(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole weight."""
-        return full.chunk(self.parts, dim)[self.rank]
+                slots[slot, : weights.shape[0]] = weights
 
 
 class ColumnParallel(Projection):
     """This rank's rows of a projection's weight: it takes the whole input, and gives its part of the output."""
 
     split_dim = 0
-
-    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, lora: tuple[int, int], split: Split) -> None:
-        super().__init__(size_in, size_out // split.parts, dtype, *lora)
-        self.split = split
 
 
 class RowParallel(Projection):
@@ -260,10 +246,6 @@ class RowParallel(Projection):
     """
 
     split_dim = 1
-
-    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, lora: tuple[int, int], split: Split) -> None:
-        super().__init__(size_in // split.parts, size_out, dtype, *lora)
-        self.split = split
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [num_tokens, in / parts] to [num_tokens, out], the same on all ranks."""

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -68,7 +68,7 @@ def load_model(
         The model; the caller owns it.
 
     Raises:
-        ModelError: The target is malformed, does not exist, fails, or returns something that cannot be called. An error
+        ModelError: the target is malformed, does not exist, fails, or returns something that cannot be called. An error
             of the model's own code is the cause.
     """
     kwargs = dict(kwargs)
@@ -82,11 +82,24 @@ def load_model(
     path = find_file(source, base_dir) if source.endswith(".py") else None
     with _importable(Path.cwd() if path is None else path.parent):
         with _blaming(f"importing {source}"):
-            module = _import_module(source) if path is None else _import_file(path)
-        builder = _attribute(module, attribute, source)
-        _check_arguments(builder, kwargs, target)
+            found: Any = _import_module(source) if path is None else _import_file(path)
+        remedy = "Name a function or class that builds the model."
+        for name in attribute.split("."):
+            if not hasattr(found, name):
+                near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("_")], n=1)
+                raise ModelError(f"{source} has no `{name}`", remedy=f"Did you mean `{near[0]}`?" if near else remedy)
+            found = getattr(found, name)
+        if not callable(found):
+            raise ModelError(f"{target} is {type(found).__name__}, which is not callable", remedy=remedy)
+        with suppress(ValueError):  # builtins have no signature; the call itself will tell
+            signature = inspect.signature(found)
+            try:
+                signature.bind(**kwargs)
+            except TypeError as error:
+                message = f"model.kwargs do not fit {target}: {error}"
+                raise ModelError(message, remedy=f"It takes {signature}. Change model.kwargs.") from error
         with _blaming(f"calling {target}"), torch.device(device):
-            model = builder(**kwargs)
+            model = found(**kwargs)
     if not callable(model):
         raise ModelError(
             f"{target} returned {type(model).__name__}, which is not callable",
@@ -101,18 +114,12 @@ def load_model(
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
     """Arguments of a model's forward (of the call, for a function), less ``*args`` and ``**kwargs``."""
-    function = model.forward if isinstance(model, nn.Module) else model
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    empty = inspect.Parameter.empty
-    return [
-        ForwardArgument(
-            parameter.name,
-            parameter.default is empty,
-            "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation).strip("'"),
-        )
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind not in variadic
-    ]
+    found = []
+    for name, given in inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.items():
+        if given.kind not in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
+            annotation = "" if given.annotation is given.empty else inspect.formatannotation(given.annotation)
+            found.append(ForwardArgument(name, given.default is given.empty, annotation.strip("'")))
+    return found
 
 
 def find_file(name: str, base_dir: Path | None) -> Path:
@@ -188,55 +195,26 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _attribute(module: ModuleType, dotted: str, source: str) -> Callable[..., Any]:
-    value: Any = module
-    remedy = "Name a function or class that builds the model."
-    for name in dotted.split("."):
-        if not hasattr(value, name):
-            near = difflib.get_close_matches(name, [n for n in dir(value) if not n.startswith("_")], n=1)
-            raise ModelError(f"{source} has no `{name}`", remedy=f"Did you mean `{near[0]}`?" if near else remedy)
-        value = getattr(value, name)
-    if not callable(value):
-        raise ModelError(f"{source}:{dotted} is {type(value).__name__}, which is not callable", remedy=remedy)
-    return value  # type: ignore[no-any-return]
-
-
-def _check_arguments(builder: Callable[..., Any], kwargs: Mapping[str, Any], target: str) -> None:
-    try:
-        signature = inspect.signature(builder)
-    except (TypeError, ValueError):  # builtins have none; the call itself will tell
-        return
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        message = f"model.kwargs do not fit {target}: {error}"
-        raise ModelError(message, remedy=f"It takes {signature}. Change model.kwargs.") from error
-
-
 @contextmanager
 def _blaming(doing: str) -> Iterator[None]:
-    """A block of the user's code: its errors become ModelErrors that name the line."""
+    """A block of the user's code: its errors become ModelErrors that name the innermost line outside of installed
+    packages.
+    """
     try:
         yield
     except CgplanError:
         raise
     except (Exception, SystemExit) as error:
-        text = str(error).strip() or "no message"
+        installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+        where = f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
+        if isinstance(error, SyntaxError) and error.filename:
+            where = f"{error.filename}:{error.lineno}"
         raise ModelError(
-            f"{doing} failed: {type(error).__name__}: {text}\n  at {_user_line(error)}",
+            f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at {where}",
             remedy="Correct the model's code or model.kwargs; the traceback shows the way there.",
         ) from error
-
-
-def _user_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame outside of installed packages, else of the innermost frame."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
-    innermost = (own or frames)[-1]
-    return f"{innermost.filename}:{innermost.lineno}"
 
 
 __all__ = ["ForwardArgument", "LoadedModel", "find_file", "forward_signature", "load_model", "parse_dtype"]

@@ -1,30 +1,28 @@
-"""Lanes: which graphs may run a batch, in which order, and how long a plan's graphs take over traffic."""
+"""Lanes: which graphs may run a batch, in which order, and how long traffic takes in a set of graphs."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
+EAGER = Lane(CUDAGraphMode.NONE, False, 0)
+
 
 def lanes_of(mode: CUDAGraphMode, lora_cases: Sequence[int]) -> tuple[Lane, ...]:
     """The lanes of a resolved mode, in the order in which a batch tries them: FULL before PIECEWISE, and within a mode
     the cases of fewer adapters first.
     """
-    pairs = [(CUDAGraphMode.FULL, True), (mode.mixed_mode(), False)]
-    if not mode.separate_routine():
-        pairs = [(mode, False)]
-    return tuple(
-        Lane(runtime, uniform, case)
-        for runtime, uniform in pairs
-        if runtime is not CUDAGraphMode.NONE
-        for case in sorted(lora_cases)
-    )
+    pairs = [(CUDAGraphMode.FULL, True), (mode.mixed_mode(), False)] if mode.separate_routine() else [(mode, False)]
+    runtime_modes = [(runtime, uniform) for runtime, uniform in pairs if runtime is not CUDAGraphMode.NONE]
+    return tuple(Lane(runtime, uniform, case) for runtime, uniform in runtime_modes for case in sorted(lora_cases))
 
 
 def may_serve(lane: Lane, batch: StepShape) -> bool:
@@ -47,41 +45,14 @@ def largest_of(lane: Lane, plan: Plan) -> int:
 
 def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
     """The key of a lane's graph for this size, within the plan's bounds of a batch."""
-    reqs: int | None = min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)
-    if lane.mode is CUDAGraphMode.PIECEWISE:
-        reqs = None
-    case = lane.num_active_loras
+    piecewise, case = lane.mode is CUDAGraphMode.PIECEWISE, lane.num_active_loras
+    reqs = None if piecewise else min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)
     return lane.mode, BatchDescriptor(num_tokens, reqs, lane.uniform, case > 0, case)
 
 
-class Routes:
-    """The graph that runs each batch, for any set of keys: the rule of the dispatcher.
-
-    FULL graphs of uniform decode (if the batch is uniform), then FULL graphs of mixed batches, then PIECEWISE ones; of
-    each kind those for the fewest adapters that are enough first; there the smallest size that holds the batch. The
-    first hit runs it. Without one it runs eagerly.
-    """
-
-    def __init__(self, keys: Iterable[Key]) -> None:
-        sizes: dict[Lane, set[int]] = {}
-        for mode, key in keys:
-            sizes.setdefault(Lane.of(mode, key), set()).add(key.num_tokens)
-        order = sorted(
-            sizes, key=lambda lane: (lane.mode is not CUDAGraphMode.FULL, not lane.uniform, lane.num_active_loras)
-        )
-        self.sizes = {lane: sorted(sizes[lane]) for lane in order}
-
-    def of(self, batch: StepShape) -> tuple[Lane, int] | None:
-        """The lane and the capture size that run a batch, None if no graph does."""
-        for lane, sizes in self.sizes.items():
-            if may_serve(lane, batch) and batch.num_tokens <= sizes[-1]:
-                return lane, sizes[bisect_left(sizes, batch.num_tokens)]
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class Served:
-    """The batches that one graph runs, or that run eagerly (lane and size None).
+class Use:
+    """The batches that one graph runs, or that run eagerly (lane EAGER, size None).
 
     Attributes:
         lane, size: The graph; size in tokens.
@@ -91,7 +62,7 @@ class Served:
         unpadded: The same if each ran at its own size.
     """
 
-    lane: Lane | None
+    lane: Lane
     size: int | None
     weight: float
     tokens: float
@@ -104,59 +75,90 @@ class Served:
         return 0.0 if self.size is None else 1 - self.tokens / (self.weight * self.size)
 
 
-def serve(keys: Iterable[Key], traffic: Traffic, times: StepTimes) -> tuple[Served, ...]:
-    """Traffic run through these graphs: one entry for each graph that runs a batch, and one for eager steps if there
-    are any; in the order of lanes and sizes, eager last.
+class Run:
+    """Traffic run through graphs, by the rule of the dispatcher.
 
-    Raises:
-        StepTimeError: times of a mode that runs a batch are missing.
+    A batch runs in the first lane with a graph that holds it, at the smallest such size; eagerly if there is none.
+    FULL graphs of uniform decode come first, then FULL graphs of mixed batches, then PIECEWISE ones; of each kind those
+    for the fewest adapters. Raises StepTimeError where times of a mode that runs a batch are missing.
+
+    Attributes:
+        traffic, times: The batches, and how long steps take.
+        eager: (shape, weight) of the batches that run eagerly.
+        place: Of the lane that runs each shape of the histogram, see ``place_of``.
     """
-    routes, clock = Routes(keys), _Clock(times, traffic.max_tokens)
-    sums: dict[tuple[Lane, int] | None, list[float]] = {}
-    for batch, weight in traffic.histogram:
-        route = routes.of(batch)
-        entry = sums.setdefault(route, [0.0, 0.0, 0.0, 0.0])
-        entry[0] += weight
-        entry[1] += weight * batch.num_tokens
-        entry[2] += weight * clock.of(batch, route)
-        entry[3] += weight * clock.of(batch, route and (route[0], batch.num_tokens))
-    order = {lane: index for index, lane in enumerate(routes.sizes)}
-    return tuple(
-        Served(*(route or (None, None)), *sums[route])
-        for route in sorted(sums, key=lambda route: (len(order), 0) if route is None else (order[route[0]], route[1]))
-    )
+
+    def __init__(self, keys: Iterable[Key], traffic: Traffic, times: StepTimes) -> None:
+        rows = np.array([(*shape, weight) for shape, weight in traffic.histogram], dtype=np.float64)
+        self._tokens, _, self._uniform, self._loras, self._weight = rows.T
+        self.traffic, self.times, self._size = traffic, times, self._tokens.copy()
+        self.place = np.full(len(rows), np.inf)
+        sizes: dict[Lane, set[int]] = {}
+        for mode, key in keys:
+            sizes.setdefault(Lane.of(mode, key), set()).add(key.num_tokens)
+        self._lanes = sorted(sizes, key=place_of)
+        self._time, self._unpadded = np.zeros(len(rows)), np.zeros(len(rows))
+        for lane in self._lanes:
+            held = np.array(sorted(sizes[lane]))
+            runs = np.isinf(self.place) & self._may_run(lane, held[-1])
+            self.place[runs] = place_of(lane)
+            self._size[runs] = held[np.searchsorted(held, self._tokens[runs])]
+            self._time_of(lane, runs)
+        missed = np.isinf(self.place)
+        for case in np.unique(self._loras[missed]):
+            self._time_of(EAGER._replace(num_active_loras=int(case)), missed & (self._loras == case))
+        self.eager = [traffic.histogram[index] for index in np.flatnonzero(missed)]
+        self._total = float(self._weight @ self._time)
+
+    def _may_run(self, lane: Lane, size: float) -> np.ndarray:
+        uniform = self._uniform > 0 if lane.uniform else True
+        return np.asarray((self._tokens <= size) & (self._loras <= lane.num_active_loras) & uniform)
+
+    def _time_of(self, lane: Lane, runs: np.ndarray) -> None:
+        if runs.any():
+            mode, case = lane.mode, lane.num_active_loras
+            self._time[runs] = self.times.at(mode, self._size[runs], case)
+            self._unpadded[runs] = self.times.at(mode, self._tokens[runs], case)
+
+    @property
+    def expected_us(self) -> float:
+        """Mean microseconds of a step."""
+        return self._total / float(self._weight.sum())
+
+    @property
+    def padding(self) -> float:
+        """Share of all tokens that run, eager steps included, which are padding."""
+        return 1 - float(self._weight @ self._tokens) / float(self._weight @ self._size)
+
+    @cached_property
+    def uses(self) -> tuple[Use, ...]:
+        """An entry for each graph that runs a batch, in the order of lanes and sizes, and last one for eager steps."""
+        found, per_step = [], (self._tokens, self._time, self._unpadded)
+        for lane in (*self._lanes, EAGER):
+            runs = self.place == (np.inf if lane is EAGER else place_of(lane))
+            for size in [None] if lane is EAGER else np.unique(self._size[runs]).astype(int).tolist():
+                here = runs if size is None else runs & (self._size == size)
+                if here.any():
+                    weight = self._weight[here]
+                    sums = (float(weight @ figures[here]) for figures in per_step)
+                    found.append(Use(lane, size, float(weight.sum()), *sums))
+        return tuple(found)
+
+    def largest_batch(self, lane: Lane) -> int:
+        """Tokens of the largest batch that comes to the lane: it may run there, and no earlier lane runs it."""
+        comes = (self.place >= place_of(lane)) & self._may_run(lane, np.inf)
+        return int(self._tokens[comes].max(initial=0))
+
+    def gain_of(self, lane: Lane, size: int) -> tuple[float, float]:
+        """Weight of the batches that one graph more would run, and how much shorter it makes the step, as a share."""
+        place = place_of(lane)
+        worse = (self.place > place) | ((self.place == place) & (self._size > size))
+        moved = self._may_run(lane, size) & worse
+        time = self.times.of(lane.mode, size, lane.num_active_loras)
+        gain = float(self._weight[moved] @ (self._time[moved] - time))
+        return float(self._weight[moved].sum()), gain / self._total
 
 
-def expected_step(served: Iterable[Served]) -> float:
-    """Mean microseconds of a step."""
-    weight, total = 0.0, 0.0
-    for part in served:
-        weight += part.weight
-        total += part.microseconds
-    return total / weight
-
-
-def padded_share(served: Iterable[Served]) -> float:
-    """Share of all tokens that run, eager steps included, which are padding."""
-    run, real = 0.0, 0.0
-    for part in served:
-        run += part.tokens if part.size is None else part.weight * part.size
-        real += part.tokens
-    return 1 - real / run
-
-
-class _Clock:
-    """Step times as lists, made when they are first asked for."""
-
-    def __init__(self, times: StepTimes, limit: int) -> None:
-        self._times, self._limit = times, limit
-        self._curves: dict[tuple[CUDAGraphMode, int], list[float]] = {}
-
-    def of(self, batch: StepShape, route: tuple[Lane, int] | None) -> float:
-        lane, size = route or (None, batch.num_tokens)
-        key = (CUDAGraphMode.NONE, batch.num_active_loras) if lane is None else (lane.mode, lane.num_active_loras)
-        curve = self._curves.get(key)
-        if curve is None or size >= len(curve):
-            limit = max(size, self._limit)
-            curve = self._curves[key] = self._times.curve(key[0], limit, key[1]).tolist()
-        return curve[size]
+def place_of(lane: Lane) -> float:
+    """A number that is smaller for the lane that a batch tries first."""
+    return float(lane.num_active_loras + (1e9 * (not lane.uniform)) + 2e9 * (lane.mode is not CUDAGraphMode.FULL))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidates:
     """Sizes that a lane may have, ascending; index 0 stands for none. Arrays are [N + 1].
 
@@ -37,13 +38,14 @@ class Candidates:
     static: Floats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Demand:
     """Batches that try the same lanes. Arrays of sums are cumulative over ``tokens``: [n + 1], 0 first.
 
     Attributes:
         lanes: Indices of the lanes that may serve them, in the order in which they are tried.
         tokens: Sizes of the batches, ascending: [n].
+        slowest: The longest eager step of those sizes: [n].
         weight: Weights.
         eager: Weights times the microseconds of eager steps.
         best: Weights times the least microseconds that any lane or an eager step could take.
@@ -51,6 +53,7 @@ class Demand:
 
     lanes: tuple[int, ...]
     tokens: Ints
+    slowest: Floats
     weight: Floats
     eager: Floats
     best: Floats
@@ -60,9 +63,9 @@ class Demand:
         return np.searchsorted(self.tokens, sizes, side="right")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """All that a search needs to know.
+    """Everything that a search needs to know.
 
     Attributes:
         lanes: Candidates of each lane, in the order in which lanes are tried; the last one serves every demand.
@@ -89,17 +92,17 @@ class Problem:
         """Microseconds without graphs, times weight."""
         return self.eager_us + sum(float(demand.eager[-1]) for demand in self.demands)
 
-    def cheapest(self, graphs: int) -> tuple[float, float]:
-        """Bytes and seconds that so many graphs cost at least, whichever they are; inf if there are not so many."""
-        if graphs > sum(lane.sizes.size - 1 for lane in self.lanes):
-            return np.inf, np.inf
+    @cached_property
+    def _cheapest(self) -> tuple[Floats, Floats]:
         driver, seconds = (
-            np.concatenate([getattr(lane, cost)[1:] for lane in self.lanes]) for cost in ("driver", "seconds")
+            np.concatenate([[], *(getattr(lane, cost)[1:] for lane in self.lanes)]) for cost in ("driver", "seconds")
         )
-        return (
-            self.workspace + float(np.sort(driver)[:graphs].sum()),
-            self.once + float(np.sort(seconds)[:graphs].sum()),
-        )
+        return self.workspace + np.cumsum(np.sort(driver)), self.once + np.cumsum(np.sort(seconds))
+
+    def cheapest(self, graphs: int) -> tuple[float, float]:
+        """Bytes and seconds that 1 or more graphs cost at least, whichever they are; inf if there are not so many."""
+        bytes_, seconds = self._cheapest
+        return (np.inf, np.inf) if graphs > bytes_.size else (float(bytes_[graphs - 1]), float(seconds[graphs - 1]))
 
     def total_of(self, chosen: Sequence[Sequence[int]]) -> float:
         """Microseconds, times weight, if these candidates of each lane are captured."""
@@ -121,11 +124,10 @@ class Problem:
         if not picked:
             return 0, 0.0, 0.0
         driver = sum(float(lane.driver[sizes].sum()) for lane, sizes in picked)
-        largest = [
-            max(float(getattr(lane, part)[sizes].max()) for lane, sizes in picked) for part in ("pool", "static")
-        ]
+        pool = max(float(lane.pool[sizes].max()) for lane, sizes in picked)
+        static = max(float(lane.static[sizes].max()) for lane, sizes in picked)
         seconds = self.once + sum(float(lane.seconds[sizes].sum()) for lane, sizes in picked)
-        return sum(len(sizes) for _, sizes in picked), self.workspace + driver + sum(largest), seconds
+        return sum(len(sizes) for _, sizes in picked), self.workspace + driver + pool + static, seconds
 
 
 def problem_of(
@@ -142,47 +144,55 @@ def problem_of(
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
     """
     lanes = [lane for lane in lanes if any(may_serve(lane, batch) for batch, _ in traffic.histogram)]
-    groups, eager_us = _grouped(lanes, traffic, times)
+    groups: dict[tuple[int, ...], list[tuple[int, int, float]]] = {}
+    for batch, weight in traffic.histogram:
+        served = tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch))
+        groups.setdefault(served, []).append((batch.num_tokens, batch.num_active_loras, weight))
+    demands = [_demand(served, rows, lanes, times, plan) for served, rows in sorted(groups.items())]
     found: list[Candidates] = []
     for index in reversed(range(len(lanes))):  # where a lane may end depends on those after it
-        wanted = [rows for served, rows in groups.items() if index in served]
         above = max((float(c.times[-1]) for c in found), default=0.0)
+        wanted = [demand for demand in demands if index in demand.lanes]
         found.insert(0, _candidates(lanes[index], wanted, times, plan, above, costs, without))
     return Problem(
         lanes=tuple(found),
-        demands=tuple(_demand(served, rows, found, times, plan) for served, rows in sorted(groups.items())),
-        eager_us=eager_us,
+        demands=tuple(demand for demand in demands if demand.lanes),
+        eager_us=float(sum(demand.eager[-1] for demand in demands if not demand.lanes)),
         weight=traffic.total,
         workspace=float(costs.workspace_bytes) if costs is not None else 0.0,
         once=costs.once_seconds if costs is not None else 0.0,
     )
 
 
-_Rows = dict[tuple[int, float], float]  # weight by tokens and microseconds of an eager step
+def _demand(
+    served: tuple[int, ...], rows: list[tuple[int, int, float]], lanes: Sequence[Lane], times: StepTimes, plan: Plan
+) -> Demand:
+    """The demand of batches that are given by their tokens, adapters and weight."""
+    sizes, loras, weights = (np.array(column) for column in zip(*rows, strict=True))
+    eager = np.zeros(sizes.size)
+    for case in np.unique(loras):
+        eager[loras == case] = times.at(CUDAGraphMode.NONE, sizes[loras == case], int(case))
+    best = eager.copy()
+    for lane in (lanes[index] for index in served):
+        rounded = _rounded(sizes, lane, plan)
+        fits = rounded <= largest_of(lane, plan)
+        if fits.any():
+            best[fits] = np.minimum(best[fits], times.at(lane.mode, rounded[fits], lane.num_active_loras))
+    tokens, at = np.unique(sizes, return_inverse=True)
+    slowest = np.zeros(tokens.size)
+    np.maximum.at(slowest, at, eager)
+    sums = (np.cumsum([0.0, *np.bincount(at, values)]) for values in (weights, weights * eager, weights * best))
+    return Demand(served, tokens, slowest, *sums)
 
 
-def _grouped(lanes: Sequence[Lane], traffic: Traffic, times: StepTimes) -> tuple[dict[tuple[int, ...], _Rows], float]:
-    """Batches by the lanes that may serve them, and the time of those that none may."""
-    eager: dict[int, list[float]] = {}
-    groups: dict[tuple[int, ...], _Rows] = {}
-    alone = 0.0
-    for batch, weight in traffic.histogram:
-        curve = eager.get(batch.num_active_loras)
-        if curve is None:
-            curve = times.curve(CUDAGraphMode.NONE, traffic.max_tokens, batch.num_active_loras).tolist()
-            eager[batch.num_active_loras] = curve
-        served = tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch))
-        if served:
-            rows, row = groups.setdefault(served, {}), (batch.num_tokens, curve[batch.num_tokens])
-            rows[row] = rows.get(row, 0.0) + weight
-        else:
-            alone += weight * curve[batch.num_tokens]
-    return groups, alone
+def _rounded(sizes: Ints, lane: Lane, plan: Plan) -> Ints:
+    stride = stride_of(lane, plan)
+    return -(-sizes // stride) * stride
 
 
 def _candidates(
     lane: Lane,
-    wanted: Sequence[_Rows],
+    wanted: Sequence[Demand],
     times: StepTimes,
     plan: Plan,
     above: float,
@@ -193,52 +203,24 @@ def _candidates(
 
     Where other lanes follow (their slowest graph takes ``above``), a batch may fall to one of those.
     """
-    stride, largest = stride_of(lane, plan), largest_of(lane, plan)
-    slowest: dict[int, float] = {}
-    for rows in wanted:
-        for tokens, eager in rows:
-            size = -(-tokens // stride) * stride
-            if size <= largest:
-                slowest[size] = max(slowest.get(size, above), eager)
-    batches = np.array([0, *sorted(slowest)], dtype=np.int64)
-    misses = np.maximum.accumulate([0.0, *(slowest[int(size)] for size in batches[1:])])
-    allowed = np.array([not without or size == 0 or key_of(lane, int(size), plan) not in without for size in batches])
-    sizes, misses = batches[allowed], misses[allowed]
-    curve = times.curve(lane.mode, int(sizes[-1]), lane.num_active_loras)[sizes]
-    useful = np.flatnonzero(curve < misses)
-    keep = int(useful[-1]) + 1 if useful.size else 1
-    sizes, curve = sizes[:keep], curve[:keep]
-    if costs is None:
-        return Candidates(lane, sizes, curve, *(np.zeros(keep) for _ in range(4)))
-    keys = [key_of(lane, int(size), plan) for size in sizes[1:]]
-    return Candidates(
-        lane=lane,
-        sizes=sizes,
-        times=curve,
-        driver=np.array([0, *(costs.driver_bytes(key) for key in keys)], dtype=np.float64),
-        seconds=np.array([0, *(costs.seconds(key) for key in keys)], dtype=np.float64),
-        pool=np.array([0, *(costs.pool_bytes(lane.mode, int(size)) for size in sizes[1:])], dtype=np.float64),
-        static=np.array([0, *(costs.static_bytes(int(size)) for size in sizes[1:])], dtype=np.float64),
-    )
-
-
-def _demand(served: tuple[int, ...], rows: _Rows, lanes: Sequence[Candidates], times: StepTimes, plan: Plan) -> Demand:
-    tokens = np.array(sorted({n for n, _ in rows}), dtype=np.int64)
-    place = {int(n): index for index, n in enumerate(tokens)}
-    graph = np.full(tokens.size, np.inf)
-    for index in served:
-        lane = lanes[index].lane
-        stride, largest = stride_of(lane, plan), largest_of(lane, plan)
-        sizes = -(-tokens // stride) * stride
-        fits = sizes <= largest
-        if fits.any():
-            curve = times.curve(lane.mode, int(sizes[fits][-1]), lane.num_active_loras)
-            graph[fits] = np.minimum(graph[fits], curve[sizes[fits]])
-    weight, eager, best = (np.zeros(tokens.size) for _ in range(3))
-    for (n, time), count in rows.items():
-        at = place[n]
-        weight[at] += count
-        eager[at] += count * time
-        best[at] += count * min(time, graph[at])
-    weight, eager, best = (np.concatenate([[0.0], np.cumsum(values)]) for values in (weight, eager, best))
-    return Demand(served, tokens, weight, eager, best)
+    rounded = np.concatenate([[0], *(_rounded(demand.tokens, lane, plan) for demand in wanted)])
+    sizes, at = np.unique(rounded, return_inverse=True)
+    misses = np.zeros(sizes.size)
+    np.maximum.at(misses, at[1:], np.concatenate([np.maximum(demand.slowest, above) for demand in wanted]))
+    fits = [size <= largest_of(lane, plan) and key_of(lane, int(size), plan) not in without for size in sizes]
+    sizes, misses = sizes[fits], np.maximum.accumulate(misses)[fits]
+    curve = times.at(lane.mode, sizes, lane.num_active_loras)
+    keep = int(np.flatnonzero(curve < misses).max(initial=0)) + 1
+    figures = [(0.0, 0.0, 0.0, 0.0)] * keep
+    if costs is not None:
+        keys = [key_of(lane, int(size), plan) for size in sizes[1:keep]]
+        figures[1:] = [
+            (
+                costs.driver_bytes(key),
+                costs.seconds(key),
+                costs.pool_bytes(lane.mode, key[1].num_tokens),
+                costs.static_bytes(key[1].num_tokens),
+            )
+            for key in keys
+        ]
+    return Candidates(lane, sizes[:keep], curve[:keep], *np.array(figures, dtype=np.float64).T)

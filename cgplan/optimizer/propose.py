@@ -13,15 +13,15 @@ from pydantic import BaseModel, ConfigDict
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import Key
-from cgplan.optimizer.curve import MOST, WORTH, Curve
+from cgplan.optimizer.curve import WORTH, Curve
 from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.explain import Case
-from cgplan.optimizer.lanes import lanes_of, serve
+from cgplan.optimizer.lanes import Run, lanes_of
 from cgplan.optimizer.problem import problem_of
-from cgplan.optimizer.search import Best, Limits, best_plan
+from cgplan.optimizer.search import MOST, Limits, best_plan
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, config_hash
+from cgplan.planning.plan import PLANNED_FOR, Lane, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -63,18 +63,31 @@ def propose(
         StepTimeError: times of a mode are missing.
         BudgetError: the budget does not pay for a single graph.
     """
-    base = _without_keys(config)
+    sizes, budget = config.compilation.cudagraph_capture_sizes, config.budget
+    base = build_plan(_with_sizes(config, (config.query_len,)))  # all but the keys
+    base = base.model_copy(
+        update={"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
+    )
     lanes = lanes_of(base.mode, times.told_apart(base.lora_cases))
     problem = problem_of(lanes, traffic, times, base, costs, failed)
-    curve = Curve.of(problem, base, costs, config.budget.max_graphs)
-    limits = _limits(config, costs)
-    if limits is not None:
-        _check_one_graph(limits, curve, costs)
-    best = _best(limits, curve, config.budget.max_graphs)
+    curve = Curve.of(problem, base, costs, budget.max_graphs)
+    memory, seconds = (budget.memory, budget.capture_time) if costs is not None else (None, None)
+    limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
+    bounded = (budget.max_graphs, memory, seconds) != (None, None, None)
+    if bounded:
+        _check_one_graph(limits, curve)
+    else:
+        enough = curve.enough()
+        limits = Limits(curve.last() if enough is None else enough)
+    best = best_plan(problem, limits, tolerance=WORTH)
+    if bounded and (budget.max_graphs or MOST + 1) > MOST:
+        least = problem.cheapest(MOST + 1)
+        if math.isfinite(least[0]) and limits.pays_for(MOST, *least):  # the budget has room for more than are planned
+            best = replace(best, bound=min(best.bound, problem.infinite_us * problem.weight))
     keys = curve.keys_of(best.chosen)
-    served = serve(keys, traffic, times)
-    used = {(part.lane, part.size) for part in served}
-    keys = tuple(key for key in keys if ((key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens) in used)
+    run = Run(keys, traffic, times)
+    used = {(use.lane, use.size) for use in run.uses}
+    keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
     plan = base.model_copy(
         update={
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
@@ -83,91 +96,54 @@ def propose(
             "predicted": costs and costs.of(keys),
         }
     )
-    sizes, ladders = config.compilation.cudagraph_capture_sizes, dict(_ladders(config))
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
-    evidence = Case(plan, traffic, times, costs, curve, limits, best, served, failed, ladders, asked).evidence()
+    evidence = Case(plan, curve, bounded, best, run, failed, dict(_ladders(config)), asked).evidence()
     plan = plan.model_copy(update={"evidence": evidence.model_dump(mode="json")})
     return Proposal(plan=Plan.model_validate(plan.model_dump()), evidence=evidence)
 
 
-def _without_keys(config: Config) -> Plan:
-    """A plan with all but the keys, whatever sizes the configuration lists."""
-    one = {"cudagraph_capture_sizes": (config.query_len,), "max_cudagraph_capture_size": None}
-    bare = config.model_copy(update={"compilation": config.compilation.model_copy(update=one)})
-    of_config = {"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
-    return build_plan(bare).model_copy(update=of_config)
+def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None = None) -> Config:
+    changed = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": most}
+    return config.model_copy(update={"compilation": config.compilation.model_copy(update=changed)})
 
 
 def _ladders(config: Config) -> Iterator[tuple[str, Plan]]:
     """Plans of the sizes that the configuration lists and of each ladder that fits it, by name."""
-    asked = config.compilation
-    listed = isinstance(asked.cudagraph_capture_sizes, tuple)
-    for name in ("configured", *LADDERS) if listed else LADDERS:
-        sizes: dict[str, str | None] = {"cudagraph_capture_sizes": name}
-        if listed:
-            sizes["max_cudagraph_capture_size"] = None
-        changed = asked if name == "configured" else asked.model_copy(update=sizes)
+    if listed := isinstance(config.compilation.cudagraph_capture_sizes, tuple):
         with suppress(PlanError):
-            yield name, build_plan(config.model_copy(update={"compilation": changed}))
+            yield "configured", build_plan(config)
+    most = None if listed else config.compilation.max_cudagraph_capture_size
+    for name in LADDERS:
+        with suppress(PlanError):
+            yield name, build_plan(_with_sizes(config, name, most))
 
 
-def _limits(config: Config, costs: GraphCosts | None) -> Limits | None:
-    """The budget, None if there is none."""
-    budget = config.budget
-    known = costs is not None
-    limits = Limits(
-        graphs=min(budget.max_graphs or MOST, MOST),
-        memory=budget.memory if known else None,
-        seconds=budget.capture_time if known else None,
-    )
-    return None if budget.max_graphs is None and (limits.memory, limits.seconds) == (None, None) else limits
-
-
-def _best(limits: Limits | None, curve: Curve, most: int | None) -> Best:
-    """The plan that the budget or the rule without one asks for. Where the budget pays for more graphs than are planned
-    for, the bound is lower.
-    """
-    problem = curve.problem
-    if not problem.lanes:
-        return Best((), problem.eager_total, problem.eager_total)
-    if limits is not None:
-        best = best_plan(problem, limits, tolerance=WORTH)
-        asked = most is not None and most <= limits.graphs
-        memory, seconds = problem.cheapest(limits.graphs + 1)
-        if asked or math.isinf(memory) or not limits.pays_for(limits.graphs, memory, seconds):
-            return best
-        return replace(best, bound=min(best.bound, problem.infinite_us * problem.weight))
-    graphs = curve.enough()
-    if graphs is None:
-        graphs = curve.fewest(curve.expected_us(curve.graphs) * (1 + WORTH)) or 0
-    return best_plan(curve.problem, Limits(graphs), tolerance=WORTH)
-
-
-def _check_one_graph(limits: Limits, curve: Curve, costs: GraphCosts | None) -> None:
+def _check_one_graph(limits: Limits, curve: Curve) -> None:
     """Raises BudgetError if no graph at all can be paid for."""
-    problem, lanes = curve.problem, range(len(curve.problem.lanes))
+    problem = curve.problem
     singles = [
-        tuple((index,) if lane == at else () for lane in lanes)
-        for at in lanes
-        for index in range(1, problem.lanes[at].sizes.size)
+        tuple((index,) if other is lane else () for other in problem.lanes)
+        for lane in problem.lanes
+        for index in range(1, lane.sizes.size)
     ]
-    paid = {single: problem.costs_of(single) for single in singles}
-    if not paid or any(limits.pays_for(*cost) for cost in paid.values()):
+    paid = [problem.costs_of(single) for single in singles]
+    if not paid or any(limits.pays_for(*cost) for cost in paid):
         return
-    single, (_, memory, seconds) = min(paid.items(), key=lambda item: item[1][1:])
+    (_, memory, seconds), single = min(zip(paid, singles, strict=True), key=lambda pair: pair[0][1:])
     ((mode, descriptor),) = curve.keys_of(single)
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
         wrong.append(f"budget.memory is {_in_bytes(limits.memory)}")
-        small = memory < 2**20
-        enough.append(f"budget.memory to {-(-memory // (2**10 if small else 2**20)):.0f}{'KiB' if small else 'MiB'}")
+        unit, name = (2**10, "KiB") if memory < 2**20 else (2**20, "MiB")
+        enough.append(f"budget.memory to {-(-memory // unit):.0f}{name}")
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
-    source = f"; by costs {costs.source}, between and beyond whose sizes they are interpolated" if costs else ""
+    assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
         f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {_in_bytes(memory)} (pool, "
-        f"static buffers, workspaces and driver) and {seconds:.3g} s{source}",
+        f"static buffers, workspaces and driver) and {seconds:.3g} s; by costs {curve.costs.source}, between and "
+        "beyond whose sizes they are interpolated",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )

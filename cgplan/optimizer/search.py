@@ -35,6 +35,7 @@ import numpy as np
 from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths
 from cgplan.optimizer.problem import Candidates, Problem
 
+MOST = 256  # graphs of a plan
 Chosen = tuple[tuple[int, ...], ...]  # candidates of each lane, ascending, as indices
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
 PROVEN = 1e-9  # relative gap that counts as none
@@ -85,68 +86,59 @@ def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effor
     Exact with one lane, and with two as long as the effort lasts, if only the number of graphs is limited or all keys
     of a mode cost the same; otherwise ``bound`` says how good it is. The plan may have no graph.
     """
-    unpaid = bisect_left(range(1, limits.graphs + 1), True, key=lambda k: not limits.pays_for(k, *problem.cheapest(k)))
-    limits = replace(limits, graphs=unpaid)
+
+    def pays(chosen: Chosen) -> bool:
+        return limits.pays_for(*problem.costs_of(chosen))
+
+    def paid(found: Search) -> int:
+        """The number of graphs up to which the plans are within the limits."""
+        return bisect_left(numbers[: limits.graphs], True, key=lambda graphs: not pays(found.chosen(graphs)))
+
+    numbers = range(1, limits.graphs + 1)
+    limits = replace(
+        limits, graphs=bisect_left(numbers, True, key=lambda k: not limits.pays_for(k, *problem.cheapest(k)))
+    )
     found = Search(problem, limits, effort=effort)
     enough = found.value <= found.value[-1] * (1 + max(tolerance, PROVEN))
-    chosen = found.chosen(int(np.flatnonzero(enough)[0]))
-    bound = float(found.bound[-1])
-    if _pays(problem, limits, chosen):
+    chosen, bound = found.chosen(int(np.flatnonzero(enough)[0])), float(found.bound[-1])
+    if pays(chosen):
         return Best(chosen, min(float(found.value[-1]), problem.total_of(chosen)), bound)
     best: Chosen = ((),) * len(problem.lanes)
     low, high, rate = 0.0, np.inf, 0.01
     for _ in range(SWEEPS):
         found = Search(problem, limits, rate=rate, effort=effort // SWEEPS)
         bound = max(bound, float(found.bound[-1]) - found.budget_price)
-        dear = bisect_left(range(1, limits.graphs + 1), True, key=lambda k: not _pays(problem, limits, found.chosen(k)))
-        best = min(best, found.chosen(dear), key=problem.total_of)
-        low, high = (low, rate) if dear == limits.graphs else (rate, high)
+        graphs = paid(found)
+        best = min(best, found.chosen(graphs), key=problem.total_of)
+        low, high = (low, rate) if graphs == limits.graphs else (rate, high)
         rate = 2 * rate if high == np.inf else (low + high) / 2
-    best = _filled(problem, limits, best)
-    total = problem.total_of(best)
-    return Best(best, total, min(bound, total))
-
-
-def _pays(problem: Problem, limits: Limits, chosen: Chosen) -> bool:
-    return limits.pays_for(*problem.costs_of(chosen))
-
-
-def _filled(problem: Problem, limits: Limits, chosen: Chosen) -> Chosen:
-    """The plan with the rest of the limits spent, graph by graph, on the one that saves most."""
-    while True:
-        more = [
-            (*chosen[:at], tuple(sorted({*chosen[at], index})), *chosen[at + 1 :])
+    while True:  # spend the rest of the limits, graph by graph, on the one that saves most
+        more = (
+            (*best[:at], tuple(sorted({*best[at], index})), *best[at + 1 :])
             for at, lane in enumerate(problem.lanes)
             for index in range(1, lane.sizes.size, 1 + lane.sizes.size // SAMPLE)
-        ]
-        best = min((plan for plan in more if _pays(problem, limits, plan)), key=problem.total_of, default=chosen)
-        if problem.total_of(best) >= problem.total_of(chosen) * (1 - PROVEN):
-            return chosen
-        chosen = best
+        )
+        filled = min(filter(pays, more), key=problem.total_of, default=best)
+        total = problem.total_of(best)
+        if problem.total_of(filled) >= total * (1 - PROVEN):
+            return Best(best, total, min(bound, total))
+        best = filled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Corner:
-    """Plans whose lanes end at ``ends`` (of each lane but the last).
+    """Plans whose lanes but the last end at ``ends``.
 
     Attributes:
         paths: Of each lane.
-        beyond: Microseconds of the batches that run eagerly, by the end of the last lane: [N + 1].
+        curves: Totals of each lane but the last, by its graphs: [K + 1].
+        last: Totals of the last lane and eager steps, by its graphs and its end: [K + 1, N + 1].
     """
 
     ends: tuple[int, ...]
     paths: list[Paths]
-    beyond: Floats
-
-    @property
-    def curves(self) -> list[Floats]:
-        """Of each lane but the last, by its graphs: [K + 1]."""
-        return [path.cost[:, end] for path, end in zip(self.paths, self.ends, strict=False)]
-
-    @property
-    def last(self) -> Floats:
-        """The last lane and eager steps, by its graphs and its end: [K + 1, N + 1]."""
-        return self.paths[-1].cost + self.beyond
+    curves: list[Floats]
+    last: Floats
 
 
 _Span = tuple[_Corner, _Corner, Floats]  # two ends that were tried, and the bound of those between them
@@ -175,28 +167,29 @@ class Search:
         self._left = effort // max(1, sum(lane.sizes.size for lane in lanes) * graphs)  # ends that may be tried
         self._watched, self._proven = (slice(1, None), CURVE_PROVEN) if curve else (slice(graphs, None), PROVEN)
         self._best: list[_Corner | None] = [None] * (graphs + 1)
-        self.value = np.full(graphs + 1, problem.eager_total)
-        self.bound = self.value
+        self.value = self.bound = np.full(graphs + 1, problem.eager_total)
         if not lanes:
             return
         saved = problem.eager_total - problem.infinite_us * problem.weight
-        self._byte = rate * saved / limits.memory if limits.memory else 0.0
-        second = rate * saved / limits.seconds if limits.seconds else 0.0
+        self._byte, second = (rate * saved / limit if limit else 0.0 for limit in (limits.memory, limits.seconds))
         self.budget_price = self._byte * (limits.memory or 0) + second * ((limits.seconds or 0) - problem.once)
         self._prices = [self._byte * lane.driver + second * lane.seconds for lane in lanes]
         self._holds = [[demand.below(lane.sizes) for lane in lanes] for demand in problem.demands]
         self._found: dict[tuple[int, ...], Paths] = {}
-        alike = [i for i, lane in enumerate(lanes[:-1]) if lane.lane.mode is lanes[-1].lane.mode]
-        self._groups = [i for i in range(len(lanes) - 1) if i not in alike], alike
-        self._counts = counts = np.arange(graphs + 1)
-        (bytes_, seconds), (last_bytes, last_seconds) = map(self._cheapest, (self._groups[0], [*alike, len(lanes) - 1]))
-        self._spare, self._late = None, None  # of the memory and of the seconds, by graphs of each group
-        if limits.memory is not None:
-            self._spare = limits.memory * (1 + ROUNDING) - np.add.outer(counts * bytes_, counts * last_bytes)
+        # Lanes of the other mode, and those of the last lane's mode before it.
+        self._groups: tuple[list[int], list[int]] = ([], [])
+        for index, lane in enumerate(lanes[:-1]):
+            self._groups[lane.lane.mode is lanes[-1].lane.mode].append(index)
+        counts = np.arange(graphs + 1)
+        self._both = np.add.outer(counts, counts)  # graphs of the other mode, and of the last lane's mode
+        bytes_, seconds = (
+            np.add.outer(counts * other, counts * last)
+            for other, last in zip(*map(self._cheapest, (self._groups[0], [*self._groups[1], -1])), strict=True)
+        )
+        # Bytes that may follow from the ends, where these numbers of graphs are paid for.
+        self._spare = (np.inf if limits.memory is None else limits.memory * (1 + ROUNDING)) - bytes_
         if limits.seconds is not None:
-            took = np.add.outer(counts * seconds, counts * last_seconds)
-            self._late = took + problem.once > limits.seconds * (1 + ROUNDING)
-            self._late[0, 0] = False
+            self._spare[(seconds + problem.once > limits.seconds * (1 + ROUNDING)) & (self._both > 0)] = -np.inf
         if len(lanes) == 1:
             self._try([()])
             self.bound = self.value
@@ -209,17 +202,15 @@ class Search:
         corner = self._best[graphs]
         if corner is None:
             return ((),) * len(self._problem.lanes)
-        curves, paths, room = corner.curves, corner.paths, corner.last + self._byte * self._fixed(corner.ends)
-        table, allowed = self._table(curves, corner.last, corner.ends)
-        within = np.where(np.add.outer(self._counts, self._counts) <= graphs, table, np.inf)
-        a, b = np.unravel_index(within.argmin(), within.shape)
-        room = room[:, : int(allowed[a, b]) + 1]
-        first, second = self._groups
-        shared = _shares([curves[i] for i in first], int(a))
-        *others, rest = _shares([*(curves[i] for i in second), room.min(axis=1)], int(b))
-        share = dict(zip((*first, *second), (*shared, *others), strict=True))
-        found = [paths[i].sizes(share[i], end) for i, end in enumerate(corner.ends)]
-        found.append(paths[-1].sizes(rest, int(room[rest].argmin())))
+        table, allowed = self._table(corner.curves, corner.last, corner.ends)
+        a, b = np.unravel_index(np.where(self._both <= graphs, table, np.inf).argmin(), table.shape)
+        room = (corner.last + self._byte * self._fixed(corner.ends))[:, : int(allowed[a, b]) + 1]
+        other, same = self._groups
+        shared = _shares([corner.curves[i] for i in other], int(a))
+        *rest, last = _shares([*(corner.curves[i] for i in same), room.min(axis=1)], int(b))
+        share = dict(zip((*other, *same), (*shared, *rest), strict=True))
+        found = [corner.paths[i].sizes(share[i], end) for i, end in enumerate(corner.ends)]
+        found.append(corner.paths[-1].sizes(last, int(room[last].argmin())))
         return tuple(_raised(lane, sizes) for lane, sizes in zip(self._problem.lanes, found, strict=True))
 
     def _enumerate(self) -> Floats:
@@ -277,10 +268,12 @@ class Search:
             return np.full(graphs + 1, -np.inf)
         sizes = np.unique(np.concatenate([lane.sizes for lane in problem.lanes]))
         places = [np.searchsorted(lane.sizes, sizes) for lane in problem.lanes]
-        times = [np.append(lane.times, np.inf)[at] for lane, at in zip(problem.lanes, places, strict=True)]
-        fixed = [np.append(lane.pool + lane.static, np.inf)[at] for lane, at in zip(problem.lanes, places, strict=True)]
-        spare = [np.inf if self._memory is None else self._memory - problem.cheapest(k)[0] for k in range(graphs + 1)]
-        beyond = np.min(fixed, axis=0) > np.array(spare)[:, None]
+        times, fixed = (
+            [np.append(figures[lane], np.inf)[at] for lane, at in enumerate(places)]
+            for figures in ([lane.times for lane in problem.lanes], [lane.pool + lane.static for lane in problem.lanes])
+        )
+        least = np.array([0.0, *(problem.cheapest(k)[0] for k in range(1, graphs + 1))])
+        beyond = np.min(fixed, axis=0) + least[:, None] > (np.inf if self._memory is None else self._memory)
         fastest = [np.min([times[lane] for lane in demand.lanes], axis=0) for demand in problem.demands]
         weights = np.stack([demand.weight[demand.below(sizes)] for demand in problem.demands])
         found = best_paths(weights, np.minimum(fastest, max(float(lane.times[-1]) for lane in problem.lanes)), graphs)
@@ -290,27 +283,27 @@ class Search:
             total += np.where(beyond, np.inf, cost).min(axis=1)
         return np.asarray(np.minimum.accumulate(total))
 
-    def _try(self, ends: Sequence[tuple[int, ...]]) -> list[_Corner]:
+    def _try(self, tried: Sequence[tuple[int, ...]]) -> list[_Corner]:
         """The best plans with these ends of the lanes but the last."""
-        problem, corners = self._problem, []
-        tried = np.array(ends, dtype=np.int64).reshape(len(ends), len(problem.lanes) - 1)
-        passed = np.zeros((len(ends), len(problem.demands)), dtype=np.int64)  # tokens that earlier lanes hold
-        paths = []
+        problem, corners, paths = self._problem, list[_Corner](), list[list[Paths]]()
+        passed = np.zeros((len(tried), len(problem.demands)), dtype=np.int64)  # tokens that earlier lanes hold
         for lane in range(len(problem.lanes)):
             paths.append(self._paths(lane, passed))
             for number, demand in enumerate(problem.demands):
-                if lane < tried.shape[1] and lane in demand.lanes:
-                    passed[:, number] = np.maximum(passed[:, number], self._holds[number][lane][tried[:, lane]])
-        for row, end in enumerate(ends):
+                if lane + 1 < len(problem.lanes) and lane in demand.lanes:
+                    held = self._holds[number][lane][[ends[lane] for ends in tried]]
+                    passed[:, number] = np.maximum(passed[:, number], held)
+        for row, ends in enumerate(tried):
             beyond = np.full(problem.lanes[-1].sizes.size, problem.eager_us)
             for demand, holds, gone in zip(problem.demands, self._holds, passed[row], strict=True):
                 beyond += demand.eager[-1] - demand.eager[np.maximum(holds[-1], gone)]
-            corner = _Corner(end, [found[row] for found in paths], beyond)
-            value = self._least(self._table(corner.curves, corner.last, end)[0])
+            mine = [found[row] for found in paths]
+            curves = [path.cost[:, end] for path, end in zip(mine, ends, strict=False)]
+            corners.append(_Corner(ends, mine, curves, mine[-1].cost + beyond))
+            value = self._least(self._table(curves, corners[-1].last, ends)[0])
             for graphs in np.flatnonzero(value < self.value):
-                self._best[graphs] = corner
+                self._best[graphs] = corners[-1]
             self.value = np.minimum(self.value, value)
-            corners.append(corner)
         self._left -= len(corners)
         return corners
 
@@ -334,11 +327,7 @@ class Search:
         largest end of the last lane that the limits pay for, -1 for none.
         """
         fixed = self._fixed(ends)
-        allowed = np.full((self.value.size, self.value.size), fixed.size - 1)
-        if self._spare is not None:
-            allowed = np.searchsorted(fixed, self._spare, side="right") - 1
-        if self._late is not None:
-            allowed[self._late] = -1
+        allowed = np.searchsorted(fixed, self._spare, side="right") - 1
         columns, which = np.unique(np.maximum(allowed, 0), return_inverse=True)
         second = np.minimum.accumulate(last + self._byte * fixed, axis=1)[:, columns]
         for lane in self._groups[1]:
@@ -346,7 +335,7 @@ class Search:
         first = np.zeros(self.value.size)
         for lane in self._groups[0]:
             first = _min_plus(first, curves[lane])
-        table = first[:, None] + second[self._counts, which.reshape(allowed.shape)]
+        table = first[:, None] + second[np.arange(self.value.size), which.reshape(allowed.shape)]
         return np.where(allowed < 0, np.inf, table), allowed
 
     def _fixed(self, ends: tuple[int, ...]) -> Floats:
@@ -360,11 +349,9 @@ class Search:
 
     def _cheapest(self, group: Sequence[int]) -> tuple[float, float]:
         """Bytes and seconds of the cheapest key of these lanes."""
-        lanes = [self._problem.lanes[i] for i in group]
-        return (
-            min((float(lane.driver[1:].min()) for lane in lanes if lane.sizes.size > 1), default=0.0),
-            min((float(lane.seconds[1:].min()) for lane in lanes if lane.sizes.size > 1), default=0.0),
-        )
+        lanes = [self._problem.lanes[i] for i in group if self._problem.lanes[i].sizes.size > 1]
+        driver = min((float(lane.driver[1:].min()) for lane in lanes), default=0.0)
+        return driver, min((float(lane.seconds[1:].min()) for lane in lanes), default=0.0)
 
     @staticmethod
     def _least(table: Floats) -> Floats:

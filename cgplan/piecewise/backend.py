@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,20 +14,12 @@ from cgplan.config import CompilationConfig, validate_config
 from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import BatchDescriptor
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
 from cgplan.piecewise.breaks import broken_out
 from cgplan.piecewise.partition import PartitionedForward, compile_for_all_sizes, structure_of
-from cgplan.piecewise.split import Piece, split_graph
-from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
+from cgplan.piecewise.split import Piece, operator_name, split_graph
 
-Compiler = Literal["eager", "inductor"]
-
-
-RETRACED = (
-    "Capture the model itself, without torch.compile: a runner finds the trace of each size when it captures. Else see "
-    "to it that one trace serves all sizes: torch._dynamo.maybe_mark_dynamic(x, 0) on each input ahead of the compiled "
-    "call, or dynamic=True where no size equals another dimension."
-)
+_OPTIONS = ("splitting_ops", "compiler", "address_check", "debug", "use_inductor_graph_partition")
 
 
 class PiecewiseBackend:
@@ -37,41 +28,33 @@ class PiecewiseBackend:
     Outside of a capture the pieces run one after the other, so the compiled model is then just the model.
 
     Args:
-        splitting_ops: See ``compilation.splitting_ops``.
-        compiler: ``eager`` runs a segment's operators as they were traced; ``inductor`` compiles each distinct segment
-            of a trace once.
+        compilation: Its splitting_ops, compiler, address_check, debug and use_inductor_graph_partition.
         backend: Device of the graphs; chosen as for ``auto`` if absent.
-        address_check: See ``compilation.address_check``; only for ``partition``.
-        partition: See ``compilation.use_inductor_graph_partition``.
 
     Attributes:
         traces: The traced forwards, split, in the order in which Dynamo traced them. Their constants are memory that
             graphs read, so they live as long as the graphs.
         pieces: The pieces of each.
         compiled: Segments that inductor compiled, by structure.
+        partition: Whether inductor partitions the whole forward.
         capture: The capture that the next forward is recorded into; the forward takes it.
+        codes: The code of all traces: traces that differ in guards alone have the same.
         missed: The last guard that did not hold, so that Dynamo traced the model again.
     """
 
-    def __init__(
-        self,
-        splitting_ops: Sequence[str] | None = None,
-        compiler: Compiler = "eager",
-        backend: GraphBackend | None = None,
-        address_check: Literal["off", "first", "always"] = "first",
-        partition: bool = False,
-    ) -> None:
-        self.splitting_ops = splitting_ops
-        self.compiler = compiler
-        self.partition = partition
+    def __init__(self, compilation: CompilationConfig, backend: GraphBackend | None = None) -> None:
+        self.splitting_ops = compilation.splitting_ops
+        self.compiler = compilation.compiler
+        self.partition = compilation.use_inductor_graph_partition
         self.backend = backend or select_backend()
-        self.options = CUDAGraphOptions(address_check=address_check)
+        self.options = CUDAGraphOptions(address_check=compilation.address_policy)
         self.traces: list[Callable[..., Any]] = []
         self.pieces: list[tuple[Piece, ...]] = []
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.capture: BreakableCUDAGraphCapture | None = None
+        self.codes: set[str] = set()
         self.missed = ""
-        if compiler == "inductor" and self.backend.device.type == "cpu":
+        if self.compiler == "inductor" and self.backend.device.type == "cpu":
             raise BackendError(
                 "compiler: inductor on the tape: its kernels do not pass PyTorch's dispatcher and cannot be recorded",
                 remedy="Set compilation.compiler: eager where there is no GPU.",
@@ -84,19 +67,20 @@ class PiecewiseBackend:
                 f"Dynamo traces the model again inside a capture: {self.missed or 'no trace fits'}",
                 remedy="Leave the model's Python attributes and torch's modes as they are in the warm-ups.",
             )
+        self.codes.add(gm.code)
         if self.partition:
             forward = PartitionedForward(self.backend, self.options)
-            forward.compile(gm, self.splitting_ops)
+            self.pieces.append(forward.compile(gm, self.splitting_ops))
             self.compiled[gm] = forward
             self.traces.append(forward)
-            self.pieces.append(forward.pieces(gm, self.splitting_ops))
             return forward
         split, pieces = split_graph(gm, self.splitting_ops)
         for piece in pieces:
             module = getattr(split, piece.name)
             _ = module.code  # generates it: until then `forward` is a stub that does so on each call
-            if piece.eager:
-                module.forward = broken_out(module.forward, piece.title, is_traced=not _changes_in_place(module))
+            if piece.eager:  # operators in place may change the shape of a tensor object (t_)
+                in_place = any((operator_name(node) or "").endswith("_") for node in module.graph.nodes)
+                module.forward = broken_out(module.forward, piece.title, is_traced=not in_place)
             elif self.compiler == "inductor":
                 key = structure_of(module)
                 if key not in self.compiled:
@@ -114,35 +98,16 @@ class PiecewiseBackend:
         return forward_of_pieces
 
 
-def _changes_in_place(module: fx.GraphModule) -> bool:
-    """Whether operators of a piece end with an underscore: some change the shape of a tensor object (``t_``)."""
-    targets = (node.target for node in module.graph.nodes if node.op.startswith("call_"))
-    names = (target if isinstance(target, str) else getattr(target, "__name__", "") for target in targets)
-    return any(name.split(".")[0].endswith("_") for name in names)
-
-
 class _TraceWrapper(BreakableCUDAGraphWrapper):
     """One trace of a model under torch.compile, which may choose another trace later."""
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         return SealedError(
             f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph for it",
-            remedy=RETRACED,
+            remedy="Capture the model itself, without torch.compile: a runner finds the trace of each size when it "
+            "captures. Or let one trace serve all sizes: call torch._dynamo.maybe_mark_dynamic(x, 0) on each input "
+            "before the compiled call, or pass dynamic=True where no size equals another dimension.",
         )
-
-
-_OPTIONS = {
-    "splitting_ops": "splitting_ops",
-    "compiler": "compiler",
-    "address_check": "address_policy",
-    "debug": "address_policy",
-    "use_inductor_graph_partition": "use_inductor_graph_partition",
-}
-
-_BROKEN_GRAPH = (
-    "Those are the operators of one graph: where Dynamo breaks the model's graph it hands over several, and each has "
-    "to hold the operator. torch.compile(..., fullgraph=True) names the line that it breaks at."
-)
 
 
 def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -157,19 +122,27 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
         Others as PiecewiseBackend. They pass torch.compile as they are.
     """
     try:
-        splitter = PiecewiseBackend(**_checked(given))
+        splitter = PiecewiseBackend(_compilation_of(given))
         forward = splitter(gm, example_inputs)
         if splitter.partition:
             return forward
         return _TraceWrapper(forward, backend=splitter.backend, options=splitter.options)
     except CgplanError as error:
         if isinstance(error, ConfigError) and "does not occur" in error.message:
-            error = ConfigError(error.message, remedy=f"{error.remedy} {_BROKEN_GRAPH}")
-        raise _passing(error) from None
+            error.remedy += (
+                " Those are the operators of one graph: where Dynamo breaks the model's graph it hands over several, "
+                "and each has to hold the operator. torch.compile(..., fullgraph=True) names the line of the break."
+            )
+        # torch.compile puts errors inside one of its own, but for this class.
+        kind = type(error)
+        mixed = type(kind.__name__, (kind, torch._dynamo.exc.ShortenTraceback), {"__module__": kind.__module__})
+        passing: Any = mixed.__new__(mixed, *error.args)
+        vars(passing).update(vars(error), first_useful_frame=None)
+        raise passing from None
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of PiecewiseBackend that torch.compile was given. Raises ConfigError."""
+def _compilation_of(given: dict[str, Any]) -> CompilationConfig:
+    """The options that torch.compile was given. Raises ConfigError."""
     options = {**given, **(given.get("options") or {})}
     options.pop("options", None)
     if "mode" in options:
@@ -178,28 +151,9 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
             remedy='Leave it out; to compile segments, pass options={"compiler": "inductor"}.',
         )
     compilation: CompilationConfig = validate_config({"compilation": options}).compilation
-    idle = sorted(set(options) - set(_OPTIONS))
-    if idle:
+    for idle in sorted(set(options) - set(_OPTIONS)):
         raise ConfigError(
-            f"torch.compile(backend='cgplan'): {idle[0]} says which graphs a session captures, and means nothing here",
+            f"torch.compile(backend='cgplan'): {idle} says which graphs a session captures, and means nothing here",
             remedy=f"Options are {', '.join(_OPTIONS)}. For the others use cgplan.capture or cgplan.compile_piecewise.",
         )
-    return {
-        "splitting_ops": compilation.splitting_ops,
-        "compiler": compilation.compiler,
-        "address_check": compilation.address_policy,
-        "partition": compilation.use_inductor_graph_partition,
-    }
-
-
-def _passing(error: CgplanError) -> CgplanError:
-    """The same error, of a class that torch.compile hands on as it is; it puts others inside one of its own."""
-    kind = type(error)
-    mixed = type(kind.__name__, (kind, torch._dynamo.exc.ShortenTraceback), {"__module__": kind.__module__})
-    passing: Any = mixed.__new__(mixed, *error.args)
-    vars(passing).update(vars(error))
-    passing.first_useful_frame = _NO_FRAME
-    return passing  # type: ignore[no-any-return]
-
-
-_NO_FRAME: FrameType | None = None
+    return compilation

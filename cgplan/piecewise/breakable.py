@@ -1,29 +1,32 @@
-"""Breakable capture: one forward as several graph segments, with eager pieces between them."""
+"""Breakable capture: one forward as several graph segments with eager pieces between them, and a wrapper around it."""
 
 from __future__ import annotations
 
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
+from cgplan.backends.host_sync import tensors_in
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
-from cgplan.piecewise.eager_piece import EagerPiece
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
 PATIENCE = 60.0  # seconds that a capture waits for one in another thread
 _turn = threading.Lock()  # of the capture that is open in this process
 _living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
+_DEFAULTS = CUDAGraphOptions()
 
 
 class _Active(threading.local):
@@ -31,13 +34,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """The operators between two breaks: one graph of the backend."""
-
-    graph: Any = field(repr=False)
 
 
 class BreakableCUDAGraphCapture:
@@ -75,33 +71,36 @@ class BreakableCUDAGraphCapture:
                 f"a breakable capture needs a backend, found {backend!r:.100}"
                 if backend is not None
                 else f"the backend of the pool {pool!r:.100} is not known",
-                remedy='Make one with cgplan.backends.select_backend("auto"), and pools with its new_pool().',
+                remedy='Make a backend with cgplan.select_backend("auto"), and pools with its new_pool().',
             )
         self._backend: GraphBackend = found
         self._pool = found.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
-        self._items: list[Segment | EagerPiece] = []
+        self._items: list[Any] = []
         # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
         # would release library workspaces that the others use.
         self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._derived: dict[str, Any] = {}
         self._broken_in: str | None = None
-        self._is_ready = False
-        self._steps: list[tuple[Callable[[], object], AmbientState | None]] = []
-        self._states: set[AmbientState] = set()
+        self._copies = Copies()
+        self._derived: dict[str, Any] = {}
+        self._steps: list[Callable[[], object]] | None = None
         self._others: list[BreakableCUDAGraphCapture] = []
         _living.add(self)
 
     @property
-    def segments(self) -> tuple[Segment | EagerPiece, ...]:
-        """Segments and eager pieces in the order in which they run. Segments without any work are left out."""
+    def segments(self) -> tuple[Any, ...]:
+        """The backend's graphs and the eager pieces in the order in which they run, without graphs that do nothing."""
         return tuple(self._items)
 
     @property
     def graphs(self) -> tuple[Any, ...]:
         """The backend's graphs, one for each segment."""
-        return tuple(item.graph for item in self._items if isinstance(item, Segment))
+        return tuple(item for item in self._items if not isinstance(item, EagerPiece))
+
+    @property
+    def eager_pieces(self) -> tuple[EagerPiece, ...]:
+        """The functions between the segments."""
+        return tuple(item for item in self._items if isinstance(item, EagerPiece))
 
     @property
     def num_graphs(self) -> int:
@@ -111,7 +110,7 @@ class BreakableCUDAGraphCapture:
     @property
     def num_eager_breaks(self) -> int:
         """Eager pieces."""
-        return len(self._items) - self.num_graphs
+        return len(self.eager_pieces)
 
     @property
     def is_recording(self) -> bool:
@@ -124,7 +123,7 @@ class BreakableCUDAGraphCapture:
                 f"a breakable capture inside another one, at {blamed_line()}",
                 remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
             )
-        if self._is_ready or self._items:
+        if self._items or self._steps is not None:
             raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
         if not _turn.acquire(timeout=PATIENCE):
             raise CaptureError(
@@ -133,6 +132,7 @@ class BreakableCUDAGraphCapture:
             )
         _active.capture = self
         try:
+            self._state = AmbientState.now(self._backend.device.type)
             self._backend.supports("borrow")  # probed now: inside a capture the probe could not wait for the device
             # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
             # destroyed while another one is captured makes that capture invalid.
@@ -153,22 +153,21 @@ class BreakableCUDAGraphCapture:
                         self._open[1].__exit__(kind, error, traceback)
                 self._discard()
                 return
-            if self._broken_in is None and self._open is None:
-                raise CaptureError(
-                    "this breakable capture was left before it began", remedy="Use it in a `with` block."
-                )
-            if self._broken_in is not None or self._open is None:
+            if self._broken_in is not None:
                 raise CaptureError(
                     f"eager piece {self._broken_in} failed while it was captured, and the model went on",
                     remedy="Let the error pass, or catch it inside the eager piece.",
                 )
-            self._end_segment(self._open, "the end")
+            self._end_segment("the end")
+            # A piece runs in torch's state of its capture; that of the block is set once, around all steps.
             self._steps = [
-                (item.run, item.state) if isinstance(item, EagerPiece) else (self._backend.launcher(item.graph), None)
+                self._backend.launcher(item)
+                if not isinstance(item, EagerPiece)
+                else item.run
+                if item.state == self._state
+                else self._within(item.state)(item.run)
                 for item in self._items
             ]
-            self._states = {state for _, state in self._steps if state is not None}
-            self._is_ready = True
             self._close()
         except BaseException:
             self._discard()
@@ -207,32 +206,17 @@ class BreakableCUDAGraphCapture:
         Raises:
             CaptureError: if nothing was captured, or an eager piece returns something else than it did at capture.
         """
-        if not self._is_ready:
+        if self._steps is None:
             raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
-        context, now = current_forward_context(), AmbientState.now(self._backend.device.type)
-        before = {} if context is None else context.derived
-        try:
-            if context is not None:
-                context.derived = {}
-            if self._states <= {now}:
-                for step, _ in self._steps:
-                    step()
-                return
-            for step, state in self._steps:
-                if state is None or state == now:
-                    step()
-                else:
-                    with _in_state(state, self._backend.device.type):
-                        step()
-        finally:
-            if context is not None:
-                context.derived = before
+        as_captured = AmbientState.now(self._backend.device.type) == self._state
+        with _deriving({}), nullcontext() if as_captured else self._within(self._state):
+            for step in self._steps:
+                step()
 
     def reset(self) -> None:
         """Free the graphs. The block's results are no longer valid."""
-        self._is_ready = False
         graphs = [*self.graphs, *self._empty]
-        self._steps, self._items, self._empty, self._copies = [], [], [], []
+        self._steps, self._items, self._empty, self._copies = None, [], [], []
         for graph in graphs:
             self._backend.reset(graph)
 
@@ -247,24 +231,17 @@ class BreakableCUDAGraphCapture:
     ) -> Any:
         """As ``add_eager``, under a name for messages; ``is_traced``: the function is operators of a trace."""
         line = blamed_line()
-        if self._open is None or self._broken_in is not None:
+        if not self.is_recording:
             raise CaptureError(
                 f"eager piece {name} outside of a segment, at {line}",
                 remedy="Call add_eager inside the capture's block, and not from an eager piece.",
             )
-        self._broken_in, opened = name, self._open
-        self._end_segment(opened, f"eager piece {name}, at {line}")
+        self._broken_in = name
+        self._end_segment(f"eager piece {name}, at {line}")
         piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
         self._items.append(piece)
-        context = current_forward_context()
-        if context is None:
+        with _deriving(self._derived):  # a replay has no values that segments derived, and segments read none of pieces
             piece.first_run(args, kwargs)
-        else:  # what a segment derived is not there on replay, and what a piece derives no segment may read
-            before, context.derived = context.derived, self._derived
-            try:
-                piece.first_run(args, kwargs)
-            finally:
-                context.derived = before
         self._begin_segment()
         handed, self._copies = piece.hand_out()
         self._broken_in = None
@@ -276,33 +253,43 @@ class BreakableCUDAGraphCapture:
         capturing.__enter__()
         self._open = (graph, capturing)
 
-    def _end_segment(self, opened: tuple[Any, AbstractContextManager[None]], before: str) -> None:
+    def _end_segment(self, before: str) -> None:
         """Make a segment of the operators so far, fill the slots that it reads, and run it."""
-        self._open, (graph, capturing) = None, opened
+        assert self._open is not None
+        (graph, capturing), self._open = self._open, None
         try:
             with _quiet_about_empty_graphs():
                 capturing.__exit__(None, None, None)
         except HostSyncError:  # it names its line
             raise
         except CaptureError as error:
-            raise _explain(error, before) from error
+            unjoined = "unjoined" in error.message
+            raise CaptureError(
+                f"the segment before {before} "
+                f"{'has a side stream that was not joined' if unjoined else 'is not valid'}: {error.message}",
+                remedy="Before each eager piece, and at the end, let the main stream wait for every side stream: "
+                "torch.cuda.current_stream().wait_stream(side)."
+                if unjoined
+                else error.remedy,
+            ) from error
         is_empty = self._backend.is_empty(graph)
-        if is_empty:
-            self._empty.append(graph)
-        else:
-            self._items.append(Segment(graph))
+        (self._empty if is_empty else self._items).append(graph)
         with torch.no_grad():
-            for slot, value in self._copies:
-                slot.copy_(value)
+            fill(self._copies, together=False)
         self._copies = []
         if not is_empty:
             self._backend.replay(graph)
 
+    @contextmanager
+    def _within(self, state: AmbientState) -> Iterator[None]:
+        autocast = torch.autocast(self._backend.device.type, state.autocast, enabled=state.autocast is not None)
+        with torch.inference_mode(state.inference), torch.set_grad_enabled(state.grad), autocast:
+            yield
+
     def _close(self) -> None:
         """End the turn of this capture, and give attributes of modules back what eager pieces bound them to."""
-        for item in self._items:
-            if isinstance(item, EagerPiece):
-                item.end_capture()
+        for piece in self.eager_pieces:
+            piece.end_capture()
         if _active.capture is self:
             _active.capture = None
             _turn.release()
@@ -314,7 +301,7 @@ class BreakableCUDAGraphCapture:
 
 
 def recording_capture() -> BreakableCUDAGraphCapture | None:
-    """The capture that a segment of is being recorded in this thread."""
+    """The capture that records a segment in this thread."""
     capture = _active.capture
     return capture if capture is not None and capture.is_recording else None
 
@@ -335,10 +322,17 @@ def standing_in(capture: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _in_state(state: AmbientState, device: str) -> Iterator[None]:
-    autocast = torch.autocast(device, dtype=state.autocast, enabled=state.autocast is not None)
-    with torch.inference_mode(state.inference), torch.set_grad_enabled(state.grad), autocast:
+def _deriving(derived: dict[str, Any]) -> Iterator[None]:
+    """A block in which the forward context, if there is one, has these derived values."""
+    context = current_forward_context()
+    if context is None:
         yield
+        return
+    before, context.derived = context.derived, derived
+    try:
+        yield
+    finally:
+        context.derived = before
 
 
 @contextmanager
@@ -349,19 +343,68 @@ def _quiet_about_empty_graphs() -> Iterator[None]:
         yield
 
 
-def _explain(error: CaptureError, before: str) -> CaptureError:
-    """The error of a segment that could not be ended, with the place where it was to end."""
-    unjoined = "unjoined" in error.message
-    return CaptureError(
-        f"the segment before {before} {'has a side stream that was not joined' if unjoined else 'is not valid'}: "
-        f"{error.message}",
-        remedy="Before each eager piece, and at the end, let the main stream wait for every side stream: "
-        "torch.cuda.current_stream().wait_stream(side)."
-        if unjoined
-        else error.remedy,
-    )
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function in messages."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
+    """CUDAGraphWrapper whose graphs break at eager pieces: see there for when it captures and when it replays.
+
+    Entries hold a BreakableCUDAGraphCapture each. A call that captures also computes its result.
+
+    Args:
+        runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``, or modules that
+            ``break_at_modules`` named.
+        runtime_mode: PIECEWISE or FULL.
+        backend, pool, options: As for CUDAGraphWrapper.
+        key_fn: Called with the arguments on every call; its hashable result is part of the key, beside the descriptor.
+            It must hold no tensor, which would be another key on each call.
+    """
+
+    _computes_while_capturing: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE,
+        *,
+        backend: GraphBackend | None = None,
+        pool: Any = None,
+        options: CUDAGraphOptions = _DEFAULTS,
+        key_fn: Callable[..., Hashable] | None = None,
+    ) -> None:
+        super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
+        self._key_fn = key_fn
+
+    def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        if self._key_fn is None:
+            return descriptor
+        key = (descriptor, self._key_fn(*args, **kwargs))
+        if key not in self.entries and tensors_in(key[1]):  # they are hashed by identity
+            raise CgplanError(
+                f"key_fn returned a tensor: {key[1]!r:.200}",
+                remedy="Return a shape, a dtype or a Python number that tells batches apart.",
+            )
+        return key
+
+    def _record(
+        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+        copied = self._copied_arguments(args, pool)
+        with BreakableCUDAGraphCapture(self.backend, pool) as capture:
+            slots = {i: capture.new_slot(args[i]) for i in copied}
+            output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        return capture, output, slots
+
+    def _is_reading(self) -> bool:
+        return recording_capture() is not None
+
+    def _replay(self, entry: CUDAGraphEntry) -> None:
+        entry.graph.replay()
+
+    def _free(self, entry: CUDAGraphEntry) -> None:
+        entry.graph.reset()
+
+    def _parts(self, graph: BreakableCUDAGraphCapture) -> tuple[tuple[Any, ...], int]:
+        return graph.graphs, graph.num_eager_breaks

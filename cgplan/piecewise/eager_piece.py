@@ -16,12 +16,18 @@ Note [State that a piece leaves behind]
     dict that it was given, or that gives a tensor other memory: the segments would go on with the values of the
     capture. A piece does not see an attribute that a segment binds: on replay the attribute holds the tensor of the
     last capture. Pass such tensors as arguments.
+
+Note [Tensor objects]
+    A function of the user gets new tensor objects on the memory of the capture in each run, in new tuples, lists and
+    dicts, so that it may change them (``transpose_``, ``pop``). Operators of a trace change no object, and get the same
+    ones each time. ``Tensor.data`` makes an object in two thirds of the time of ``detach()``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +43,20 @@ from cgplan.graphs.footprint import modules_reached
 
 _LEAF = tree_flatten(None)[1]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
+Copies = list[tuple[torch.Tensor, torch.Tensor]]  # slots and values
 
 
 class EagerPiece:
     """One function between two segments, with its arguments and the places of its results.
 
-    It owns no pool memory: slots and captured arguments are borrowed. Each run of a user's function gets new tensor
-    objects on the memory of the capture, so that the function may change the objects (``transpose_``); operators of a
-    trace do not, and get the same objects each time: each new object costs the host a microsecond.
+    It owns no pool memory: slots and captured arguments are borrowed.
 
-    Attributes:
+    Args:
         name: For messages: the function's qualified name, the module's dotted name, or the splitting operator.
         line: Where the model called it.
+        is_traced: The function is operators of a trace, called with tensors and sizes by position.
+
+    Attributes:
         state: Torch's thread-local state at capture; ``run`` expects it.
     """
 
@@ -64,13 +72,12 @@ class EagerPiece:
     ) -> None:
         self.name = name
         self.line = line
-        self._is_traced = is_traced
         self.state = AmbientState.now(backend.device.type)
-        self._function = function
-        self._backend = backend
-        self._pool = pool
-        self._lent: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []  # slot, and the piece's value
-        self._bound: list[tuple[torch.nn.Module, str, Any]] = []  # the value at capture, then its slot
+        self._function, self._is_traced = function, is_traced
+        self._backend, self._pool = backend, pool
+        self._bound: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []  # the value at capture, and its slot
+        self._results: list[Copied | PassThrough | Constant] = []
+        self._sharing: list[tuple[Any, ...]] = []  # how results of one memory lie to each other
 
     def __repr__(self) -> str:
         return f"EagerPiece({self.name!r}, called at {self.line})"
@@ -78,163 +85,157 @@ class EagerPiece:
     def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run on the arguments of the capture and keep them."""
         modules = modules_reached(self._function, args, kwargs)
-        before, given = _attributes(modules), tree_leaves((args, kwargs))
-        tensors = tensors_in(given)
-        addresses = list(map(_address, tensors))
-        self._keep_arguments(args, kwargs)
+        before, given = _attributes(modules), _places((args, kwargs))
+        self._call = self._with_arguments(args, kwargs)
         with autocast_cache(on=True):
             result = self._function(*args, **kwargs)
-        self._refuse_changed_arguments(given, tree_leaves((args, kwargs)))
-        if list(map(_address, tensors)) != addresses:
+        rest = iter(given)  # values may be taken out of lists and dicts
+        if not all(any(old is new and was == at for old, was in rest) for new, at in _places((args, kwargs))):
             raise CaptureError(
-                f"eager piece {self.name} gives a tensor that it was given other memory (set_, resize_, .data = ...), "
-                f"at {self.line}; graphs would keep that of the capture",
-                remedy="Return the new tensor, or write the values in place (copy_).",
+                f"eager piece {self.name} puts values into a list or dict that it was given, or gives a tensor other "
+                f"memory (set_, resize_, .data = ...), at {self.line}; graphs would keep those of the capture",
+                remedy="Return the values, or write them in place (copy_) into a tensor that is an argument. Keep "
+                "records in an object that is not handed to the piece.",
             )
         after = _attributes(modules)
-        parameters = [p for module in modules for p in module._parameters.values()]
-        state = {_address(t) for t in (*before.values(), *parameters) if type(t) in _PLAIN}
-        state &= {_address(t) for t in (*after.values(), *parameters) if type(t) in _PLAIN}
-        own = set(addresses) - {0}
+        own = {at for _, at in given} - {0}
+        state = set.intersection(*({_address(t) for t in now.values() if type(t) in _PLAIN} for now in (before, after)))
 
         def is_kept(leaf: Any) -> bool:
             if not isinstance(leaf, torch.Tensor) or (address := _address(leaf)) == 0:
                 return False
             return address in own or (address in state and not self._backend.in_pool(leaf, self._pool))
 
-        self._flat, self._spec = tree_flatten(result)
-        self._is_kept = list(map(is_kept, self._flat))
-        self._bound = [
-            (module, name, value)
-            for (module, name), value in after.items()
-            if before.get((module, name)) is not value
-            and type(value) is torch.Tensor
-            and not is_kept(value)
-            and value.layout is torch.strided
-            and value.device == self._backend.device
-            and not _repeats(value)
-        ]
-        for leaf in self._flat:
-            self._check(leaf)
-        fresh = [
-            leaf
-            for leaf, is_kept in zip(self._flat, self._is_kept, strict=True)
-            if isinstance(leaf, torch.Tensor) and not is_kept and not _repeats(leaf)
-        ]
-        counts = Counter(map(_address, fresh))
-        self._shared = {a: _bytes(t) for t in fresh if (a := _address(t)) and counts[a] > 1}
+        def is_dense(value: torch.Tensor) -> bool:
+            return value.layout is torch.strided and value.device == self._backend.device
 
-    def hand_out(self) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+        self._flat, self._spec = tree_flatten(result)
+        self._fresh = [isinstance(leaf, torch.Tensor) and not is_kept(leaf) for leaf in self._flat]
+        for leaf in self._flat:
+            if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+                raise CaptureError(
+                    f"eager piece {self.name} returned {described(leaf)}, at {self.line}",
+                    remedy=f"Return dense tensors on {self._backend.device}; a graph would not see others change.",
+                )
+            if hides_tensors(leaf):
+                raise CaptureError(
+                    f"eager piece {self.name} returned a {type(leaf).__name__}, whose tensors cannot be reached, at "
+                    f"{self.line}",
+                    remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
+                )
+        self._bound = [
+            (*place, value, value)
+            for place, value in after.items()
+            if before.get(place) is not value and type(value) is torch.Tensor
+            if not is_kept(value) and is_dense(value) and not _repeats(value)
+        ]
+        fresh = [leaf for leaf, is_fresh in zip(self._flat, self._fresh, strict=True) if is_fresh]
+        counts = Counter(_address(leaf) for leaf in fresh if leaf.numel() and not _repeats(leaf))
+        self._shared = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1}
+
+    def hand_out(self) -> tuple[Any, Copies]:
         """The result for the model, and the copies (slot, value) to make before the next segment runs.
 
         Called once, inside that segment's capture, see Note [Output slots].
         """
-        blocks = {address: (self._new_slot(memory), list[Any]()) for address, memory in self._shared.items()}
-        handed, copies, results = [], [], list[_Result]()
-        for leaf, is_kept in zip(self._flat, self._is_kept, strict=True):
-            handed.append(leaf)
+        blocks = {address: self._new_slot(memory) for address, memory in self._shared.items()}
+        handed, copies, sharing = list(self._flat), Copies(), list[int]()
+        for i, (leaf, is_fresh) in enumerate(zip(self._flat, self._fresh, strict=True)):
             if not isinstance(leaf, torch.Tensor):
-                results.append(Constant(leaf, _numbers_in(leaf)))
-            elif is_kept:
-                results.append(PassThrough(leaf.data_ptr(), _facts(leaf)))
+                self._results.append(Constant(leaf, _numbers_in(leaf)))
+                continue
+            if not is_fresh:
+                self._results.append(PassThrough(leaf.data_ptr(), _facts(leaf)))
+                continue
+            if leaf.numel() and not _repeats(leaf) and (block := blocks.get(_address(leaf))) is not None:
+                plain = _view_like(block, leaf)
+                handed[i], slot = _with_bits(plain, leaf), _with_bits(self._borrowed(plain), leaf)
+                sharing.append(i)
             else:
-                block = None if _repeats(leaf) else blocks.get(_address(leaf))
-                handed[-1] = plain = self._new_slot(leaf) if block is None else _view_like(block[0], leaf)
-                slot = self._borrowed(plain)
-                if block is not None:  # after borrowing, which would lose the bits
-                    handed[-1], slot = _with_bits(plain, leaf), _with_bits(slot, leaf)
-                copied = CopiedResult(slot)
-                shares = block is not None and leaf.numel() > 0
-                results.append(AliasedResult.of(copied, leaf, block[1]) if block and shares else copied)
-                copies.append((slot, leaf.detach()))
-        self._results = results
-        self._only = results[0] if self._spec == _LEAF else None
-        self._is_flat = self._spec.type is tuple and len(results) == self._spec.num_children
-        del self._flat, self._is_kept, self._shared
-        for module, name, value in self._bound:
+                handed[i] = self._new_slot(leaf)
+                slot = self._borrowed(handed[i])
+            self._results.append(Copied(slot, slot.shape, slot.dtype, slot.device))
+            copies.append((slot, leaf.detach()))
+        self._sharing = _sharing(self._flat, sharing)
+        self._is_single = self._spec == _LEAF
+        self._is_flat = self._spec.type is tuple and len(handed) == self._spec.num_children
+        for i, (module, name, value, _) in enumerate(self._bound):
             slot = self._new_slot(value)
             setattr(module, name, slot)
-            self._lent.append((module, name, slot, value))
+            self._bound[i] = module, name, value, slot
             copies.append((self._borrowed(slot), value.detach()))
-        self._bound = [(module, name, CopiedResult(self._borrowed(slot))) for module, name, slot, _ in self._lent]
+        del self._flat, self._fresh, self._shared
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
         """Give attributes that hold slots the values back that the piece has bound."""
-        for module, name, slot, value in self._lent:
+        for i, (module, name, value, slot) in enumerate(self._bound):
             if getattr(module, name, None) is slot:
                 setattr(module, name, value)
-        self._lent = []
+            self._bound[i] = module, name, None, self._borrowed(slot)
 
     def run(self) -> None:
         """Run again, in ``state``, and bring the results to their slots.
 
         Raises CaptureError if they are not what they were at capture; the function's own errors pass.
         """
-        leaves = self._kept if self._is_traced else [t.detach() if is_new else t for t, is_new in self._leaves]
-        if self._nested is not None:  # new lists and dicts each time, in case the function edits them
-            args, kwargs = tree_unflatten(leaves, self._nested)
-            result = self._function(*args, **kwargs)
-        elif self._names:
-            count = len(leaves) - len(self._names)
-            result = self._function(*leaves[:count], **dict(zip(self._names, leaves[count:], strict=True)))
+        result = self._call()
+        kept = self._results
+        if self._is_single:
+            values: Sequence[Any] = (result,)
+        elif self._is_flat and type(result) is tuple and len(result) == len(kept):
+            values = result
         else:
-            result = self._function(*leaves)
-        if self._only is not None:  # the common cases, without a walk over a tree
-            fits = self._only.accept(result)
-        else:
-            fits = self._is_flat and type(result) is tuple and len(result) == len(self._results)
-            fits = fits and all(map(_accepts, self._results, result))
-        if not fits:
-            self._deliver(result)
-        for module, name, slot in self._bound:
-            slot.accept(getattr(module, name, None))
+            values, spec = tree_flatten(result)
+            if spec != self._spec:
+                raise self._changed(f"the structure {spec}", f"{self._spec}")
+        copies = Copies()
+        for place, value in zip(kept, values, strict=True):
+            if not place.fits(value):
+                raise self._changed(described(value), f"{place}")
+            if type(place) is Copied:
+                copies.append((place.slot, value))
+        if self._sharing:
+            for was, now in zip(self._sharing, _sharing(values, [i for i, *_ in self._sharing]), strict=True):
+                if was != now:
+                    found = f"{described(values[now[0]])}, which does not share memory with other results as it did,"
+                    raise self._changed(found, f"{kept[now[0]]}, in one memory with another result")
+        for module, name, _, slot in self._bound:
+            value = getattr(module, name, None)
+            if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
+                copies.append((slot, value))
+        fill(copies, together=not self._sharing)
 
-    def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
-        piece reads them. Other objects are held; tuples, lists and dicts with captured tensors are looked into.
+    def _with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """The function as one without arguments, see Note [Tensor objects].
+
+        Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
+        piece reads them. Other objects are held; a list without captured tensors stays the same list, whoever edits it.
         """
         inside = {id(t) for t in tensors_in((args, kwargs)) if self._backend.in_pool(t, self._pool)}
 
-        def is_leaf(node: Any) -> bool:  # a list without captured tensors stays the same list, whoever edits it
-            looked_into = type(node) in (tuple, list, dict) or is_namedtuple_instance(node)
-            return not looked_into or not any(id(leaf) in inside for leaf in tree_leaves(node))
+        def made(node: Any) -> Callable[[], Any]:
+            if type(node) is torch.Tensor and node.layout is torch.strided:
+                # Borrowing loses these bits.
+                if id(node) in inside and not node.is_conj() and not node.is_neg():
+                    node = self._backend.borrow(node)
+                kept = node.detach()
+                return lambda: kept.data
+            if any(id(leaf) in inside for leaf in tree_leaves(node)):
+                if type(node) is dict:
+                    items = {key: made(value) for key, value in node.items()}
+                    return lambda: {key: make() for key, make in items.items()}
+                if type(node) in (tuple, list) or is_namedtuple_instance(node):
+                    parts, build = list(map(made, node)), getattr(node, "_make", type(node))
+                    return lambda: build([make() for make in parts])
+            return lambda: node
 
-        def kept(leaf: Any) -> tuple[Any, bool]:
-            if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
-                return leaf, False
-            is_plain = id(leaf) in inside and not leaf.is_conj() and not leaf.is_neg()  # borrowing loses those bits
-            return (self._backend.borrow(leaf) if is_plain else leaf).detach(), True
-
-        given, self._nested, self._names = [*args, *kwargs.values()], None, tuple(kwargs)
-        if not all(map(is_leaf, given)):
-            given, self._nested = tree_flatten((args, kwargs), is_leaf=is_leaf)
-        self._leaves = list(map(kept, given))
-        self._kept = [leaf for leaf, _ in self._leaves]
-
-    def _deliver(self, result: Any) -> None:
-        flat, spec = tree_flatten(result)
-        if spec != self._spec:
-            raise self._changed(f"the structure {spec}", f"{self._spec}")
-        for kept, value in zip(self._results, flat, strict=True):
-            if not kept.accept(value):
-                apart = isinstance(kept, AliasedResult) and kept.copied.fits(value)
-                also = ", which does not share memory with other results as it did," if apart else ""
-                raise self._changed(f"{described(value)}{also}", str(kept))
-
-    def _check(self, leaf: Any) -> None:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.device != self._backend.device or leaf.layout is not torch.strided:
-                raise CaptureError(
-                    f"eager piece {self.name} returned {described(leaf)}, at {self.line}",
-                    remedy=f"Return dense tensors on {self._backend.device}; a graph would not see others change.",
-                )
-        elif hides_tensors(leaf):
-            raise CaptureError(
-                f"eager piece {self.name} returned a {type(leaf).__name__}, whose tensors cannot be reached, at "
-                f"{self.line}",
-                remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
-            )
+        function, given = self._function, list(map(made, args))
+        named = {name: made(value) for name, value in kwargs.items()}
+        if self._is_traced:
+            assert not named
+            return partial(function, *(make() for make in given))
+        return lambda: function(*[make() for make in given], **{name: make() for name, make in named.items()})
 
     def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
@@ -243,17 +244,6 @@ class EagerPiece:
     def _borrowed(self, slot: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):
             return self._backend.borrow(slot)
-
-    def _refuse_changed_arguments(self, before: Sequence[Any], after: Sequence[Any]) -> None:
-        """Values may be taken out of lists and dicts that the piece was given, but none put in."""
-        rest = iter(before)
-        if not all(any(old is new for old in rest) for new in after):
-            raise CaptureError(
-                f"eager piece {self.name} puts values into a list or dict that it was given, at {self.line}; graphs "
-                "would keep those of the capture",
-                remedy="Return the values, or write them in place into a tensor that is an argument. Keep records in "
-                "an object that is not handed to the piece.",
-            )
 
     def _changed(self, found: str, wanted: str) -> CaptureError:
         return CaptureError(
@@ -265,61 +255,22 @@ class EagerPiece:
         )
 
 
-class CopiedResult:
+class Copied(NamedTuple):
     """A fresh tensor: each replay copies it into its slot."""
 
-    def __init__(self, slot: torch.Tensor) -> None:
-        self.slot = slot
-        self._shape, self._dtype, self._device = slot.shape, slot.dtype, slot.device
+    slot: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
     def fits(self, value: Any) -> bool:
         """Whether shape, dtype and device are those of the capture."""
-        if not isinstance(value, torch.Tensor) or value.shape != self._shape:
+        if not isinstance(value, torch.Tensor) or value.shape != self.shape:
             return False
-        return value.dtype is self._dtype and value.device == self._device
-
-    def accept(self, value: Any) -> bool:
-        """Copy ``value`` in; False if it does not fit."""
-        if not self.fits(value):
-            return False
-        self.slot.copy_(value.detach() if value.requires_grad else value)
-        return True
+        return value.dtype is self.dtype and value.device == self.device
 
     def __str__(self) -> str:
         return described(self.slot)
-
-
-class AliasedResult(NamedTuple):
-    """A fresh tensor that is a view of one memory with others: it is copied if it lies to the first as at capture.
-
-    ``first`` is shared by them: (address of the memory, byte at which the first begins), at capture, then of each run.
-    """
-
-    copied: CopiedResult
-    first: list[Any]
-    distance: int  # from the first, in bytes
-    is_first: bool
-    layout: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, copied: CopiedResult, result: torch.Tensor, first: list[Any]) -> AliasedResult:
-        """The next of the results of one memory, as it was returned at capture."""
-        is_first = not first
-        if is_first:
-            first[:] = _address(result), _begin_of(result)
-        return cls(copied, first, _begin_of(result) - first[1], is_first, _layout_of(result))
-
-    def accept(self, value: Any) -> bool:
-        """As CopiedResult's, once those before it were asked."""
-        if not self.copied.fits(value) or value.layout is not torch.strided:
-            return False
-        place = [_address(value), _begin_of(value) - self.distance]
-        if self.is_first:
-            self.first[:] = place
-        return place == self.first and _layout_of(value) == self.layout and self.copied.accept(value)
-
-    def __str__(self) -> str:
-        return f"{self.copied}, in one memory with another result"
 
 
 class PassThrough(NamedTuple):
@@ -328,7 +279,7 @@ class PassThrough(NamedTuple):
     address: int
     facts: tuple[Any, ...]
 
-    def accept(self, value: Any) -> bool:
+    def fits(self, value: Any) -> bool:
         """Whether ``value`` is that memory again."""
         return isinstance(value, torch.Tensor) and value.data_ptr() == self.address and _facts(value) == self.facts
 
@@ -342,7 +293,7 @@ class Constant(NamedTuple):
     value: Any
     numbers: str
 
-    def accept(self, value: Any) -> bool:
+    def fits(self, value: Any) -> bool:
         """Whether ``value`` is equal, with the numbers in its attributes; NaN equals NaN."""
         mine = self.value
         if _numbers_in(value) != self.numbers:
@@ -356,11 +307,13 @@ class Constant(NamedTuple):
         return described(self.value) + (f" with {self.numbers}" if self.numbers else "")
 
 
-_Result = CopiedResult | AliasedResult | PassThrough | Constant
-
-
-def _accepts(kept: _Result, value: Any) -> bool:
-    return kept.accept(value)
+def fill(copies: Copies, *, together: bool) -> None:
+    """Copy values into slots; ``together``: in one call, if no two slots lie in one memory."""
+    if together and len(copies) > 1:
+        torch._foreach_copy_([slot for slot, _ in copies], [value.detach() for _, value in copies])
+        return
+    for slot, value in copies:
+        slot.copy_(value.detach() if value.requires_grad else value)
 
 
 def described(value: Any) -> str:
@@ -380,8 +333,11 @@ def _numbers_in(value: Any) -> str:
 
 
 def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Module, str], Any]:
-    """Attributes and buffers by module and name."""
-    return {(m, name): value for m in modules for d in (vars(m), m._buffers) for name, value in d.items()}
+    return {(m, name): t for m in modules for d in (vars(m), m._buffers, m._parameters) for name, t in d.items()}
+
+
+def _places(tree: Any) -> list[tuple[Any, int]]:
+    return [(leaf, _address(leaf) if isinstance(leaf, torch.Tensor) else 0) for leaf in tree_leaves(tree)]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -393,15 +349,19 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _begin_of(tensor: torch.Tensor) -> int:
-    """Where the tensor begins in its storage, in bytes."""
-    return int(tensor.storage_offset() * tensor.itemsize)
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How the tensor reads its memory, but for where it begins; of a dimension of one element the stride is any."""
-    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return (*strides, tensor.is_conj(), tensor.is_neg())
+def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, ...]]:
+    """For each of these values: its position, the first one in the same memory, the distance from that one in bytes,
+    and how it reads the memory; the stride of a dimension of one element may be any.
+    """
+    firsts: dict[int, tuple[int, int]] = {}
+    found = []
+    for i in which:
+        value = values[i]
+        begin = value.storage_offset() * value.itemsize
+        first, begin_of_first = firsts.setdefault(_address(value), (i, begin))
+        strides = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
+        found.append((i, first, begin - begin_of_first, strides, value.is_conj(), value.is_neg()))
+    return found
 
 
 def _repeats(tensor: torch.Tensor) -> bool:

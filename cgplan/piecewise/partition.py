@@ -16,6 +16,11 @@ from cgplan.piecewise.split import Piece, operator_name
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
 Partition = Callable[[list[Any]], Any]
+# What inductor sees of scaled_dot_product_attention.
+_DECOMPOSED_ATTENTION = [
+    f"aten::_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
+]
 
 
 def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None = None) -> Callable[..., Any]:
@@ -59,8 +64,8 @@ def structure_of(module: fx.GraphModule) -> Any:
 
 
 class _PartitionWrapper(CUDAGraphWrapper):
-    """Captures one partition. Called with its arguments one by one; `call` takes them as Inductor passes them: in a
-    list, the results of an operator that has several in a tuple.
+    """Captures one partition. `call` takes its arguments as Inductor passes them: in a list, the results of an operator
+    that has several in a tuple. The wrapper sees them one by one.
 
     What Inductor allocates between partitions lies elsewhere on each call, and it does not say which arguments those
     are: all that are neither in the pool nor the forward's own (parameters, static buffers) are copied.
@@ -94,62 +99,47 @@ class _PartitionWrapper(CUDAGraphWrapper):
         )
 
 
-# What inductor sees of scaled_dot_product_attention.
-_DECOMPOSED_ATTENTION = [
-    f"aten::_scaled_dot_product_{kind}"
-    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
-]
-
-
 class PartitionedForward:
     """What Inductor compiled, its partitions wrapped.
 
     Attributes:
         arguments: Of the call that is under way.
-        partitions: Their number.
     """
 
     def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
         self.arguments: tuple[Any, ...] = ()
-        self.partitions = 0
         self._backend = backend
         self._options = options
-        self._compiled: Callable[..., Any] | None = None
+        self._count = 0  # partitions
 
-    def compile(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> None:
-        """Compile once, for all sizes; partitions are cut at these operators and at those tagged cudagraph_unsafe."""
+    def compile(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[Piece, ...]:
+        """Compile once, for all sizes; partitions are cut at these operators and at those tagged cudagraph_unsafe.
+
+        Returns the partitions, whose operators Inductor has fused, and the operators between them.
+        """
         wanted = list(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
+        named = [name for name in map(operator_name, gm.graph.nodes) if name is not None]
+        between = [Piece(name, True, (name,)) for name in named if name in wanted]
+        captured = tuple(name for name in named if name not in wanted)
         if "aten::scaled_dot_product_attention" in wanted:
             wanted += _DECOMPOSED_ATTENTION
-        patches = {"graph_partition": True, "custom_should_partition_ops": wanted}
         hook = torch._inductor.utils._unstable_customized_partition_wrapper
         before = hook.wrapper
         torch._inductor.utils.set_customized_partition_wrappers(self._wrap)
         try:
-            self._compiled = compile_for_all_sizes(gm, patches)
+            self._compiled = compile_for_all_sizes(gm, {"graph_partition": True, "custom_should_partition_ops": wanted})
         finally:
             hook.wrapper = before
+        return (*(Piece(f"partition_{i}", False, () if i else captured) for i in range(self._count)), *between)
 
     def __call__(self, *args: Any) -> Any:
         """Run; the partitions capture or replay as the forward context says."""
         self.arguments = args
         try:
-            return self._compiled(*args)  # type: ignore[misc]
+            return self._compiled(*args)
         finally:
             self.arguments = ()
 
-    def pieces(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[Piece, ...]:
-        """The partitions, whose operators Inductor has fused, and the operators between them."""
-        wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
-        names = [name for name in map(operator_name, gm.graph.nodes) if name is not None]
-        eager = tuple(name for name in names if name in wanted)
-        others = tuple(name for name in names if name not in wanted)
-        graphs = [Piece(f"partition_{i}", False, others if i == 0 else ()) for i in range(self.partitions)]
-        return (*graphs, *(Piece(name, True, (name,)) for name in eager))
-
     def _wrap(self, partition: Partition, metadata: Any) -> Partition:
-        self.partitions = metadata.num_partitions
+        self._count = metadata.num_partitions
         return _PartitionWrapper(partition, self, backend=self._backend, options=self._options).call
-
-
-__all__ = ["PartitionedForward", "compile_for_all_sizes", "structure_of"]

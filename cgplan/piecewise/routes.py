@@ -16,12 +16,10 @@ from cgplan.graphs.footprint import Part, no_operators
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
-from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.modules import ModuleBreaks, break_at_modules
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
+from cgplan.piecewise.breaks import ModuleBreaks, break_at_modules
 from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
-from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 
@@ -66,27 +64,28 @@ class SplitRoute:
             return None
         seen = self.operators or no_operators()
         by_name = self.name == "modules"  # then modules and functions are what is eager, and hold operators
-        sides = {False: Counter(seen["segment"]), True: Counter() if by_name else Counter(seen["eager piece"])}
+        captured = Counter(seen["segment"])
+        eager = Counter[str]() if by_name else Counter(seen["eager piece"])
         for piece in self.pieces:
-            sides[piece.eager].update(name for name in piece.operators if not name.startswith("python::get"))
+            side = eager if piece.eager else captured
+            side.update(name for name in piece.operators if not name.startswith("python::get"))
         if by_name and (capture := next(iter(self._captures), None)):
-            sides[True].update(piece.name for piece in capture.segments if isinstance(piece, EagerPiece))
+            eager.update(piece.name for piece in capture.eager_pieces)
         elif self.breaks:
-            sides[True].update(self.breaks.outer)
+            eager.update(self.breaks.outer)
         kinds = [piece.eager for piece in self.pieces]
         return SplitRecord(
             route=self.name,
             segments=kinds.count(False) if kinds else None,
             eager_pieces=kinds.count(True) if kinds else None,
-            captured=dict(sides[False].most_common()),
-            eager=dict(sides[True].most_common()),
+            captured=dict(captured.most_common()),
+            eager=dict(eager.most_common()),
             eager_operators=dict(seen["eager piece"].most_common()) if by_name else {},
         )
 
     @property
     def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
-        """What was captured by breaks."""
-        return [e.graph for e in self.chain.entries.values()] if self.chain else []
+        return [entry.graph for entry in self.chain.entries.values()] if self.chain else []
 
     def warnings(self) -> list[str]:
         """What the user should know about the split, once keys are captured."""
@@ -94,7 +93,7 @@ class SplitRoute:
             return ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
         if self.name != "modules" or not self._captures:
             return []
-        run = {p.name for capture in self._captures for p in capture.segments if isinstance(p, EagerPiece)}
+        run = {piece.name for capture in self._captures for piece in capture.eager_pieces}
         if not run:
             return [
                 "nothing broke the capture: no module of splitting_modules and no function under "

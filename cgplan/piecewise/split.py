@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx.passes.split_module import split_module
 from cgplan.errors import ConfigError
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
-_OF_PYTHON: dict[Any, str] = {  # what PyTorch calls Python's operators on tensors
+_OF_PYTHON: dict[Any, str] = {  # PyTorch's names of Python's operators on tensors
     **{f: f.__name__ for f in (operator.add, operator.sub, operator.mul, operator.matmul, operator.neg, operator.pow)},
     **{f: f.__name__ for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)},
     operator.truediv: "div",
@@ -30,12 +30,12 @@ _OF_PYTHON: dict[Any, str] = {  # what PyTorch calls Python's operators on tenso
     operator.imul: "mul_",
     operator.itruediv: "div_",
 }
-
-_HOMES: dict[str, tuple[Any, ...]] = {  # of what a trace may call that is no operator, by the namespace it goes by
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # where a trace may take functions from that are not operators
     "aten": (torch, torch.Tensor, torch.nn.functional, torch.fft, torch.linalg, torch.special),
     "python": (operator,),
     "higher_order": (torch.ops.higher_order,),
 }
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Run:
     """Consecutive nodes of one kind."""
 
     eager: bool
-    nodes: list[fx.Node]
+    nodes: list[fx.Node] = field(default_factory=list)
 
 
 def operator_name(node: fx.Node) -> str | None:
@@ -76,16 +76,16 @@ def operator_name(node: fx.Node) -> str | None:
         return str(target._qualified_op_name)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
-    name = getattr(target, "__name__", str(target))
     home = "python" if getattr(target, "__module__", None) == "_operator" else "aten"
-    return f"{home}::{name}"
+    return f"{home}::{getattr(target, '__name__', target)}"
 
 
 def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
     """Split a graph at operators.
 
     Consecutive splitting operators stay in one eager piece; so do nodes between two of them that compute nothing
-    (views, sizes, allocations would leave an empty segment). Nodes keep their order, so mutations do too.
+    (views, sizes, allocations would leave an empty segment), and all of a function that is transformed (torch.vmap).
+    Nodes keep their order, so mutations do too.
 
     Args:
         gm: What Dynamo traced.
@@ -99,141 +99,32 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
     Raises:
         ConfigError: an operator does not exist, or does not occur in the model.
     """
-    _check_splitting_ops(splitting_ops, gm.graph.nodes)
+    names = {node: _names(node) for node in gm.graph.nodes}
+    occurring = set().union(*names.values())
+    for missing in (name for name in splitting_ops or () if name not in occurring):
+        listed = sorted(n for n in occurring if not n.endswith(".default") and not n.startswith("python::"))
+        what = "does not occur in the model" if _exists(missing) else "does not exist"
+        raise _unusable(missing, what, listed, f"The model's operators are {', '.join(listed)}.")
     wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
-    runs = _merge_idle(_runs(gm.graph.nodes, lambda node: bool(_names(node) & wanted)))
-    piece_of = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    split = split_module(gm, None, lambda node: piece_of[node], keep_original_order=True)  # type: ignore[arg-type]
+    splitting = {node for node, found in names.items() if found & wanted}
+    runs = _runs(gm.graph.nodes, splitting)
+    run_of = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    split = split_module(gm, None, lambda node: run_of[node], keep_original_order=True)  # type: ignore[arg-type]
     pieces = []
     for call in (node for node in split.graph.nodes if node.op == "call_module"):
-        run = runs[int(str(call.target).removeprefix("submod_"))]
-        first = next((node for node in run.nodes if _names(node) & wanted), run.nodes[0])
+        name = str(call.target)
+        run = runs[int(name.removeprefix("submod_"))]
+        first = next((node for node in run.nodes if node in splitting), run.nodes[0])
         call.stack_trace = first.stack_trace  # messages name the user's line of a piece
-        operators = _operators(getattr(split, str(call.target)))
-        pieces.append(Piece(str(call.target), run.eager, operators, operator_name(first) or ""))
+        nodes = [node for node in getattr(split, name).graph.nodes if operator_name(node) is not None]
+        operators = tuple(min(_aten_names(node), default=operator_name(node) or "") for node in nodes)
+        pieces.append(Piece(name, run.eager, operators, operator_name(first) or ""))
     split.recompile()
     return split, tuple(pieces)
 
 
-def _names(node: fx.Node) -> set[str]:
-    """The names that a splitting op may be given by."""
-    name = operator_name(node)
-    if name is None:
-        return set()
-    overload = node.target._overloadname if isinstance(node.target, torch._ops.OpOverload) else "default"
-    return {name, f"{name}.{overload}", *_aten_names(node)}
-
-
-def _aten_names(node: fx.Node) -> set[str]:
-    """What PyTorch calls the Python operator of a node that makes a tensor; with an index it may be several."""
-    if node.op != "call_function" or not isinstance(value_of(node), torch.Tensor):
-        return set()
-    if node.target is operator.getitem and isinstance(value_of(node.args[0]), torch.Tensor):  # type: ignore[arg-type]
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return {f"aten::{_index_name(step)}" for step in index if step is not None and step is not Ellipsis}
-    return {f"aten::{_OF_PYTHON[node.target]}"} if node.target in _OF_PYTHON else set()
-
-
-def _index_name(step: Any) -> str:
-    """The operator of one part of an index."""
-    if isinstance(step, slice):
-        return "slice"
-    is_number = isinstance(step, int) or (isinstance(step, fx.Node) and not isinstance(value_of(step), torch.Tensor))
-    return "select" if is_number and not isinstance(step, bool) else "index"
-
-
-def _operators(module: fx.GraphModule) -> tuple[str, ...]:
-    """Names that splitting ops may be given by, one for each operator."""
-    named = [(operator_name(node), sorted(_aten_names(node))) for node in module.graph.nodes]
-    return tuple(in_aten[0] if in_aten else name for name, in_aten in named if name is not None)
-
-
-def _runs(nodes: Iterable[fx.Node], splits: Callable[[fx.Node], bool]) -> list[_Run]:
-    runs: list[_Run] = []
-    run_of: dict[fx.Node, _Run] = {}
-    for node in nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        producer = node.args[0] if node.target is operator.getitem else None
-        if isinstance(producer, fx.Node) and producer in run_of and isinstance(value_of(producer), tuple | list):
-            run = run_of[producer]  # a tuple's items stay with it: tuples do not cross pieces
-        else:
-            eager = splits(node)
-            if not runs or runs[-1].eager != eager:
-                runs.append(_Run(eager, []))
-            run = runs[-1]
-        run.nodes.append(node)
-        run_of[node] = run
-    return runs
-
-
-def _merge_idle(runs: list[_Run]) -> list[_Run]:
-    """Runs without work join the eager pieces beside them; a graph with no kernel is no graph."""
-    merged: list[_Run] = []
-    for run in runs:
-        eager = run.eager or (len(runs) > 1 and not any(map(_works, run.nodes)))
-        if merged and merged[-1].eager == eager:
-            merged[-1].nodes.extend(run.nodes)
-        else:
-            merged.append(_Run(eager, list(run.nodes)))
-    return merged
-
-
-def _works(node: fx.Node) -> bool:
-    """Whether a node launches something: not a view, a size or an allocation."""
-    value, name = value_of(node), operator_name(node) or ""
-    bare = name.partition("::")[2]
-    if any(overload._schema.is_mutable for overload in _overloads(node.target)):
-        return True
-    if bare.endswith("_") or bare in ("setitem", "copy_") or node.kwargs.get("out") is not None:
-        return True
-    if bare in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
-        return False
-    made = _tensors(value)
-    if not made:
-        return value is None and name.startswith("aten::")  # returns nothing, so it writes somewhere
-    given = {storage for arg in node.all_input_nodes for storage in storages_of(arg)}
-    return any(storage not in given for storage in storages_of(node))
-
-
-def _overloads(target: Any) -> list[torch._ops.OpOverload]:
-    """The overloads that a target may call, but for those that write to results they are given."""
-    if isinstance(target, torch._ops.OpOverload):
-        return [target]
-    if not isinstance(target, torch._ops.OpOverloadPacket):
-        return []
-    found = [getattr(target, name) for name in target.overloads()]
-    return [o for o in found if not any(argument.is_out for argument in o._schema.arguments)]
-
-
-def storages_of(node: fx.Node) -> list[int]:
-    """The memory that a node's value lies in, by the fake tensors of the trace."""
-    return [t.untyped_storage()._cdata for t in _tensors(value_of(node))]
-
-
-def value_of(node: fx.Node) -> Any:
-    """The example value that the tracer left: fake tensors, which share storages where the real ones will."""
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _check_splitting_ops(splitting_ops: Sequence[str] | None, nodes: Iterable[fx.Node]) -> None:
-    """Raise ConfigError for names of operators that do not exist or do not occur."""
-    if splitting_ops is None:
-        return
-    occurring = {name for node in nodes for name in _names(node)}
-    listed = sorted({name for name in occurring if not name.endswith(".default") and not name.startswith("python::")})
-    for wanted in (name for name in splitting_ops if name not in occurring):
-        what = "does not occur in the model" if _exists(wanted) else "does not exist"
-        raise _refused(wanted, what, listed, f"The model's operators are {', '.join(listed)}.")
-
-
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
-    """Refuse names that no operator has, ahead of any trace. Whether the others occur, the trace says.
+    """Refuse names that no operator has, before any trace. The trace says whether the others occur.
 
     Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is the
     name of ``F.softsign`` in a trace. An operator of a library has to be registered by now.
@@ -243,12 +134,13 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
-        if not _exists(wanted) and not any(hasattr(home, bare) for home in _HOMES.get(namespace, ())):
+        if not _exists(wanted) and not any(hasattr(home, bare) for home in _FUNCTIONS.get(namespace, ())):
             known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-            raise _refused(wanted, "does not exist", known, "Import the library that registers it before the capture.")
+            then = "Import the library that registers it before the capture."
+            raise _unusable(wanted, "does not exist", known, then)
 
 
-def _refused(wanted: str, what: str, known: Collection[str], then: str) -> ConfigError:
+def _unusable(wanted: str, what: str, known: Collection[str], then: str) -> ConfigError:
     near = difflib.get_close_matches(wanted, known, n=2)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     form = "" if _exists(wanted) else "Operators are named namespace::name, as in aten::softmax. "
@@ -263,3 +155,93 @@ def _exists(name: str) -> bool:
         return not overload or hasattr(packet, overload)
     except (AttributeError, RuntimeError):
         return False
+
+
+def _names(node: fx.Node) -> set[str]:
+    """The names that a splitting op may be given by."""
+    name = operator_name(node)
+    if name is None:
+        return set()
+    overload = node.target._overloadname if isinstance(node.target, torch._ops.OpOverload) else "default"
+    return {name, f"{name}.{overload}", *_aten_names(node)}
+
+
+def _aten_names(node: fx.Node) -> set[str]:
+    """PyTorch's names of the Python operator of a node that makes a tensor; an index may have several."""
+    if node.op != "call_function" or not isinstance(_value_of(node), torch.Tensor):
+        return set()
+    if node.target is operator.getitem and isinstance(_value_of(node.args[0]), torch.Tensor):
+        steps = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return {f"aten::{_index_name(step)}" for step in steps if step is not None and step is not Ellipsis}
+    return {f"aten::{_OF_PYTHON[node.target]}"} if node.target in _OF_PYTHON else set()
+
+
+def _index_name(step: Any) -> str:
+    if isinstance(step, slice):
+        return "slice"
+    is_number = isinstance(step, int) or (isinstance(step, fx.Node) and not isinstance(_value_of(step), torch.Tensor))
+    return "select" if is_number and not isinstance(step, bool) else "index"
+
+
+def _runs(nodes: Iterable[fx.Node], splitting: Collection[fx.Node]) -> list[_Run]:
+    """The nodes in runs that are eager or not, in turns. Runs without work join the eager ones beside them."""
+    runs: list[_Run] = []
+    run_of: dict[fx.Node, _Run] = {}
+    depth = 0  # of transforms such as torch.vmap, which switch a state of torch on and off
+    for node in (node for node in nodes if node.op not in ("placeholder", "output", "get_attr")):
+        name, eager = operator_name(node) or "", node in splitting
+        producer: Any = node.args[0] if node.target is operator.getitem else None
+        if producer in run_of and isinstance(_value_of(producer), tuple | list):
+            run = run_of[producer]  # a tuple's items stay with it: tuples do not cross pieces
+        else:
+            opens = name.endswith("_increment_nesting")
+            if not depth and (opens or not runs or runs[-1].eager != eager):
+                runs.append(_Run(eager))
+            run = runs[-1]
+            run.eager |= eager
+            depth += opens - name.endswith("_decrement_nesting")
+        run.nodes.append(node)
+        run_of[node] = run
+    merged: list[_Run] = []
+    for run in runs:
+        eager = run.eager or (len(runs) > 1 and not any(map(_works, run.nodes)))
+        if not merged or merged[-1].eager != eager:
+            merged.append(_Run(eager))
+        merged[-1].nodes += run.nodes
+    return merged
+
+
+def _works(node: fx.Node) -> bool:
+    """Whether a node launches something: not a view, a size or an allocation."""
+    name, target = operator_name(node) or "", node.target
+    packet = getattr(target, "overloadpacket", target)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    called: list[Any] = [target] if packet is not target else [getattr(packet, o) for o in overloads]
+    if any(o._schema.is_mutable and not any(a.is_out for a in o._schema.arguments) for o in called):
+        return True
+    bare = name.partition("::")[2]
+    if bare.endswith("_") or bare == "setitem" or node.kwargs.get("out") is not None:
+        return True
+    if bare in _ALLOCATIONS:
+        return False
+    value = _value_of(node)
+    if value is None:
+        return name.startswith("aten::")  # it returns nothing, so it writes somewhere
+    given = {storage for argument in node.all_input_nodes for storage in _storages_of(argument)}
+    return any(storage not in given for storage in _storages_of(node))
+
+
+def _value_of(node: Any) -> Any:
+    """The example value that the tracer left: fake tensors, which share storages where the real ones will."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _storages_of(node: fx.Node) -> list[int]:
+    value = _value_of(node)
+    found = []
+    for tensor in value if isinstance(value, tuple | list) else [value]:
+        if isinstance(tensor, torch.Tensor):
+            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = torch._C._functorch.get_unwrapped(tensor)
+            found.append(tensor.untyped_storage()._cdata)
+    return found

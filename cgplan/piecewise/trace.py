@@ -6,7 +6,6 @@ import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -17,18 +16,18 @@ from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
 from cgplan.buffers.batch import BatchReader
-from cgplan.config import CompilationConfig, Config, validate_config
+from cgplan.config import Config, validate_config
 from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
-from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
 
 _OTHERWISE = (
     "or split without a trace: compilation.splitting_modules breaks the capture at modules, piecewise: modules at "
     "functions under eager_break_during_capture."
 )
+_TRIES = 2  # a model that makes something on its first run has another trace in its second
 
 
 class PiecewiseModel(BreakableCUDAGraphWrapper):
@@ -53,23 +52,22 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 "the model was compiled by compile_piecewise before",
                 remedy="Pass the model itself, or, to capture it as it is, set compilation.piecewise: wrappers.",
             )
-        compilation: CompilationConfig = config.compilation
-        self.splitter = PiecewiseBackend(
-            compilation.splitting_ops,
-            compilation.compiler,
-            backend,
-            compilation.address_policy,
-            compilation.use_inductor_graph_partition,
-        )
+        self.splitter = PiecewiseBackend(config.compilation, backend)
         super().__init__(model, backend=backend, options=self.splitter.options)
         self._config = config
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._reader = BatchReader(config.inputs, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
+        splitter = weakref.ref(self.splitter)  # Dynamo never lets go of what it is given
+
+        def note_miss(failure: Any) -> None:
+            if (found := splitter()) is not None:
+                guard = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
+                found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
+
         own = _with_own_code(model)
         self._code = own.__code__
-        note = partial(_note_miss, weakref.ref(self.splitter))  # Dynamo never lets go of it
-        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note)(own)
+        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)(own)
         # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
         weakref.finalize(self, forget_trace, self._code, self.splitter).atexit = False
 
@@ -116,9 +114,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise CaptureError(
                     f"the model was traced {len(self.splitter.traces)} times, and no trace holds for the next key: "
-                    f"{self.splitter.missed}",
-                    remedy="See that what the guard names stays as it is (numbers that each call changes), "
-                    + _OTHERWISE,
+                    f"this condition of a trace is no longer true: {self.splitter.missed}",
+                    remedy=f"Keep that value the same in all calls, pass it as an input, {_OTHERWISE}",
                 ) from error
             except (torch._dynamo.exc.UserError, torch._dynamo.exc.Unsupported) as error:
                 if "failed to bind arguments" in str(error):  # Python says it better
@@ -129,8 +126,10 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                     self.runnable(**inputs)
                 except Exception as own_error:
                     raise own_error from None
+                raised = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
                 raise CaptureError(
-                    f"the model runs, but cannot be traced, at {_user_line(error)}: {_cause(error)}",
+                    f"the model runs, but cannot be traced, at {_user_line(error)}: "
+                    f"{raised[1] if raised else str(error).splitlines()[0]}",
                     remedy="See that the operator there has a fake kernel (torch.library.register_fake) that agrees "
                     "with its real one, or use compilation.splitting_modules, which needs no trace.",
                 ) from error
@@ -153,17 +152,29 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
         """The traced forward enters the capture, so that Dynamo, its guards and a trace stay outside."""
-        capture = self.splitter.capture = BreakableCUDAGraphCapture(self.backend, pool)
-        try:
-            output = self.traced(*args, **kwargs)
-            if self.splitter.capture is not None:
-                raise CaptureError(
-                    "the model ran without its trace, so nothing was captured",
-                    remedy="See that the forward computes something from its inputs, and that torch.compile is on.",
-                )
-        finally:
-            self.splitter.capture = None
-        return capture, output, {}
+        splitter, is_first_run = self.splitter, get_forward_context().descriptor not in self._keys
+        for _ in range(_TRIES):
+            known = len(splitter.codes)
+            capture = splitter.capture = BreakableCUDAGraphCapture(self.backend, pool)
+            try:
+                output = self.traced(*args, **kwargs)
+                if splitter.capture is not None:
+                    raise CaptureError(
+                        "the model ran without its trace, so nothing was captured",
+                        remedy="See that the forward computes something from its inputs, and that torch.compile is on.",
+                    )
+            finally:
+                splitter.capture = None
+            if is_first_run or len(splitter.codes) == known:
+                return capture, output, {}
+            del output
+            capture.reset()
+        raise CaptureError(
+            "each run of the model computes something else, and Dynamo traces it again each time: this condition of "
+            f"the last trace is no longer true: {splitter.missed}",
+            remedy="Keep a number that changes in a tensor and write it in place (self.step.add_(1)), or pass it as an "
+            "input.",
+        )
 
     def _roots(
         self, entry: Any, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -226,12 +237,6 @@ def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
     splitter.compiled.clear()
 
 
-def _note_miss(splitter: weakref.ref[PiecewiseBackend], failure: Any) -> None:
-    """Dynamo tells of a guard that does not hold."""
-    if (found := splitter()) is not None:
-        found.missed = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
-
-
 def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls the model and has a code object of its own.
 
@@ -268,13 +273,6 @@ def _untraceable(error: Exception) -> CgplanError:
         f"the model cannot be traced as one graph, at {_user_line(error)}: {text.splitlines()[0]}",
         remedy=f"Change that line, {_OTHERWISE}",
     )
-
-
-def _cause(error: BaseException) -> str:
-    """What an operator raised while Dynamo traced it."""
-    text = str(error)
-    found = re.search(r": got (\w+\(.*\))$", text, re.MULTILINE)
-    return found[1] if found else text.splitlines()[0]
 
 
 def _user_line(error: BaseException) -> str:

@@ -2,9 +2,12 @@
 
 Note [The hot path]
     A decode step of a small model takes the device less than a millisecond, so each microsecond that a call costs the
-    host counts. A call therefore looks its batch up by the shapes, dtypes and devices of its tensors, copies by one
-    launch, replays, and returns new tensor objects on memory that is known. The rest is prepared on the first call of
-    its kind, and kept until graphs are captured or freed.
+    host counts. A call therefore looks its batch up, copies by one launch, replays, and returns new tensor objects on
+    memory that is known. The rest is prepared on the first call of its kind, and kept until graphs are captured or
+    freed. Most calls are like the one before. TensorGuards, with which Dynamo compares arguments, tells so in one call
+    into C++ for all tensors: their types, dtypes, devices, sizes, strides and lazy conjugates. (A nested tensor with
+    strides ends the process there; the first call of a kind names it.) Other calls are looked up by shapes, dtypes and
+    devices, and their tensors asked for their layout one by one.
 """
 
 from __future__ import annotations
@@ -18,13 +21,17 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.context import ForwardContext, reset_context, set_context
-from cgplan.buffers.copier import Copier, CopyIn
-from cgplan.buffers.outputs import OutputRows
+from cgplan.buffers.copier import PLAIN, Copier, CopyIn
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.routing import Route
 from cgplan.runner.stats import BatchCount
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # a torch that has moved it: calls then cost about two microseconds more
+    TensorGuards = None  # type: ignore[assignment,misc]
 
 Values = Sequence[torch.Tensor]
 
@@ -34,6 +41,21 @@ def on_device(values: Values, device: torch.device) -> list[torch.Tensor]:
     return [value if value.device == device else value.to(device) for value in values]
 
 
+def never(*_: object) -> bool:
+    """No tensors are alike."""
+    return False
+
+
+def alike(values: Values) -> Callable[..., bool]:
+    """A function that says of tensors whether they are as these in all but their numbers and addresses; never, where
+    these have gaps or are lazy.
+    """
+    if TensorGuards is None:
+        return never
+    dense = all(type(v) in PLAIN and v.is_contiguous() and not v.is_conj() and not v.is_neg() for v in values)
+    return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if dense else never
+
+
 @dataclass(slots=True, eq=False)
 class PreparedCall:
     """Calls of one kind: as many rows, tensors of the same shapes, dtypes and devices.
@@ -41,10 +63,12 @@ class PreparedCall:
     Attributes:
         route: Where they go.
         count: How many there were.
-        copy_in: Brings the tensors into the static buffers, given the current stream's handle.
+        copy_in: Brings the tensors into the static buffers, see BatchCopy.
         replay: Launches the graph, or its segments and eager pieces in turns; or runs the model itself.
         output: Returns the output of the last replay, without its padding.
         needs_check: Whether the addresses of the model's memory have to be checked before the next call.
+        flags: Arguments beside the tensors.
+        is_alike: Says of tensors whether they are laid out as those that it was prepared for, see ``alike``.
     """
 
     route: Route
@@ -53,75 +77,58 @@ class PreparedCall:
     replay: Callable[[], None]
     output: Callable[[], Any]
     needs_check: bool
+    flags: tuple[Any, ...] = ()
+    is_alike: Callable[..., bool] = never
 
     @classmethod
     def of(
-        cls,
-        route: Route,
-        count: BatchCount,
-        values: Values | None,
-        graphed: ModelGraphs,
-        outputs: OutputRows,
-        copier: Copier,
+        cls, route: Route, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier
     ) -> PreparedCall:
         """Prepare calls with such tensors; ``values=None``: with a batch that is written into the static buffers."""
         mode, descriptor, tokens, reqs = route.mode, route.descriptor, route.batch.num_tokens, route.batch.num_reqs
+        outputs = graphed.outputs
         if mode is CUDAGraphMode.NONE:
-            device, names = graphed.backend.device, tuple(graphed.buffers.buffers)
-
-            def run_eager(values: Values) -> Any:
-                tensors = dict(zip(names, on_device(values, device), strict=True))
-                return graphed.run_eager(route.unpadded, tensors)
-
-            run = _ModelRun(
-                run_eager, lambda out: tree_map_only(torch.Tensor, torch.clone, out) if outputs.clone else out
-            )
-            return cls(route, count, run.copy_in, run.replay, run.output, needs_check=False)
-        copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, graphed.padded_reqs(descriptor))
+            return cls(route, count, *_runs_eagerly(route, graphed), needs_check=False)
+        padded_reqs = graphed.padded_reqs(descriptor)
+        copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, padded_reqs)
         copy_in = copy.pad if values is None else copy.path(values)
         entry = graphed.entry((mode, descriptor))
-        if entry is None:
+        if entry is not None:
+            is_full = mode is CUDAGraphMode.FULL
+            replay = graphed.backend.launcher(entry.graph) if is_full else _pieces(entry, route, graphed, copier)
+            return cls(route, count, copy_in, replay, outputs.reader(entry.output, tokens, reqs), needs_check=True)
+        held: list[Any] = []
 
-            def run_padded(_: Values) -> Any:
-                before = graphed.buffers.versions()
-                try:
-                    output = graphed.run_graphed(mode, descriptor, graphed.views(descriptor))
-                finally:
-                    copier.note_writes(before)
-                outputs.check(output, descriptor, graphed.padded_reqs(descriptor))
-                return output
+        def run_padded() -> None:
+            before = graphed.buffers.versions()
+            try:
+                held[:] = [graphed.run_graphed(mode, descriptor, graphed.views(descriptor))]
+            finally:
+                copier.note_writes(before)
+            outputs.check(held[0], descriptor, padded_reqs)
 
-            run = _ModelRun(run_padded, lambda out: outputs.cut(out, tokens, reqs))
-            return cls(route, count, copy_in, run.replay, run.output, needs_check=True)
-        if mode is CUDAGraphMode.FULL:
-            replay = graphed.backend.launcher(entry.graph)
-        else:
-            replay = _replay_of_pieces(entry, route, graphed, copier)
-        return cls(route, count, copy_in, replay, outputs.reader(entry.output, tokens, reqs), needs_check=True)
+        return cls(route, count, copy_in, run_padded, lambda: outputs.cut(held.pop(), tokens, reqs), needs_check=True)
 
 
-class _ModelRun:
-    """The model itself in place of a replay. It holds the batch's tensors until it runs, and then the output until that
-    is asked for.
-    """
+def _runs_eagerly(route: Route, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
+    """``copy_in``, ``replay`` and ``output`` of the model's own code on the tensors of a call."""
+    held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
+    device, names, clone = graphed.backend.device, tuple(graphed.buffers.buffers), graphed.outputs.clone
 
-    def __init__(self, run: Callable[[Values], Any], finish: Callable[[Any], Any]) -> None:
-        self._run, self._finish = run, finish
-        self._held: Any = ()
+    def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
+        held[:] = [values]
 
-    def copy_in(self, values: Values, stream: int) -> None:  # noqa: ARG002
-        self._held = values
+    def run() -> None:
+        tensors = dict(zip(names, on_device(held.pop(), device), strict=True))
+        held[:] = [graphed.run_eager(route.unpadded, tensors)]
 
-    def replay(self) -> None:
-        values, self._held = self._held, ()
-        self._held = self._run(values)
+    def output() -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, held.pop()) if clone else held.pop()
 
-    def output(self) -> Any:
-        output, self._held = self._held, ()
-        return self._finish(output)
+    return take, run, output
 
 
-def _replay_of_pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
+def _pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
     """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
     mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
     tensors = [buffer.tensor for buffer in graphed.buffers.buffers.values()]

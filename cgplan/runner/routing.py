@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
-
-from cgplan.buffers.batch import Batch, BatchReader
+from cgplan.buffers.batch import Batch
 from cgplan.errors import DispatchMissError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 
 Modes = Collection[CUDAGraphMode] | None
-_LATER = {
+_REMEDIES = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
     MissReason.OVER_BUDGET: "Raise the budget",
@@ -57,7 +55,6 @@ class BatchRouter:
 
     Args:
         plan: What is captured.
-        reader: Checks tensors and counts their rows.
         most_tokens: Tokens that the static buffers hold: graphs may be fewer, and smaller.
         wanted: Keys that may be captured when a batch asks for them; absent: none.
         reason_against: Why a key that is wanted, or was planned, has no graph.
@@ -67,57 +64,37 @@ class BatchRouter:
     def __init__(
         self,
         plan: Plan,
-        reader: BatchReader,
         most_tokens: int,
-        wanted: Plan | None = None,
-        reason_against: Callable[[Key], MissReason] | None = None,
-        planned: Plan | None = None,
+        wanted: Plan | None,
+        reason_against: Callable[[Key], MissReason],
+        planned: Plan | None,
     ) -> None:
-        self._plan = plan
-        self._reader = reader
-        self._dispatcher = CudagraphDispatcher(plan)
+        self._plan, self._most_tokens, self._reason_against = plan, most_tokens, reason_against
+        self._captured = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
         self._planned = None if planned is None else CudagraphDispatcher(planned)
-        self._reason_against = reason_against
-        self._most_tokens = most_tokens
 
-    def of_tensors(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        uniform_decode: bool | None,
-        num_active_loras: int,
-        invalid_modes: Modes = None,
-    ) -> Route:
-        """Where a batch of tensors goes. Raises InputError."""
-        return self._route(self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes)
-
-    def of_counts(
-        self,
-        num_tokens: int,
-        num_reqs: int | None,
-        uniform_decode: bool | None,
-        num_active_loras: int,
-        invalid_modes: Modes = None,
-    ) -> Route:
-        """Where a batch goes that will be written into the static buffers. Raises InputError.
+    def staged(self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, *, counts_reqs: bool) -> Batch:
+        """A batch that will be written into the static buffers; ``counts_reqs``: an input has a row for each request.
 
         Absent ``num_reqs`` follow from the tokens: one for each token of a decode batch, one for each ``query_len``
         tokens where the batch is said to be uniform. Elsewhere they have to be given if an input counts them.
+        Raises InputError.
         """
-        plan, q, num_tokens = self._plan, self._plan.query_len, operator.index(num_tokens)
+        q, num_tokens = self._plan.query_len, operator.index(num_tokens)
         self.check_size(num_tokens)
         if num_reqs is not None and (num_reqs := operator.index(num_reqs)) < 1:
             raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
-        if "num_reqs" not in self._reader.symbols:
-            num_reqs = None
-        elif num_reqs is None:
-            if not uniform_decode and (q > 1 or num_tokens > plan.max_num_seqs):
+        if not counts_reqs:
+            return Batch(num_tokens, None)
+        if num_reqs is None:
+            if not uniform_decode and (q > 1 or num_tokens > self._plan.max_num_seqs):
                 raise InputError(
                     f"a batch of {num_tokens} tokens does not tell how many requests it has",
                     remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
                 )
             num_reqs = num_tokens // q if uniform_decode else num_tokens
-        return self._route(Batch(num_tokens, num_reqs), uniform_decode, num_active_loras, invalid_modes)
+        return Batch(num_tokens, num_reqs)
 
     def check_size(self, num_tokens: int) -> None:
         """Raise InputError if the static buffers do not hold so many tokens."""
@@ -125,44 +102,13 @@ class BatchRouter:
         if 0 < num_tokens <= most:
             return
         holds = f"static buffers hold 1 to {most} tokens" if most else "nothing is captured, so there are no buffers"
+        fewer = "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly."
         raise InputError(
-            f"{holds}, asked for {num_tokens}",
-            remedy="Ask for at least one."
-            if num_tokens < 1
-            else "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly.",
+            f"{holds}, asked for {num_tokens}", remedy="Ask for at least one." if num_tokens < 1 else fewer
         )
 
-    def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
-        """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
-        asked = tokens, _, _ = route.batch.num_tokens, route.uniform, route.num_active_loras
-        reason, missing = None, route.wanted
-        if missing is None and self._planned is not None:
-            planned = self._planned.dispatch(*asked, invalid_modes=route.invalid_modes)
-            missing = None if planned[0] is CUDAGraphMode.NONE else planned
-        if missing is not None and self._reason_against is not None:
-            reason = self._reason_against(missing)
-        else:
-            dispatcher = self._wanted or self._planned or self._dispatcher
-            reason = dispatcher.explain(*asked, invalid_modes=route.invalid_modes)
-        reason = reason or MissReason.NOTHING_CAPTURED
-        if on_miss == "error":
-            raise DispatchMissError(
-                f"no graph serves a batch of {tokens} tokens: {reason}",
-                remedy=f"{self._miss_remedy(reason)}, or set on_miss: eager.",
-            )
-        return reason
-
-    def _miss_remedy(self, reason: MissReason) -> str:
-        """The sizes of a plan for traffic, or from a file, are not those of the configuration."""
-        plan = self._plan
-        if reason in _LATER and reason is not MissReason.TOO_LARGE:
-            return _LATER[reason]
-        if plan.file is not None or plan.evidence is not None:
-            which = f"the plan {plan.file}" if plan.file is not None else "a plan for traffic"
-            return f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
-        return _LATER.get(reason, "Choose another cudagraph_mode")
-
-    def _route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes) -> Route:
+    def route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes) -> Route:
+        """Where a batch goes. Raises InputError."""
         q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
         num_active_loras = operator.index(num_active_loras)
         if uniform_decode is None:
@@ -180,12 +126,12 @@ class BatchRouter:
             )
         if num_active_loras:
             self._check_loras(num_active_loras)
-        asked = tokens, uniform_decode, num_active_loras = tokens, bool(uniform_decode), num_active_loras
-        answer = self._dispatcher.dispatch(*asked, invalid_modes=invalid_modes)
+        asked = tokens, bool(uniform_decode), num_active_loras
+        answer = self._captured.dispatch(*asked, invalid_modes=invalid_modes)
         wanted = None if self._wanted is None else self._wanted.dispatch(*asked, invalid_modes=invalid_modes)
         if wanted is not None and (wanted == answer or wanted[0] is CUDAGraphMode.NONE):
             wanted = None
-        return Route(batch, uniform_decode, num_active_loras, invalid_modes, *answer, wanted)
+        return Route(batch, *asked[1:], invalid_modes, *answer, wanted)
 
     def _check_loras(self, num_active_loras: int) -> None:
         most = self._plan.max_loras or 0
@@ -197,3 +143,29 @@ class BatchRouter:
             f"num_active_loras is {num_active_loras}{allowed if most else ', and no `lora` section allows adapters'}",
             remedy=remedy if num_active_loras > 0 else "Pass the number of distinct adapters in the batch, 0 for none.",
         )
+
+    def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
+        """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
+        asked = route.batch.num_tokens, route.uniform, route.num_active_loras
+        missing, plan = route.wanted, self._plan
+        if missing is None and self._planned is not None:
+            planned = self._planned.dispatch(*asked, invalid_modes=route.invalid_modes)
+            missing = None if planned[0] is CUDAGraphMode.NONE else planned
+        dispatcher = self._wanted or self._planned or self._captured
+        reason = (
+            self._reason_against(missing)
+            if missing is not None
+            else dispatcher.explain(*asked, invalid_modes=route.invalid_modes) or MissReason.NOTHING_CAPTURED
+        )
+        if on_miss == "error":
+            remedy = _REMEDIES.get(reason, "Choose another cudagraph_mode")
+            # the sizes of a plan for traffic, or from a file, are not those of the configuration
+            if reason not in _REMEDIES or reason is MissReason.TOO_LARGE:
+                which = f"the plan {plan.file}" if plan.file is not None else "a plan for traffic"
+                if plan.file is not None or plan.evidence is not None:
+                    remedy = f"The graphs are those of {which}: make it again for traffic that has such batches "
+                    remedy += "(`cgplan plan`)"
+            raise DispatchMissError(
+                f"no graph serves a batch of {asked[0]} tokens: {reason}", remedy=f"{remedy}, or set on_miss: eager."
+            )
+        return reason

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
-from cgplan.runner.prepared import PreparedCall, Values, on_device
+from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
 from cgplan.runner.replan import OnDemand
 from cgplan.runner.routing import BatchRouter, Modes, Route
 from cgplan.runner.staging import StagedBuffers
@@ -76,41 +76,36 @@ class GraphRunner:
         )
         kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
         self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
-        self._handed: list[weakref.ref[StagedBuffers]] = []
+        self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._demand = OnDemand(live, self.stats)
         self._open()
 
     def _open(self) -> None:
         """Take the graphs that ``_demand`` holds."""
-        live = self._demand.live
-        self._graphed, self._outputs = live.graphed, live.graphed.outputs
-        backend, compilation = live.graphed.backend, live.graphed.config.compilation
-        self._copier = backend.copier(live.graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
-        self._current_stream = backend.stream_getter()
+        self._graphed = graphed = self._demand.live.graphed
+        compilation = graphed.config.compilation
+        self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
+        self._current_stream = graphed.backend.stream_getter()
         self._checks_once = compilation.address_policy != "always"
         self._is_plain = False  # whether a call without autocast has passed
-        self.graphs_changed()
-        self._closed = self._is_freed = self._suspended = False  # last: what takes no lock looks at it first
+        self._forget_calls()
+        self._state: Literal["open", "suspended", "closed"] = "open"
 
-    def graphs_changed(self) -> None:
-        """Drop the calls and staged buffers that were prepared, after graphs were captured or freed; the lock is held,
-        or nobody has the runner yet.
-        """
-        for reference in self._handed:
-            if (staged := reference()) is not None:
-                staged.retire()
+    def _forget_calls(self) -> None:
+        """Drop the calls and staged buffers that were prepared, after graphs were captured or freed."""
+        for staged in list(self._handed):
+            staged.retire()
         self._handed.clear()
         self._calls: dict[tuple[Any, ...], PreparedCall] = {}
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
+        self._last: PreparedCall | None = None
         self._last_staged: StagedBuffers | None = None
         live = self._demand.live
         wanted = live.wanted if self._demand.is_lazy else None
         planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
-        self._router = BatchRouter(
-            self.plan, self._reader, live.graphed.most_tokens, wanted, live.reason_against, planned
-        )
+        self._router = BatchRouter(self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned)
         self.stats.plan = self.plan
-        self._debug = DebugChecks(self._graphed, self._outputs) if self.config.compilation.debug else None
+        self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
 
     @property
     def report(self) -> CaptureReport:
@@ -145,7 +140,7 @@ class GraphRunner:
     @property
     def is_closed(self) -> bool:
         """Whether it was closed, or failed to capture again: for good. One that is suspended, or captures, is not."""
-        return self._closed and not self._suspended
+        return self._state == "closed"
 
     def __call__(
         self,
@@ -179,23 +174,31 @@ class GraphRunner:
         if not self._use.acquire(False):  # see Note [The hot path] in prepared.py
             raise self._use.under_way(self._name)
         try:
-            stats, began, call = self.stats, 0, None
+            stats, began = self.stats, 0
             if stats.until_timed:
                 stats.until_timed -= 1
             else:
                 began = perf_counter_ns()
             if invalid_modes is not None:
                 invalid_modes = frozenset(invalid_modes) or None
-            flags = uniform_decode, num_active_loras, invalid_modes
+            flags, call, known = (uniform_decode, num_active_loras, invalid_modes), self._last, False
             try:
                 values: Values = self._pick(inputs)
-                if len(inputs) == self._num_inputs:
-                    call = self._calls.get((*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags))
+                if len(inputs) != self._num_inputs:
+                    call = None
+                elif call is not None and flags == call.flags and call.is_alike(*values):
+                    known = True
+                else:
+                    key = *map(_shape, values), *map(_dtype, values), *map(_device, values), *flags
+                    call = self._calls.get(key)
             except _NOT_MET:
-                pass
+                call = None
             if call is None:
                 call, values = self._prepare(inputs, *flags)
-            self._launch(call, values)
+            elif call is self._last and not known:  # another layout, or inference mode is on and was off
+                call.is_alike = alike(values)
+            self._last = call
+            self._launch(call, values, known)
             output = call.output()
             if began:
                 stats.add_time(perf_counter_ns() - began)
@@ -216,6 +219,7 @@ class GraphRunner:
             route = self.route(inputs, *flags)
         call = self._prepared(route, values)
         if not demand.is_open(route):
+            call.flags, call.is_alike = flags, alike(values)
             _keep(self._calls, (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags), call)
         return call, values
 
@@ -224,11 +228,9 @@ class GraphRunner:
         reason, mode = None, route.mode
         if mode is CUDAGraphMode.NONE:
             reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
-            logger.debug("%s: %s runs as NONE: %s", self._name, route.batch, reason)
-        else:
-            logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, route.descriptor)
-        count = self.stats.count_of(route, mode, route.descriptor, reason)
-        call = PreparedCall.of(route, count, values, self._graphed, self._outputs, self._copier)
+        logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor)
+        count = self.stats.count_of(route, reason)
+        call = PreparedCall.of(route, count, values, self._graphed, self._copier)
         if self._debug is not None and mode is not CUDAGraphMode.NONE:
             self._debug.wrap(call)
         if self.config.report.nvtx:
@@ -236,8 +238,8 @@ class GraphRunner:
             call.replay = partial(_annotated, partial(self.backend.annotate, name), call.replay)
         return call
 
-    def _launch(self, call: PreparedCall, values: Values) -> None:
-        """Copy a batch in and run it; the lock is held.
+    def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
+        """Copy a batch in and run it; the lock is held. ``known``: as for BatchCopy.
 
         Raises:
             CgplanError: the stream of the call before is another one, and still has work.
@@ -250,25 +252,15 @@ class GraphRunner:
             self._graphed.check_autocast()
             self._is_plain = not self._is_autocast()
         if call.needs_check:
-            call.needs_check = not self._checks_once  # ahead of the check: another thread may ask for one meanwhile
-            try:
-                self._graphed.check_addresses(call.route.mode, call.route.descriptor)
-            except BaseException:
-                call.needs_check = True
-                raise
-        call.copy_in(values, stream)
+            self._graphed.check_addresses(call.route.mode, call.route.descriptor)
+            call.needs_check = not self._checks_once
+        call.copy_in(values, stream, known)
         call.count.calls += 1
         call.replay()
 
     def _take_stream(self) -> None:
         """Note that the caller works on the current stream; the lock is held. Raises as ``_launch``."""
-        stream, use = self._current_stream(), self._use
-        if stream != use.stream or use.user is not self._name:
-            use.take_stream(stream, self._name, self.backend)
-
-    def _extend_marks(self, route: Route) -> None:
-        """Note that rows of a batch may have been written, and no padding was reset."""
-        self._graphed.buffers.marks.extend(route.batch.num_tokens, route.batch.num_reqs or 0)
+        self._use.take_stream(self._current_stream(), self._name, self.backend)
 
     def _capture_for(self, route: Route) -> None:
         """Capture the key that a batch asks for; the lock is held."""
@@ -276,12 +268,12 @@ class GraphRunner:
         self._graphed.check_autocast()
         try:
             if route.wanted is not None:
-                self.graphs_changed()  # prepared calls hold outputs, and a graph that is evicted waits for its own
+                self._forget_calls()  # prepared calls hold outputs, and a graph that is evicted waits for its own
                 self._demand.capture(route.wanted)
                 if (failed := self._demand.live.failed.get(route.wanted)) is not None:
                     logger.debug("%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail)
         finally:
-            self.graphs_changed()
+            self._forget_calls()
 
     def stage(
         self,
@@ -316,39 +308,24 @@ class GraphRunner:
             invalid_modes = frozenset(invalid_modes) or None
         counts = num_tokens, num_reqs, uniform_decode, num_active_loras, invalid_modes
         known = self._staged.get(counts)
-        return self._new_stage(*counts) if known is None else known
-
-    def _new_stage(
-        self, num_tokens: int, num_reqs: int | None, uniform: bool | None, num_active_loras: int, modes: Modes
-    ) -> StagedBuffers:
+        if known is not None:
+            return known
         self._check_open()
-        counts = num_tokens, num_reqs, uniform, num_active_loras, modes
-        route, demand = self._router.of_counts(*counts), self._demand
+        counts_reqs, flags, demand = "num_reqs" in self._reader.symbols, counts[2:], self._demand
+        batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
+        route = self._router.route(batch, *flags)
         if demand.may_capture(route) and self._use.acquire(False):  # not inside another block, whose rows are written
             try:
                 self._capture_for(route)
             finally:
                 self._use.release()
-        # Blocks may be made inside of another one, so without the lock: another thread may exchange the graphs. That is
-        # looked at last, once it would find the block that it has to retire.
-        router, kept = self._router, self._staged
-        route = router.of_counts(*counts)
-        self._check_open()
-        try:
-            views = self._graphed.buffers.views(route.batch.num_tokens, route.batch.num_reqs or 0)
-            staged = StagedBuffers(self, self._prepared(route, None), views, late=not self._outputs.clone)
-        except Exception:
-            if self._router is router:
-                raise
-            raise self._use.under_way(self._name) from None
-        if len(self._handed) > 2 * MOST_PREPARED:
-            self._handed = [reference for reference in self._handed if reference() is not None]
-        self._handed.append(weakref.ref(staged))
-        if self._router is not router:
-            staged.retire()
-            raise self._use.under_way(self._name)
+            route = self._router.route(batch, *flags)
+        views = self._graphed.buffers.views(route.batch.num_tokens, route.batch.num_reqs or 0)
+        late = not self._graphed.outputs.clone
+        staged = StagedBuffers(self, self._prepared(route, None), views, late=late)
+        self._handed.add(staged)
         if not demand.is_open(route):
-            _keep(kept, counts, staged)
+            _keep(self._staged, counts, staged)
         return staged
 
     def run_eagerly(
@@ -381,7 +358,7 @@ class GraphRunner:
                 output = graphed.run_eager(key, graphed.views(key))
             finally:
                 self._copier.note_writes(before)
-            return self._outputs.cut(output, tokens, reqs)
+            return graphed.outputs.cut(output, tokens, reqs)
 
     def route(
         self,
@@ -392,7 +369,7 @@ class GraphRunner:
     ) -> Route:
         """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
         self._check_open()
-        return self._router.of_tensors(inputs, uniform_decode, num_active_loras, invalid_modes)
+        return self._router.route(self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes)
 
     def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
         """Views of the static buffers for a batch, by name: write into them and pass them to the call.
@@ -425,13 +402,9 @@ class GraphRunner:
         """
         self._check_open()
         self._graphed.invalidate(name)
-        self._check_again()
-
-    def _check_again(self) -> None:
-        staged = [reference() for reference in list(self._handed)]
-        for call in (*list(self._calls.values()), *(block._call for block in staged if block is not None)):
-            if call is not None:
-                call.needs_check = call.route.mode is not CUDAGraphMode.NONE  # an eager run has no addresses
+        for call in (*self._calls.values(), *(staged.call for staged in self._handed)):
+            if call is not None and call.route.mode is not CUDAGraphMode.NONE:  # an eager run has no addresses
+                call.needs_check = True
 
     def recapture(self) -> None:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
@@ -442,17 +415,18 @@ class GraphRunner:
         under way.
         """
         with self._use.held(self._name):
-            if not self._suspended:
+            if self._state == "closed":
                 self._check_open()
             live = self._demand.live
             keys = live.keys if self._demand.is_lazy else None
-            self._suspended = True
+            self._free()
+            self._state = "suspended"
             try:
-                self._free_once()
                 self._demand.live = self._capture_plan(live.asked, keys)
                 self._open()
-            finally:
-                self._suspended = False
+            except BaseException:
+                self._state = "closed"
+                raise
             self.stats.captures += len(self.plan.keys)
 
     @contextmanager
@@ -469,7 +443,7 @@ class GraphRunner:
         """
         with self._use.held(self._name):
             self._demand.live.retry_failed()
-            self.graphs_changed()
+            self._forget_calls()
 
     def replan(
         self,
@@ -507,13 +481,13 @@ class GraphRunner:
                 self._take_stream()
                 self._graphed.check_autocast()
                 if apply:
-                    self.graphs_changed()  # prepared calls hold outputs, and evicted graphs wait for theirs
+                    self._forget_calls()  # prepared calls hold outputs, and evicted graphs wait for theirs
                 return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
             finally:
                 if self._demand.live.graphed is not self._graphed:
                     self._open()
                 if apply:
-                    self.graphs_changed()
+                    self._forget_calls()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
         """Give all memory back, and make static buffers for a plan, without a graph yet."""
@@ -527,8 +501,7 @@ class GraphRunner:
             CgplanError: a call is under way.
         """
         with self._use.held(self._name):
-            self._free_once()
-            self._suspended = False
+            self._free()
 
     def suspend(self) -> None:
         """Give graphs, pools and static buffers back as ``close`` does, until ``recapture`` captures again.
@@ -536,31 +509,27 @@ class GraphRunner:
         Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it, too.
         """
         with self._use.held(self._name):
-            if not self._suspended:
+            if self._state != "suspended":
                 self._check_open()
-                self._free_once()
-                self._suspended = True
-
-    def _free_once(self) -> None:
-        if not self._is_freed:  # a close that was interrupted is completed by the next one
-            self._free()
+                self._free()
+                self._state = "suspended"
 
     def _free(self) -> None:
-        self._closed = True
-        self.graphs_changed()
+        """Free all; once more does no harm, and completes what was interrupted."""
+        self._state = "closed"
+        self._forget_calls()
         self._copier.close()
         self._graphed.free()
-        self._is_freed = True
 
     def _check_open(self) -> None:
-        if self._suspended:
+        if self._state == "suspended":
             raise CgplanError("the runner is suspended", remedy="Call runner.recapture() first.")
-        if self._closed:
+        if self._state == "closed":
             raise CgplanError("the runner is closed", remedy="Capture again.")
 
 
 def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    while len(prepared) >= MOST_PREPARED:
+    if len(prepared) >= MOST_PREPARED:
         prepared.pop(next(iter(prepared)))
     prepared[key] = value
 

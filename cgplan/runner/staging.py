@@ -34,41 +34,39 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
             after its graphs are gone, or used outside of its block; leaving it raises the errors of a call.
     """
 
-    __slots__ = ("__weakref__", "_call", "_entered", "_is_late", "_output", "_runner", "_views")
+    __slots__ = ("__weakref__", "_entered", "_is_late", "_output", "_runner", "_views", "call")
+    __hash__ = object.__hash__
 
     def __init__(self, runner: GraphRunner, call: PreparedCall, views: dict[str, torch.Tensor], *, late: bool) -> None:
         self._runner = weakref.ref(runner)  # which holds this object
-        self._call: PreparedCall | None = call
+        self.call: PreparedCall | None = call
         self._views = views
         self._entered: GraphRunner | None = None  # holds the lock, inside the block
         self._is_late = late  # the output stays as it is until the next call, so it is read when somebody asks
         self._output: Any = _NO_OUTPUT
 
     def __enter__(self) -> StagedBuffers:
-        runner = self._runner()
-        if runner is None:
-            raise _gone()
-        acquired, call = runner._use.acquire(False), self._call
+        runner, call = self._runner(), self.call
+        if runner is None or call is None:
+            raise CgplanError(
+                "the graphs that these buffers were staged for are gone", remedy="Call runner.stage(...) again."
+            )
+        if not runner._use.acquire(False):
+            raise runner._use.under_way(runner._name)
         try:
-            if call is None:
-                raise _gone()
-            if not acquired:
-                raise runner._use.under_way(runner._name)
             runner._take_stream()
             if call.route.mode is CUDAGraphMode.NONE:  # it resets no padding
-                runner._extend_marks(call.route)
+                self._mark_written(runner, call)
         except BaseException:
-            if acquired:
-                runner._use.release()
+            runner._use.release()
             raise
-        self._output = _NO_OUTPUT
-        self._entered = runner
+        self._output, self._entered = _NO_OUTPUT, runner
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        runner, call, is_run = self._entered, self._call, False
+        runner, call, is_run = self._entered, self.call, False
         if runner is None or call is None:
             raise self._ended()
         try:
@@ -79,12 +77,17 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
                 is_run = True
         finally:
             if not is_run:
-                runner._extend_marks(call.route)
+                self._mark_written(runner, call)
             self._entered = None
             runner._use.release()
         last, runner._last_staged = runner._last_staged, self
         if last is not None and last is not self:
             last._output = _NO_OUTPUT  # it would keep memory that nobody may ask for
+
+    @staticmethod
+    def _mark_written(runner: GraphRunner, call: PreparedCall) -> None:
+        """The rows of the batch may have been written, and no padding was reset."""
+        runner._graphed.buffers.marks.extend(call.route.batch.num_tokens, call.route.batch.num_reqs or 0)
 
     @property
     def output(self) -> Any:
@@ -93,8 +96,8 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
         Raises:
             CgplanError: the block has not been left yet, or another batch was staged since.
         """
-        if self._output is _UNREAD and self._call is not None:
-            self._output = self._call.output()
+        if self._output is _UNREAD and self.call is not None:
+            self._output = self.call.output()
         if self._output is _NO_OUTPUT:
             raise CgplanError(
                 "there is no output of these staged buffers",
@@ -104,7 +107,7 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
 
     def retire(self) -> None:
         """Let go of all memory: the graphs are gone."""
-        self._call, self._views, self._output = None, {}, _NO_OUTPUT
+        self.call, self._views, self._output = None, {}, _NO_OUTPUT
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._entered is None:
@@ -137,7 +140,3 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
             "the staged buffers were used outside of their `with` block",
             remedy="Write into them inside `with runner.stage(...) as buffers:`; later their memory belongs to others.",
         )
-
-
-def _gone() -> CgplanError:
-    return CgplanError("the graphs that these buffers were staged for are gone", remedy="Call runner.stage(...) again.")

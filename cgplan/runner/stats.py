@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
-
 Mark = tuple[int, Mapping[Asked, int]]  # resets before it, and calls of each batch
 
 MOST_BATCHES = 100_000
@@ -134,23 +133,18 @@ class RunnerStats:
         self.timed_nanoseconds += nanoseconds
         self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
 
-    def count_of(
-        self, route: Route, mode: CUDAGraphMode, descriptor: BatchDescriptor, reason: MissReason | None
-    ) -> BatchCount:
-        """The count of a batch that this key serves, to add to. Beyond 100,000 different batches, new ones are told by
+    def count_of(self, route: Route, reason: MissReason | None = None) -> BatchCount:
+        """The count of a batch that goes this way, to add to. Beyond 100,000 different batches, new ones are told by
         tokens alone.
         """
         batch = route.batch
         asked: Asked = (
-            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, mode, descriptor, reason
+            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, route.mode, route.descriptor,
+            reason,
         )  # fmt: skip
-        found = self._counts.get(asked)
-        if found is None and len(self._counts) >= MOST_BATCHES:
+        if asked not in self._counts and len(self._counts) >= MOST_BATCHES:
             asked = (batch.num_tokens, None, *asked[2:])
-            found = self._counts.get(asked)
-        if found is None:
-            found = self._counts[asked] = BatchCount(*asked)
-        return found
+        return self._counts.setdefault(asked, BatchCount(*asked))
 
     def recount(self, ran: Route, asked: Route | None) -> None:
         """Count the last call, which a graph served, as one of a smaller batch that was padded to it before.
@@ -159,11 +153,10 @@ class RunnerStats:
             ran: The batch that was called with; one that ran eagerly stays as it is.
             asked: What it was before; None if it was nothing but padding, which counts as no call.
         """
-        if ran.mode is CUDAGraphMode.NONE:
-            return
-        for route, calls in ((ran, -1), (asked, 1)):
-            if route is not None:
-                self.count_of(route, ran.mode, ran.descriptor, None).calls += calls
+        if ran.mode is not CUDAGraphMode.NONE:
+            self.count_of(ran).calls -= 1
+            if asked is not None:
+                self.count_of(replace(asked, mode=ran.mode, descriptor=ran.descriptor)).calls += 1
 
     @property
     def counts(self) -> list[BatchCount]:
@@ -247,7 +240,12 @@ class RunnerStats:
 
     def prometheus(self, runner: str = "runner") -> str:
         """The numbers in Prometheus' text format, with this name as the label ``runner``. Raises as StatsCollector."""
-        return prometheus_text({runner: self})
+        collector = StatsCollector({runner: self})
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(collector)
+        return generate_latest(registry).decode()
 
     def mark(self) -> Mark:
         """The counts as they are now, for ``traffic`` since then."""
@@ -336,27 +334,20 @@ class StatsCollector:
             "cgplan_host_seconds", "Host time of the calls that were timed, until they returned.", labels=["runner"]
         )
         for runner, stats in self._runners.items():
-            for (mode, d), calls in stats.replays.items():
-                reqs = "" if d.num_reqs is None else str(d.num_reqs)
-                row = [str(mode), str(d.num_tokens), reqs, str(d.uniform).lower(), str(d.num_active_loras)]
-                counters["replays"].add_metric([runner, *row], calls)
-            for reason, calls in stats.eager.items():
-                counters["eager_calls"].add_metric([runner, str(reason)], calls)
-            counters["tokens"].add_metric([runner, "real"], stats.real_tokens)
-            counters["tokens"].add_metric([runner, "padding"], stats.padded_rows)
-            counters["captures"].add_metric([runner], stats.captures)
-            counters["evictions"].add_metric([runner], stats.evictions)
-            counters["capture_failures"].add_metric([runner], stats.failures)
+            rows: dict[str, list[tuple[list[str], int]]] = {
+                "replays": [
+                    ([str(mode), str(d.num_tokens), "" if d.num_reqs is None else str(d.num_reqs),
+                      str(d.uniform).lower(), str(d.num_active_loras)], calls)
+                    for (mode, d), calls in stats.replays.items()
+                ],
+                "eager_calls": [([str(reason)], calls) for reason, calls in stats.eager.items()],
+                "tokens": [(["real"], stats.real_tokens), (["padding"], stats.padded_rows)],
+                "captures": [([], stats.captures)],
+                "evictions": [([], stats.evictions)],
+                "capture_failures": [([], stats.failures)],
+            }  # fmt: skip
+            for name, found in rows.items():
+                for labels, value in found:
+                    counters[name].add_metric([runner, *labels], value)
             host.add_metric([runner], stats.timed_calls, stats.timed_nanoseconds / 1e9)
         yield from (*counters.values(), host)
-
-
-def prometheus_text(runners: Mapping[str, RunnerStats]) -> str:
-    """The numbers of runners, by name, in Prometheus' text format. Raises as StatsCollector."""
-    collector = StatsCollector(runners)
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    registry = CollectorRegistry()
-    registry.register(collector)
-    text: str = generate_latest(registry).decode()
-    return text

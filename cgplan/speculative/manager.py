@@ -2,16 +2,14 @@
 
 Note [Which tokens]
     Every token is the most probable one in a pass of the target over 1 + k tokens of each request, given the tokens
-    before it. With exact arithmetic that is plain greedy decoding, token for token, whatever the draft says. In
-    floating point, logits of a pass over 1 + k tokens and of one over a single token differ in their last bits where
-    the device takes other kernels for other shapes, and two tokens that are as good as equal may change places: hardly
-    ever in float32 and float64, now and then in bfloat16 and float16, on random weights more often than on trained
-    ones. Captured and eager runs of the same passes agree bit for bit.
+    before it. With exact arithmetic that is plain greedy decoding, whatever the draft says. In floating point a device
+    may take other kernels for 1 + k tokens than for one, and two tokens that are as good as equal may change places:
+    hardly ever in float32 and float64, now and then in bfloat16 and float16, on random weights more often than on
+    trained ones. Captured and eager runs of the same passes agree bit for bit.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +24,8 @@ from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
 from cgplan.graphs.pools import GraphPool
 from cgplan.runner.manager import CudaGraphManager, PoolReport, capture_together
-from cgplan.speculative.passes import BLOCKS, PagedModel, Propose, SpecState, Verify
-from cgplan.speculative.plan import check_draft_tokens, plan_speculation, whole_numbers
+from cgplan.speculative.passes import BLOCKS, PagedModel, Propose, Verify, new_state
+from cgplan.speculative.plan import check_draft_tokens, plan_speculation
 
 
 @dataclass(slots=True)
@@ -50,13 +48,6 @@ class SpecStats:
     def acceptance(self) -> float:
         """Share of the draft tokens that was accepted, 0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
-
-    def count(self, draft_tokens: int, counts: Sequence[int]) -> None:
-        """Add a step that gave so many new tokens to each request."""
-        self.steps[draft_tokens] += 1
-        self.drafted += draft_tokens * len(counts)
-        self.accepted += sum(max(count - 1, 0) for count in counts)
-        self.tokens += sum(counts)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,10 +85,12 @@ class SpecStep:
         """
         if self._tokens is None:
             self._tokens = [row[1 : 1 + row[0]] for row in self._result().tolist()]
-            counts = [len(tokens) for tokens in self._tokens]
-            for request, count in zip(self._requests, counts, strict=True):
-                request.context += count
-            self._stats.count(self.draft_tokens, counts)
+            self._stats.steps[self.draft_tokens] += 1
+            self._stats.drafted += self.draft_tokens * len(self._tokens)
+            for request, new in zip(self._requests, map(len, self._tokens), strict=True):
+                request.context += new
+                self._stats.accepted += max(new - 1, 0)
+                self._stats.tokens += new
         return self._tokens
 
 
@@ -144,24 +137,36 @@ class SpecDecodeGraphManager:
         pool: GraphPool | None = None,
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
-        self._target, self._draft = PagedModel.of(target), PagedModel.of(draft)
-        _check_pair(self._target, self._draft)
+        self._target = paged = PagedModel.of(target)
+        drafting = PagedModel.of(draft)
+        if drafting.vocab_size != paged.vocab_size:
+            raise ModelError(
+                f"the draft knows {drafting.vocab_size} tokens, the target {paged.vocab_size}",
+                remedy="Choose a draft with the target's vocabulary: a token's number has to mean the same to both.",
+            )
+        if drafting.block_size != paged.block_size or drafting.num_blocks < paged.num_blocks:
+            raise ModelError(
+                f"the draft's cache has {drafting.num_blocks} blocks of {drafting.block_size} tokens, the target's "
+                f"{paged.num_blocks} of {paged.block_size}",
+                remedy="Build the draft with the target's block_size and at least its num_blocks: they share block "
+                "tables.",
+            )
         self.plan, self.config, self.stats = plan_speculation(config, draft_tokens), config, SpecStats()
         self._max_blocks = config.metadata["block_tables"].dims[1].offset
         mixed = CudaGraphManager(
-            self.plan.configs["target"], self._target.forward, backend, pool=pool, name="target", progress=progress
+            self.plan.configs["target"], paged.forward, backend, pool=pool, name="target", progress=progress
         )
         self.backend, self.pool = mixed.backend, mixed.pool
-        self._state = SpecState(config.scheduler.max_num_seqs, self._max_blocks, self.backend.device)
-        models: dict[str, Callable[..., Any]] = {"draft": self._draft.forward}
+        self._state = state = new_state(config.scheduler.max_num_seqs, self._max_blocks, self.backend.device)
+        models: dict[str, Callable[..., Any]] = {"draft": drafting.forward}
         for number in self.plan.draft_tokens:
-            models[f"verify k={number}"] = Verify(self._target, config.metadata, self._state, number)
-            models[f"propose k={number}"] = Propose(self._draft, config.metadata, self._state, number)
-        managers = {
-            name: CudaGraphManager(self.plan.configs[name], model, pool=self.pool, name=name, progress=progress)
-            for name, model in models.items()
-        }
-        managers["target"] = mixed
+            models[f"verify k={number}"] = Verify(paged, config.metadata, state, number)
+            models[f"propose k={number}"] = Propose(drafting, config.metadata, state, number)
+        managers = {"target": mixed}
+        for name, model in models.items():
+            managers[name] = CudaGraphManager(
+                self.plan.configs[name], model, pool=self.pool, name=name, progress=progress
+            )
         self._managers = {name: managers[name] for name in self.plan.parts}
         self._requests: dict[int, SpecRequest] = {}
         self._changed: dict[int, list[int]] = {}  # rows that the device does not have yet, by slot
@@ -181,11 +186,6 @@ class SpecDecodeGraphManager:
             The target's output, valid until the next call. The token that follows a prompt is the caller's to take
             from it. Errors are those of GraphRunner's call; an InputError is raised before anything is launched.
         """
-        if "uniform_decode" in batch or "num_active_loras" in batch:
-            raise InputError(
-                "a prefill takes a batch's tensors alone",
-                remedy="Leave uniform_decode and num_active_loras out: it is a mixed batch without adapters.",
-            )
         self._managers["draft"].run(uniform_decode=False, **batch)
         return self._managers["target"].run(uniform_decode=False, **batch)
 
@@ -208,9 +208,7 @@ class SpecDecodeGraphManager:
                 f"{most} requests are being decoded, scheduler.max_num_seqs is {most}",
                 remedy="Remove one that is done first, or raise scheduler.max_num_seqs.",
             )
-        if not isinstance(tokens, list | tuple):
-            tokens = whole_numbers(tokens)
-        last, blocks = whole_numbers(tokens[-2:]), whole_numbers(blocks)
+        last = list(tokens[-2:])
         if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
             raise InputError(
                 f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
@@ -224,19 +222,17 @@ class SpecDecodeGraphManager:
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Give a request other blocks, usually more; those that hold its context must stay. Raises InputError."""
-        slot, blocks = operator.index(slot), whole_numbers(blocks)
         request = self._request(slot)
         self._check_blocks(blocks, request.context)
         if slot in self._changed:
             self._changed[slot][BLOCKS:] = self._padded(blocks)
         else:  # the device may be ahead of the host: its tokens have to stay
             with self._writing():
-                self._state.rows[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
+                self._state[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
         request.room = len(blocks) * self._target.block_size
 
     def remove(self, slot: int) -> None:
         """Take a request out. Its blocks may be given away at once: later steps are queued behind those under way."""
-        slot = operator.index(slot)
         self._request(slot)
         del self._requests[slot]
         self._changed.pop(slot, None)
@@ -257,14 +253,25 @@ class SpecDecodeGraphManager:
             DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; no request has
                 changed. (Where the draft has a graph and the target none, as budgets hold for each, the draft has run.)
         """
-        chosen = self.slots if slots is None else tuple(whole_numbers(slots))
+        chosen = self.slots if slots is None else tuple(slots)
         number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
         check_draft_tokens(number, self.plan.draft_tokens)
-        self._check_batch(chosen)
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise InputError(
+                f"a step of slots {', '.join(map(str, chosen)) or 'none'}",
+                remedy="Give each request of the batch once.",
+            )
+        for slot, request in zip(chosen, map(self._request, chosen), strict=True):
+            if request.context >= request.room:
+                raise InputError(
+                    f"the request in slot {slot} has {request.context} tokens in the cache, and its blocks hold "
+                    f"{request.room}",
+                    remedy="Give it another block with set_blocks, or remove it.",
+                )
         with self._writing():
             if self._changed:
                 changed = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
-                self._state.rows.index_copy_(0, changed[:, 0], changed[:, 1:])
+                self._state.index_copy_(0, changed[:, 0], changed[:, 1:])
                 self._changed.clear()
             if self._rows is None or self._rows[0] != chosen:
                 self._rows = chosen, self.backend.send(chosen)
@@ -288,8 +295,7 @@ class SpecDecodeGraphManager:
     @property
     def report(self) -> PoolReport:
         """Memory and time of the captures."""
-        reports = {name: self._managers[name].report for name in self.plan.parts}
-        return PoolReport(reports, self.pool.nbytes)
+        return PoolReport({name: part.report for name, part in self._managers.items()}, self.pool.nbytes)
 
     def close(self) -> None:
         """Free all graphs and the pool. Twice does no harm; ``capture`` may follow."""
@@ -318,20 +324,6 @@ class SpecDecodeGraphManager:
             raise InputError(f"no request has slot {slot}", remedy=f"Slots in use: {known}; `add` hands them out.")
         return self._requests[slot]
 
-    def _check_batch(self, slots: tuple[int, ...]) -> None:
-        if not slots or len(set(slots)) < len(slots):
-            raise InputError(
-                f"a step of slots {', '.join(map(str, slots)) or 'none'}", remedy="Give each request of the batch once."
-            )
-        for slot in slots:
-            request = self._request(slot)
-            if request.context >= request.room:
-                raise InputError(
-                    f"the request in slot {slot} has {request.context} tokens in the cache, and its blocks hold "
-                    f"{request.room}",
-                    remedy="Give it another block with set_blocks, or remove it.",
-                )
-
     def _check_blocks(self, blocks: Sequence[int], context: int) -> None:
         size, most = self._target.block_size, self._target.num_blocks
         if len(blocks) > self._max_blocks or context >= len(blocks) * size:
@@ -349,20 +341,6 @@ class SpecDecodeGraphManager:
 
     def _padded(self, blocks: Sequence[int]) -> list[int]:
         return [*blocks, *[-1] * (self._max_blocks - len(blocks))]
-
-
-def _check_pair(target: PagedModel, draft: PagedModel) -> None:
-    if draft.vocab_size != target.vocab_size:
-        raise ModelError(
-            f"the draft knows {draft.vocab_size} tokens, the target {target.vocab_size}",
-            remedy="Choose a draft with the target's vocabulary: a token's number has to mean the same to both.",
-        )
-    if draft.block_size != target.block_size or draft.num_blocks < target.num_blocks:
-        raise ModelError(
-            f"the draft's cache has {draft.num_blocks} blocks of {draft.block_size} tokens, the target's "
-            f"{target.num_blocks} of {target.block_size}",
-            remedy="Build the draft with the target's block_size and at least its num_blocks: they share block tables.",
-        )
 
 
 __all__ = ["PagedModel", "SpecDecodeGraphManager", "SpecRequest", "SpecStats", "SpecStep"]

@@ -61,39 +61,35 @@ class PagedModel:
         """A model whose ``config`` says it, such as the reference decoder. Raises ModelError where it does not."""
         if isinstance(model, cls):
             return model
-        names = ("vocab_size", "block_size", "num_blocks")
-        config = getattr(model, "config", None)
-        found = {name: value for name in names if isinstance(value := getattr(config, name, None), int)}
-        if len(found) < len(names):
-            missing = next(name for name in names if name not in found)
-            raise ModelError(
-                f"{type(model).__name__}.config has no {missing}",
-                remedy="Pass PagedModel(forward, vocab_size, block_size, num_blocks).",
-            )
+        config, found = getattr(model, "config", None), dict[str, int]()
+        for name in ("vocab_size", "block_size", "num_blocks"):
+            if not isinstance(value := getattr(config, name, None), int):
+                raise ModelError(
+                    f"{type(model).__name__}.config has no {name}",
+                    remedy="Pass PagedModel(forward, vocab_size, block_size, num_blocks).",
+                )
+            found[name] = value
         return cls(model, **found)
 
 
-class SpecState:
-    """State of the requests on the device: one row for each, and a last one for padding.
+def new_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> Tensor:
+    """State of the requests on the device: one row for each, and a last one for padding, which graphs read and write.
 
-    Attributes:
-        rows: [max_num_seqs + 1, 3 + max_blocks] int64: the last two tokens, the length of the context, and the numbers
-            of the blocks, -1 where there is none. The graphs read and write it in place.
+    Returns:
+        [max_num_seqs + 1, 3 + max_blocks] int64: the last two tokens, the length of the context, and the numbers of the
+        blocks, -1 where there is none.
     """
-
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self.rows = torch.full((max_num_seqs + 1, BLOCKS + max_blocks), -1, dtype=torch.int64, device=device)
-            self.rows[:, :BLOCKS] = 0
+    with torch.inference_mode(False):  # else it could be written to only there
+        state = torch.full((max_num_seqs + 1, BLOCKS + max_blocks), -1, dtype=torch.int64, device=device)
+        state[:, :BLOCKS] = 0
+    return state
 
 
 class _Pass:
     """Forwards of one model over a batch of requests with equally many tokens each."""
 
-    def __init__(self, model: PagedModel, metadata: Mapping[str, Input], state: SpecState, draft_tokens: int) -> None:
-        self.model = model
-        self.state = state
-        self.draft_tokens = draft_tokens
+    def __init__(self, model: PagedModel, metadata: Mapping[str, Input], state: Tensor, draft_tokens: int) -> None:
+        self.model, self.state, self.draft_tokens = model, state, draft_tokens
         self._dtypes = {name: torch_dtype(spec) for name, spec in metadata.items()}
 
     def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
@@ -130,12 +126,10 @@ class Propose(_Pass):
     """The draft's loop: ``draft_tokens`` steps, each fed with the answer of the one before."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The last token and the draft tokens of each request [num_reqs, 1 + draft_tokens] int64.
-
-        Args:
-            rows: [num_reqs] int64, the requests' rows of the state.
+        """The last token and the draft tokens [num_reqs, 1 + draft_tokens] int64 of the requests in these rows of the
+        state, [num_reqs] int64.
         """
-        state = self.state.rows[rows]
+        state = self.state[rows]
         ids, tables = state[:, :CONTEXT], state[:, BLOCKS:]
         positions = state[:, CONTEXT, None] + torch.arange(-1, 1, device=rows.device)
         proposed = [ids[:, LAST]]
@@ -157,10 +151,9 @@ class Verify(_Pass):
             rows: [num_reqs] int64, the requests' rows of the state.
 
         Returns:
-            [num_reqs, 2 + draft_tokens] int64: how many tokens are new, then the target's answers, of which the first
-            so many are the new ones.
+            [num_reqs, 2 + draft_tokens] int64: how many tokens are new, then the target's answers, the new ones first.
         """
-        state, ids = self.state.rows[rows], input_ids.view(rows.shape[0], -1)
+        state, ids = self.state[rows], input_ids.view(rows.shape[0], -1)
         context, tables = state[:, CONTEXT, None], state[:, BLOCKS:]
         positions = context + torch.arange(ids.shape[1], device=rows.device)
         slots = self.slots(positions, tables)
@@ -171,8 +164,8 @@ class Verify(_Pass):
         # Tokens at positions n - 1, n, .. : the last two of them after `new` more are the next previous and last.
         known = torch.cat((state[:, PREVIOUS:CONTEXT], chosen), 1)
         advanced = torch.cat((known.gather(1, new), known.gather(1, new + 1), context + new), 1)
-        self.state.rows[:, :BLOCKS].index_copy_(0, rows, advanced)
+        self.state[:, :BLOCKS].index_copy_(0, rows, advanced)
         return torch.cat((new, chosen), 1)
 
 
-__all__ = ["PagedModel", "Propose", "SpecState", "Verify"]
+__all__ = ["PagedModel", "Propose", "Verify", "new_state"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from cgplan.config import Config, Input, ModelConfig
-from cgplan.config.schema import CompilationConfig
 from cgplan.errors import ConfigError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
@@ -75,41 +71,6 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
         PlanError: as build_plan.
     """
     most = config.speculative.num_speculative_tokens
-    _check(config, most)
-    more = () if draft_tokens is None else whole_numbers(draft_tokens)
-    numbers = tuple(sorted({most, *more}, reverse=True))
-    for number in numbers:
-        check_draft_tokens(number, range(1, most + 1))
-    plan = build_plan(config)
-    graphed = plan.mode.decode_mode() is CUDAGraphMode.FULL
-    tokens = [d.num_tokens for mode, d in plan.keys if graphed and mode is CUDAGraphMode.FULL]
-    counts = tuple(sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len}))
-    compilation = _captured(config, plan.mode.mixed_mode(), plan.capture_sizes)
-    mixed = config.model_copy(update={"compilation": compilation})
-    configs = {"target": mixed, "draft": mixed}
-    for number in numbers:
-        configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
-        configs[f"propose k={number}"] = _decode(config, counts, {}, 0)
-    plans = {name: build_plan(part) for name, part in configs.items()}
-    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)  # as capture_together has it
-    return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
-
-
-def whole_numbers(given: Iterable[int]) -> list[int]:
-    """Whole numbers of any kind as plain ints, a tensor's by one copy."""
-    return [operator.index(value) for value in (given.tolist() if isinstance(given, torch.Tensor) else given)]
-
-
-def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
-    """Raise InputError if a number of draft tokens is not among those that are planned for."""
-    if number not in allowed:
-        raise InputError(
-            f"{number} draft tokens were asked for; possible are {', '.join(map(str, sorted(allowed)))}",
-            remedy="Raise speculative.num_speculative_tokens, or add the number to draft_tokens.",
-        )
-
-
-def _check(config: Config, most: int) -> None:
     if most < 1:
         raise ConfigError(
             "speculative.num_speculative_tokens is 0: nothing is drafted",
@@ -138,22 +99,52 @@ def _check(config: Config, most: int) -> None:
             f"block_tables has shape {list(tables.shape)}",
             remedy="Declare it as [num_reqs, blocks of a request at most].",
         )
+    numbers = tuple(sorted({most, *(draft_tokens or ())}, reverse=True))
+    for number in numbers:
+        check_draft_tokens(number, range(1, most + 1))
+    plan = build_plan(config)
+    graphed = plan.mode.decode_mode() is CUDAGraphMode.FULL
+    tokens = [d.num_tokens for mode, d in plan.keys if graphed and mode is CUDAGraphMode.FULL]
+    counts = tuple(sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len}))
+    mixed = _part(config, plan.mode.mixed_mode(), plan.capture_sizes)
+    configs = {"target": mixed, "draft": mixed}
+    for number in numbers:
+        configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
+        configs[f"propose k={number}"] = _decode(config, counts, {}, 0)
+    plans = {name: build_plan(part) for name, part in configs.items()}
+    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)  # as capture_together has it
+    return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
 
 
-def _captured(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **more: Any) -> CompilationConfig:
+def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
+    """Raise InputError if a number of draft tokens is not among those that are planned for."""
+    if number not in allowed:
+        raise InputError(
+            f"{number} draft tokens were asked for; possible are {', '.join(map(str, sorted(allowed)))}",
+            remedy="Raise speculative.num_speculative_tokens, or add the number to draft_tokens.",
+        )
+
+
+def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **more: Any) -> Config:
+    """A configuration like this one, with other sizes; ``more`` are settings of ``compilation``."""
     changes = {
         "cudagraph_mode": mode,
         "cudagraph_capture_sizes": tuple(sizes) or None,
         "max_cudagraph_capture_size": None,
         "cudagraph_copy_inputs": True,  # one batch goes to two models
     }
-    return config.compilation.model_copy(update={**changes, **more})
+    return config.model_copy(update={"compilation": config.compilation.model_copy(update={**changes, **more})})
 
 
 def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], draft_tokens: int) -> Config:
     """For graphs of uniform decode that read a row of the requests' state for each request."""
-    q = 1 + draft_tokens
-    compilation = _captured(
+    q, scheduler = 1 + draft_tokens, config.scheduler
+    declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
+    # Padding has a separate row behind those of the requests.
+    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=scheduler.max_num_seqs)
+    most = max(scheduler.max_num_batched_tokens, q * scheduler.max_num_seqs)
+    speculative = {"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
+    part = _part(
         config,
         CUDAGraphMode.FULL_DECODE_ONLY if counts else CUDAGraphMode.NONE,
         [q * count for count in counts],
@@ -163,22 +154,15 @@ def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], dr
         splitting_modules=(),
         debug=False,  # its comparison runs the forward twice, and these advance the requests
     )
-    declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
-    # Padding has a separate row behind those of the requests.
-    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=config.scheduler.max_num_seqs)
-    most = max(config.scheduler.max_num_batched_tokens, q * config.scheduler.max_num_seqs)
-    return config.model_copy(
+    return part.model_copy(
         update={
             "model": ModelConfig(output_rows="num_reqs"),
             "inputs": declared,
             "metadata": {},
-            "compilation": compilation,
-            "scheduler": config.scheduler.model_copy(update={"max_num_batched_tokens": most}),
-            "speculative": config.speculative.model_copy(
-                update={"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
-            ),
+            "scheduler": scheduler.model_copy(update={"max_num_batched_tokens": most}),
+            "speculative": config.speculative.model_copy(update=speculative),
         }
     )
 
 
-__all__ = ["SpecPlan", "check_draft_tokens", "plan_speculation", "whole_numbers"]
+__all__ = ["SpecPlan", "check_draft_tokens", "plan_speculation"]

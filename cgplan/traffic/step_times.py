@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -95,8 +95,7 @@ class Curve(BaseModel):
 
     @model_validator(mode="after")
     def _ascending(self) -> Curve:
-        sizes, values = zip(*self.points, strict=True)
-        if any(a >= b for a, b in pairwise(sizes)) or any(a > b for a, b in pairwise(values)):
+        if any(size >= larger or time > longer for (size, time), (larger, longer) in pairwise(self.points)):
             raise ValueError(f"{self.mode}: points do not ascend")
         return self
 
@@ -113,6 +112,24 @@ class Curve(BaseModel):
             return 0.0
         (first, below), (last, above) = self.points[-2:]
         return (above - below) / (last - first)
+
+    def notes(self, raw: Iterable[tuple[int, float]], floor: str) -> Iterator[str]:
+        """Notes on the measured point that was raised most, and on the times beyond the last one."""
+        name = _name(self.mode) + (f" with {self.num_active_loras} adapters" if self.num_active_loras else "")
+        rise, size, value, height = max(
+            (height / value - 1, size, value, height)
+            for (size, value), (_, height) in zip(raw, self.points, strict=True)
+        )
+        if rise > WORTH_A_NOTE:
+            yield (
+                f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: raised to that, since "
+                "more tokens do not take less time"
+            )
+        last = self.points[-1][0]
+        if len(self.points) < 2:
+            yield f"{name} was measured at {last} tokens only"
+        else:
+            yield f"{name} beyond {last} tokens was not measured: {self.last_slope:.3g} us for each more token{floor}"
 
 
 class StepTimes(BaseModel):
@@ -142,24 +159,19 @@ class StepTimes(BaseModel):
     @classmethod
     def measured(cls, points: Points, source: str, notes: Iterable[str] = ()) -> StepTimes:
         """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the largest before it."""
-        found, said = [], list(notes)
+        curves, said, modes = [], list(notes), {mode for mode, _ in points}
         for (mode, case), values in sorted(points.items(), key=lambda item: (item[0][0].value, item[0][1])):
             raw = sorted(values.items())
-            heights = np.maximum.accumulate([value for _, value in raw])
-            curve = Curve(
-                mode=mode,
-                num_active_loras=case,
-                points=tuple((size, float(height)) for (size, _), height in zip(raw, heights, strict=True)),
-            )
-            found.append(curve)
-            has_full = any(other is CUDAGraphMode.FULL for other, _ in points)
-            said += _notes(curve, raw, floor=has_full and mode is not CUDAGraphMode.FULL)
-        modes = {curve.mode for curve in found}
+            heights = accumulate((float(value) for _, value in raw), max)
+            ascending = tuple(zip(sorted(values), heights, strict=True))
+            curves.append(Curve(mode=mode, num_active_loras=case, points=ascending))
+            floored = CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL
+            said += curves[-1].notes(raw, ", and at least the time of a FULL graph" if floored else "")
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             said.append(
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that eager takes longer"
             )
-        return cls(source=source, curves=tuple(found), notes=tuple(said))
+        return cls(source=source, curves=tuple(curves), notes=tuple(said))
 
     @classmethod
     def default(cls) -> StepTimes:
@@ -176,10 +188,7 @@ class StepTimes(BaseModel):
 
         Of a bench (``cgplan bench --output``) they are the medians from an idle device, by the size that ran. A table
         has the columns mode (eager, PIECEWISE, FULL), num_tokens and microseconds, and num_active_loras where LoRA
-        cases were measured.
-
-        Raises:
-            StepTimeError: the file cannot be read, has none of these forms, or a row makes no sense; names it.
+        cases were measured. Raises StepTimeError, which names the file and the row.
         """
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
@@ -188,24 +197,21 @@ class StepTimes(BaseModel):
         """Step times from the text of such a file; ``path`` names it in messages. Raises StepTimeError as ``load``."""
         if not text.lstrip().startswith(("{", "[")):
             return cls.measured(_table_points(text, Path(path)), str(path))
+        form = "no bench report"
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # also a whole number of thousands of digits
-            raise StepTimeError(f"{path}: not JSON: {error}", remedy=REMEDY) from None
-        if not isinstance(data, dict):
-            raise StepTimeError(f"{path}: no bench report: it is not an object", remedy=REMEDY)
-        saved = data.get("kind") == "step_times"
-        try:
-            if saved:
+            if not isinstance(data, dict):
+                raise StepTimeError(f"{path}: {form}: it is not an object", remedy=REMEDY)
+            if data.get("kind") == "step_times":
+                form = "damaged step times"
                 return cls.model_validate(data)
             bench = _Bench.model_validate(data)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            form = "damaged step times" if saved else "no bench report"
-            raise StepTimeError(
-                f"{path}: {form}: {where}: {first['msg'].removeprefix('Value error, ')}", remedy=REMEDY
-            ) from None
+            where, problem = ".".join(map(str, first["loc"])) or "the file", first["msg"].removeprefix("Value error, ")
+            raise StepTimeError(f"{path}: {form}: {where}: {problem}", remedy=REMEDY) from None
+        except (ValueError, RecursionError) as error:  # also a whole number of thousands of digits
+            raise StepTimeError(f"{path}: not JSON: {error}", remedy=REMEDY) from None
         return cls.measured(_bench_points(bench), ", ".join(filter(None, (str(path), bench.device))))
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
@@ -214,20 +220,33 @@ class StepTimes(BaseModel):
         return tuple(note for note in self.notes if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} "))
 
     def of(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> float:
-        """Microseconds of a step in this runtime mode that really runs at ``num_tokens``.
+        """Microseconds of a step in this runtime mode that really runs at ``num_tokens``. Raises as ``at`` does."""
+        return float(self.at(mode, np.array([num_tokens]), num_active_loras)[0])
 
-        Raises:
-            StepTimeError: no measured curve tells how long the mode takes.
-        """
-        return float(self._values(mode, num_active_loras, np.array([num_tokens], dtype=np.float64))[0])
+    def at(self, mode: CUDAGraphMode, tokens: npt.NDArray[Any], num_active_loras: int = 0) -> Floats:
+        """``of`` for an array of numbers of tokens. Raises StepTimeError where no measured curve tells the time."""
+        curve, factor = self._curve_of(mode, num_active_loras)
+        full, full_factor = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
+        between: Floats | None = None
+        if mode is CUDAGraphMode.PIECEWISE and full is not None:
+            of_full, of_eager = (self.at(m, tokens, num_active_loras) for m in (CUDAGraphMode.FULL, CUDAGraphMode.NONE))
+            between = of_full + PIECEWISE_SHARE * np.maximum(of_eager - of_full, 0.0)
+            if curve is None:
+                return between
+        if curve is None:
+            measured = ", ".join(sorted({c.mode.name for c in self.curves})).replace("NONE", "eager")
+            raise StepTimeError(
+                f"{self.source}: no {_name(mode)} step times, found {measured}",
+                remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode {_name(mode)}.",
+            )
+        found, (first, last) = factor * curve.at(tokens), (curve.points[0], curve.points[-1])
+        if between is not None:
+            found = np.where(tokens < first[0], np.minimum(between, factor * first[1]), found)
+        if mode is CUDAGraphMode.FULL or full is None:
+            return found
+        return np.where(tokens > last[0], np.maximum(found, full_factor * full.at(tokens)), found)
 
-    def curve(self, mode: CUDAGraphMode, limit: int, num_active_loras: int = 0) -> Floats:
-        """``of`` for 0 to ``limit`` tokens: microseconds [limit + 1]; index 0 is 0. Raises as ``of`` does."""
-        values = self._values(mode, num_active_loras, np.arange(limit + 1, dtype=np.float64))
-        values[0] = 0.0
-        return values
-
-    def told_apart(self, cases: Sequence[int]) -> tuple[int, ...]:
+    def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the larger serves more."""
 
         def times(case: int) -> list[tuple[int, float]]:
@@ -235,82 +254,30 @@ class StepTimes(BaseModel):
             return [(curve.num_active_loras, factor) for curve, factor in chosen if curve is not None]
 
         ordered = sorted(cases)
-        apart = [case for case, above in pairwise(ordered) if times(case) != times(above)]
-        return (*apart, *ordered[-1:])
+        return (*(case for case, above in pairwise(ordered) if times(case) != times(above)), *ordered[-1:])
 
     def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[Curve | None, float]:
         """The measured curve that stands for a case, and the factor to apply to it."""
-        curves = {c.num_active_loras: c for c in self.curves if c.mode is mode}
-        with_adapters = sorted(n for n in curves if n > 0)
+        curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
         if not curves:
             return None, 1.0
-        if case == 0:
-            return (curves[0], 1.0) if 0 in curves else (curves[with_adapters[0]], 1 / (1 + self.lora_overhead))
-        if not with_adapters:
-            return curves[0], 1 + self.lora_overhead
+        with_adapters = sorted(curves.keys() - {0})
+        if case == 0 or not with_adapters:
+            measured = 0 if 0 in curves else with_adapters[0]
+            return curves[measured], (1 + self.lora_overhead) ** ((case > 0) - (measured > 0))
         return curves[next((n for n in with_adapters if n >= case), with_adapters[-1])], 1.0
 
-    def _values(self, mode: CUDAGraphMode, case: int, tokens: Floats) -> Floats:
-        curve, factor = self._curve_of(mode, case)
-        full, full_factor = self._curve_of(CUDAGraphMode.FULL, case)
-        if mode is CUDAGraphMode.PIECEWISE and full is not None:
-            derived = self._between(case, tokens)
-            if curve is None:
-                return derived
-            first = curve.points[0]
-            own = np.where(tokens < first[0], np.minimum(derived, factor * first[1]), factor * curve.at(tokens))
-        elif curve is None:
-            measured = ", ".join(sorted({c.mode.name for c in self.curves})).replace("NONE", "eager")
-            name = "eager" if mode is CUDAGraphMode.NONE else str(mode)
-            raise StepTimeError(
-                f"{self.source}: no {name} step times, found {measured}",
-                remedy=f"Measure {name} steps: cgplan bench, or a table with rows of mode {name}.",
-            )
-        else:
-            own = factor * curve.at(tokens)
-        if mode is CUDAGraphMode.FULL or full is None:
-            return own
-        return np.where(tokens > curve.points[-1][0], np.maximum(own, full_factor * full.at(tokens)), own)
 
-    def _between(self, case: int, tokens: Floats) -> Floats:
-        full = self._values(CUDAGraphMode.FULL, case, tokens)
-        eager = self._values(CUDAGraphMode.NONE, case, tokens)
-        return full + PIECEWISE_SHARE * np.maximum(eager - full, 0.0)
-
-
-def _notes(curve: Curve, raw: Sequence[tuple[int, float]], floor: bool) -> list[str]:
-    """Notes on a changed point, and on the times beyond the last one; ``floor``: no less than a FULL graph takes."""
-    name = "eager" if curve.mode is CUDAGraphMode.NONE else str(curve.mode)
-    if curve.num_active_loras:
-        name += f" with {curve.num_active_loras} adapters"
-    notes = []
-    rise, size, value, height = max(
-        (height / value - 1, size, value, height) for (size, value), (_, height) in zip(raw, curve.points, strict=True)
-    )
-    if rise > WORTH_A_NOTE:
-        notes.append(
-            f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: raised to that, since more "
-            "tokens do not take less time"
-        )
-    last = curve.points[-1][0]
-    if len(curve.points) < 2:
-        notes.append(f"{name} was measured at {last} tokens only")
-    else:
-        least = ", and at least the time of a FULL graph" if floor else ""
-        notes.append(
-            f"{name} beyond {last} tokens was not measured: {curve.last_slope:.3g} us for each more token{least}"
-        )
-    return notes
+def _name(mode: CUDAGraphMode) -> str:
+    return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
 def _bench_points(bench: _Bench) -> Points:
     """Medians from an idle device, by the size that ran; the longest where batches were padded to the same size."""
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for record in bench.records:
-        runs: list[tuple[CUDAGraphMode, int, float | None]] = [(CUDAGraphMode.NONE, record.num_tokens, record.eager)]
-        if record.mode is not CUDAGraphMode.NONE:
-            runs.append((record.mode, record.size, record.graph))
-        for mode, size, median in runs:
+        runs = [(CUDAGraphMode.NONE, record.num_tokens, record.eager), (record.mode, record.size, record.graph)]
+        for mode, size, median in runs[: 1 if record.mode is CUDAGraphMode.NONE else 2]:
             if median is not None:
                 curve = points.setdefault((mode, record.case), {})
                 curve[size] = max(median, curve.get(size, 0.0))

@@ -185,8 +185,10 @@ def parts(device, tokens):
     for name, inputs, call in zip(("device", "host"), (on_device, on_host), runner._calls.values(), strict=False):
         values = tuple(inputs.values())
         pieces[f"the key, {name}"] = lambda values=values: key_of(values)
-        pieces[f"copies, {name}"] = lambda call=call, values=values: call.copy_in(values, 0)
-        pieces[f"copies and replay, {name}"] = lambda call=call, values=values: runner._launch(call, values)
+        pieces[f"like the call before, {name}"] = lambda call=call, values=values: call.is_alike(*values)
+        pieces[f"copies, {name}"] = lambda call=call, values=values: call.copy_in(values, 0, True)
+        pieces[f"copies, layout not known, {name}"] = lambda call=call, values=values: call.copy_in(values, 0, False)
+        pieces[f"copies and replay, {name}"] = lambda call=call, values=values: runner._launch(call, values, True)
         pieces[f"the output, {name}"] = call.output
     runner.stats.time_every = 1
     pieces["a call, each one timed"] = lambda: runner(**on_device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import types
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -164,31 +166,93 @@ def test_a_function_notices_a_moved_weight(backend: GraphBackend) -> None:
         assert kept is not model.weight
 
 
-def scaled(x: torch.Tensor) -> torch.Tensor:
+SCALES: dict[str, Tensor] = {}
+
+
+def scaled(x: Tensor) -> Tensor:
     return x * SCALES["now"]
 
 
-SCALES: dict[str, torch.Tensor] = {}
+class Held(nn.Module):
+    """Reads a tensor of its class: a default of its own, of a method that ``forward`` names, and of another class."""
+
+    W: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shifted(x * self.W)
+
+    def _shifted(self, x: Tensor) -> Tensor:
+        return sum([x + Table.shift for _ in range(2)], start=x)
 
 
-def test_tensors_behind_helpers_and_hooks_are_looked_at(backend: GraphBackend) -> None:
-    hooked = nn.Linear(2, 2).to(backend.device)
-    offset = [torch.ones(2, device=backend.device)]
-    hooked.register_forward_hook(lambda _, args, output: output + offset[0])
-    SCALES["now"] = torch.ones(2, device=backend.device)
+class Table:
+    shift: Tensor
 
-    def by_helper(x: torch.Tensor) -> torch.Tensor:
-        return scaled(x)
 
-    x = torch.zeros(2, 2, device=backend.device)
-    for model, holder, key in ((by_helper, SCALES, "now"), (hooked, offset, 0)):
-        kept = holder[key]  # type: ignore[index]
-        with closing(open_runner(backend, lambda x, model=model: model(x), address_check="always")) as runner:
+class Uses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return by_helpers.scaled_elsewhere(scaled_elsewhere(x))
+
+
+by_helpers = types.ModuleType("by_helpers")  # as another file: a function and what it reads
+exec("def scaled_elsewhere(x):\n    return x * FACTOR", vars(by_helpers))
+scaled_elsewhere = by_helpers.scaled_elsewhere
+
+
+def in_hook(holder: Any) -> nn.Module:
+    hooked = nn.Linear(2, 2).to(holder[0].device)
+    hooked.register_forward_hook(lambda _, args, output: output + holder[0])
+    return hooked
+
+
+EXCHANGED: dict[str, tuple[Any, Any, Callable[[Any], Callable[[Tensor], Tensor]]]] = {
+    "dict of the file": (SCALES, "now", lambda _: lambda x: scaled(x)),
+    "hook": ([None], 0, in_hook),
+    "class": (Held, "W", lambda _: Held()),
+    "class hidden by its object": (None, "W", lambda _: Held()),
+    "another class": (Table, "shift", lambda _: Held()),
+    "function of another file": (by_helpers, "FACTOR", lambda _: lambda x: scaled_elsewhere(x)),
+    "function of a module": (by_helpers, "FACTOR", lambda _: Uses()),
+}
+
+
+@pytest.mark.parametrize("place", EXCHANGED)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_tensor_that_is_exchanged_is_noticed_wherever_it_is(backend: GraphBackend, place: str, warm: bool) -> None:
+    holder, key, make = EXCHANGED[place]
+    bind: Callable[[Any, Any, Any], None] = operator.setitem if isinstance(holder, dict | list) else setattr
+    held = {
+        (h, k): torch.ones(2, device=backend.device) for h, k in ((Held, "W"), (Table, "shift"), (by_helpers, "FACTOR"))
+    }
+    for (owner, name), tensor in held.items():
+        setattr(owner, name, tensor)
+    kept = torch.ones(2, device=backend.device)
+    if holder is not None:
+        bind(holder, key, kept)
+    model, x = make(holder), torch.zeros(2, 2, device=backend.device)
+    with closing(open_runner(backend, lambda x: model(x), address_check="always" if warm else "first")) as runner:
+        if warm:
             runner(x=x)
-            holder[key] = torch.full((2,), 5.0, device=backend.device)  # type: ignore[index]
-            with pytest.raises(cgplan.AddressError, match="1 changed"):
-                runner(x=x)
-        assert kept is not holder[key]  # type: ignore[index]
+            runner(x=x)
+        bind(model if holder is None else holder, key, torch.full((2,), 5.0, device=backend.device))
+        with pytest.raises(cgplan.AddressError, match="1 changed"):
+            runner(x=x)
+    assert kept.tolist() == [1, 1]
+
+
+def test_a_count_in_a_class_is_put_back(backend: GraphBackend) -> None:
+    class Counted(nn.Module):
+        calls = runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            self.runs += 1
+            return x + 1
+
+    model = Counted().eval()
+    with closing(open_runner(backend, model, cudagraph_mode="FULL")) as runner:
+        assert (Counted.calls, model.runs, "runs" in vars(model)) == (0, 0, False)
+        assert runner.report.warnings == ("the forward changes runs, calls; replays do not, nor do they see it change",)
 
 
 @pytest.mark.parametrize("kind", ["scripted", "traced", "nested"])

@@ -19,8 +19,8 @@ from cgplan import CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper, GraphRunne
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import load_config
 from cgplan.models.loading import load_model
+from cgplan.piecewise.breakable import BreakableCUDAGraphWrapper
 from cgplan.piecewise.breaks import eager_break_during_capture
-from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.session import CaptureSession
 

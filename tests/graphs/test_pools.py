@@ -151,7 +151,7 @@ def test_memory_is_free_in_any_order_of_closing(backend: GraphBackend, policy: s
         assert after <= before - runners[index].report.pool_bytes
         before = after
         for other in runners:
-            if not other._closed:
+            if not other.is_closed:
                 check(other)
     assert back_at(backend, start)
 
@@ -169,7 +169,7 @@ def test_a_shared_pool_is_free_once_its_last_member_is(backend: GraphBackend, or
         runners[index].close()
         backend.release_cached()
         for other in runners:
-            if not other._closed:
+            if not other.is_closed:
                 check(other)
     assert pool.nbytes == 0
     assert back_at(backend, start)

@@ -64,8 +64,7 @@ def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
     return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
-@pytest.mark.parametrize("chunk", [1, 4096, 100_000])
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("chunk", "keeps"), [(1, False), (4096, True), (100_000, False), (100_000, True)])
 def test_calibrated_costs_predict_the_whole_ladder(chunk: int, keeps: bool) -> None:
     device = WithDriver(rate=1500, chunk=chunk, keeps=keeps, workspace=3 * MIB)
     config = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024))
@@ -83,7 +82,7 @@ def test_calibrated_costs_predict_the_whole_ladder(chunk: int, keeps: bool) -> N
 
 
 @pytest.mark.parametrize("by", ["calibration", "report"])
-@pytest.mark.parametrize("sizes", [[1], [3], [6], [12], [1, 8], [2, 4, 12]])
+@pytest.mark.parametrize("sizes", [[1], [6], [2, 4, 12]])
 def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(sizes: list[int], by: str) -> None:
     """Those of a plan's sizes that were measured tell what each of the others would cost by itself."""
     whole, model, device = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024)), Chain(40), TapeBackend()
@@ -101,14 +100,13 @@ def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(sizes: li
 @pytest.mark.parametrize(
     ("mode", "compilation"),
     [
-        ("FULL", {}),
         ("FULL_AND_PIECEWISE", {}),
         ("PIECEWISE", {"piecewise": "modules", "splitting_modules": ["layers.*.self_attn"]}),
     ],
 )
 def test_calibration_gives_everything_back(mode: str, compilation: dict[str, Any]) -> None:
-    device, model = WithDriver(chunk=1000), build(num_layers=2, num_blocks=16)
-    config = decoder_config(mode, [1, 2, 4, 8, 16, 32])
+    device, model = WithDriver(chunk=1000), build(num_layers=1, num_blocks=16)
+    config = decoder_config(mode, [1, 4, 16])
     config = config.model_copy(update={"compilation": config.compilation.model_copy(update=compilation)})
     plan = build_plan(config)
     before = reserved(device)
@@ -136,8 +134,8 @@ def test_each_modes_nodes_have_their_own_bytes() -> None:
             super().reset(graph)
 
     device = Device(rate=100, chunk=1)
-    config = decoder_config("FULL_AND_PIECEWISE", [4, 16])
-    costs = calibrate(config, build(num_layers=4, num_blocks=16), device, build_plan(config))
+    config = decoder_config("FULL_AND_PIECEWISE", [4])
+    costs = calibrate(config, build(num_layers=1, num_blocks=16), device, build_plan(config))
     assert costs.bytes_per_node[PIECEWISE] > 1.3 * costs.bytes_per_node[FULL] > 100
 
 
@@ -153,14 +151,9 @@ def test_what_is_spent_once_is_known_apart() -> None:
     config = config_of([2, 4], ("num_tokens", 8))
     costs = calibrate(config, model, TapeBackend(), build_plan(config))
     assert costs.once_seconds > 0.9
+    assert (costs.driver_bytes(key(4)), costs.workspace_bytes) == (0, 0), "the tape has no driver"
     assert costs.seconds(key(4)) < 0.5, "of a capture, a millisecond on an idle machine"
     assert costs.of(build_plan(config).keys).keys[1].seconds < costs.once_seconds
-
-
-def test_without_a_driver_there_is_no_driver_memory() -> None:
-    config = config_of([2, 4], ("num_tokens", 8))
-    costs = calibrate(config, Chain(3), TapeBackend(), build_plan(config))
-    assert (costs.driver_bytes(key(4)), costs.workspace_bytes) == (0, 0)
 
 
 def test_a_calibration_that_fails_gives_everything_back() -> None:

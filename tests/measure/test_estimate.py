@@ -128,14 +128,10 @@ def test_where_two_recordings_differ_bytes_are_in_proportion() -> None:
 @pytest.mark.parametrize(
     ("rows", "pool"),
     [
-        (1, 2),  # two blocks of half a MiB, in a segment of 2
-        (2, 2),  # two of 1 MiB
+        (2, 2),  # two of 1 MiB in a segment of 2
         (3, 20 + 2),  # two of 1.5 MiB, in a segment of 20; the smaller sizes need the segment of 2
-        (16, 20 + 2),  # two of 8 MiB
-        (18, 20 + 2),  # two of 9 MiB
         (19, 20 + 2),  # two of 9.5 MiB
         (20, 20 + 2),  # two of 10 MiB, in segments of their own; smaller sizes fit into them
-        (40, 40 + 2),
         (64, 64 + 2),
     ],
 )
@@ -145,12 +141,12 @@ def test_pools_of_a_chain_of_layers(rows: int, pool: int) -> None:
 
 
 @pytest.mark.parametrize("recorded", [[2, 64], [2, 8, 64]])
-@pytest.mark.parametrize("layers", [1, 2, 6])
+@pytest.mark.parametrize("layers", [1, 6])
 def test_a_size_that_was_not_recorded_costs_what_it_does_when_it_is(layers: int, recorded: list[int]) -> None:
     between = estimated(Chain(layers), config_of(recorded))
-    for rows in (3, 5, 19, 33, 50):
+    for rows in (3, 5, 19, 37):
         itself = estimated(Chain(layers), config_of([2, rows]))
-        assert between._worked_out((FULL, False), rows) == itself._worked_out((FULL, False), rows)
+        assert between.pool_bytes(FULL, rows) == itself.pool_bytes(FULL, rows)
 
 
 def test_what_was_not_recorded_is_priced_as_what_was() -> None:
@@ -223,7 +219,7 @@ def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estima
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every key of the plan, recorded in capture order into one pool, against the estimate from a few of them."""
-    model, config = build(num_layers=2, num_blocks=16), decoder_config("PIECEWISE", [1, 2, 4, 8, 16, 32, 64])
+    model, config = build(num_layers=2, num_blocks=16), decoder_config("PIECEWISE", [1, 2, 8, 64])
     config = config.model_copy(update={"compilation": config.compilation.model_copy(update=options)})
     plan = build_plan(config)
     costs, log, take, numbers = estimate(config, model, plan), list[Allocation](), TapePool.take, itertools.count()
@@ -257,10 +253,9 @@ def test_a_decoder_costs_what_it_did_when_forwards_were_recorded_on_a_tape(
     assert "cgplan::attention" in costs.source, "whose temporaries are left out"
 
 
-@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_a_model_without_memory_is_estimated_alike(mode: str) -> None:
-    config = decoder_config(mode, [4, 16])
-    plan, shape = build_plan(config), {"num_layers": 2, "vocab_size": 4096, "hidden_size": 256}
+def test_a_model_without_memory_is_estimated_alike() -> None:
+    config = decoder_config("FULL_AND_PIECEWISE", [4, 16])
+    plan, shape = build_plan(config), {"num_layers": 1}
     usual = estimate(config, build(**shape, num_blocks=64), plan).of(plan.keys)
     with fake_tensors():
         model = build(**shape, num_blocks=1 << 30).to(torch.float32)  # terabytes
@@ -331,7 +326,7 @@ def test_a_decoder_with_adapters_costs_more_with_them() -> None:
     lora_ids = {"lora_ids": {"shape": ["num_tokens"], "dtype": "int64", "pad": -1}}
     config = decoder_config("FULL_DECODE_ONLY", [4, 16], lora={"max_loras": 2}, metadata={**METADATA, **lora_ids})
     plan = build_plan(config)
-    costs = estimate(config, build(num_layers=2, num_blocks=16, max_loras=2), plan)
+    costs = estimate(config, build(num_layers=1, num_blocks=16, max_loras=2), plan)
     without, with_them = (
         costs.driver_bytes(next(k for k in plan.keys if k[1].has_lora is lora)) for lora in (False, True)
     )

@@ -146,6 +146,9 @@ def test_changes_take_effect_in_the_next_replay_without_a_capture(server: Server
     assert not any(
         projection.lora_a[0].any() or projection.lora_b[0].any() for projection in projections(model).values()
     )
+    batch = batch_of(chunks, server.manager.backend.device)
+    removed = server.manager.run(**batch, lora_ids=torch.zeros_like(batch["input_ids"]), num_active_loras=1)
+    torch.testing.assert_close(removed, logits_of(base, chunks), rtol=1e-9, atol=1e-9)
     assert adapters.load("three", {f"{Q_PROJ}.{part}": old[f"{Q_PROJ}.{part}"] for part in ("lora_A", "lora_B")}) == 0
     adapters.replace("three", {name: torch.zeros_like(weight) for name, weight in small().items()})
     _, third = answer("three")
@@ -153,17 +156,6 @@ def test_changes_take_effect_in_the_next_replay_without_a_capture(server: Server
     assert adapters.slots == {"three": 0, "two": 1}
     assert server.manager.report is report
     assert addresses == [projection.lora_a.data_ptr() for projection in projections(model).values()]
-
-
-def test_a_removed_adapter_is_zero_also_for_requests_that_still_name_its_slot(server: Server) -> None:
-    server.adapters.load("gone", weights(server.model, 1))
-    chunks, [before] = server.run(["gone"])
-    server.adapters.remove("gone")
-    batch = batch_of(chunks, server.manager.backend.device)
-    ids = torch.zeros_like(batch["input_ids"])  # slot 0
-    after = server.manager.run(**batch, lora_ids=ids, num_active_loras=1)
-    torch.testing.assert_close(after, logits_of(merged(server.model, None), chunks), rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(before, after, atol=1e-3)
 
 
 def test_what_a_batch_says() -> None:
@@ -176,7 +168,6 @@ def test_what_a_batch_says() -> None:
     assert active == 2
     assert adapters.batch([None], [2])[1] == 0
     assert adapters.batch([], []).lora_ids.dtype is torch.int64
-    assert adapters.batch(["a", None], torch.tensor([2, 1])).lora_ids.tolist() == [0, 0, -1]  # type: ignore[arg-type]
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------
@@ -194,11 +185,8 @@ def bad(**changes: Any) -> dict[str, Tensor]:
         (bad(lora_A=(2, 47)), "has shapes", r"lora_A (rank, 48)"),
         (bad(lora_B=(64, 3)), "has shapes", "lora_B (64, rank)"),
         ({}, "has no weights", "<projection>.lora_A"),
-        ({f"{Q_PROJ}.lora_A": [1.0]}, "is a list, not a tensor", "dense matrices"),
-        ({f"{Q_PROJ}.lora_A": torch.tensor(1.0)}, "not that of a matrix", "dense"),
-        ({f"{Q_PROJ}.lora_A": torch.ones(2, 48).to_sparse()}, "has the layout torch.sparse_coo", "dense"),
-        ({f"{Q_PROJ}.lora_A": torch.ones(2, 48, device="meta")}, "on the device meta", "dense"),
-        ({f"{Q_PROJ}.lora_A": torch.ones(2, 48, dtype=torch.complex64)}, "dtype torch.complex64", "floating-point"),
+        ({f"{Q_PROJ}.lora_A": torch.tensor(1.0)}, "has shapes", "lora_A (rank, 48)"),
+        ({name: weight.to(torch.int8) for name, weight in small().items()}, "not finite", "quantized"),
         ({"layers.9.mlp.up_proj.lora_A": torch.ones(2, 48)}, "fits no projection", ".lora_A"),
         ({f"{Q_PROJ}.lora_A": torch.full((2, 48), float("nan")), f"{Q_PROJ}.lora_B": torch.ones(64, 2)},
          "not finite", "damaged"),
@@ -278,8 +266,6 @@ def test_more_adapters_in_a_batch_than_the_configuration_allows(server: Server) 
     with pytest.raises(InputError, match="2 adapter names for 1 requests") as caught:
         adapters.batch(["a", None], [1])
     assert "one for each request" in caught.value.remedy
-    with pytest.raises(InputError, match="a request of -3 tokens"):
-        adapters.batch(["a"], [-3])
     chunks = [Chunk([1, 2], 0, [0])]
     batch = batch_of(chunks, server.manager.backend.device)
     ids = torch.full_like(batch["input_ids"], -1)
@@ -296,8 +282,6 @@ def test_models_without_enough_slots() -> None:
     with pytest.raises(ModelError, match="no adapter slots") as caught:
         Adapters(decoder(TapeBackend()))
     assert "max_loras above 0" in caught.value.remedy
-    with pytest.raises(ModelError, match="no adapter slots"):
-        Adapters(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     for wrong in (0, SLOTS + 1):
         with pytest.raises(ModelError, match=f"{wrong} adapters in a batch, and the model has 3 slots"):
             Adapters(lora_decoder(TapeBackend()), wrong)

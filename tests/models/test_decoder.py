@@ -125,7 +125,7 @@ def test_llama_shape_equals_transformers() -> None:
 # --- batches --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     context=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     query_len=st.integers(1, 3),
@@ -143,7 +143,7 @@ def test_uniform_batch_equals_the_mixed_path(context: list[int], query_len: int,
     assert torch.equal(mixed, uniform)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=4),
     extra_tokens=st.integers(0, 5),
@@ -201,13 +201,6 @@ def test_padding_rows_of_attention_are_zero() -> None:
     assert not cache[0, :3].isfinite().all(-1).all(-1).flatten()[[0, 5, 9]].any()  # nothing else was written
 
 
-def test_a_request_without_tokens_is_no_trouble() -> None:
-    model = build(**SMALL)
-    run(model, example_batch(model, [0, 0, 0], [5, 5, 5]))
-    batch = example_batch(model, [5, 5, 5], [1, 0, 2])
-    assert run(model, batch).isfinite().all()
-
-
 def test_layers_share_the_derived_values() -> None:
     model = build(**SMALL, num_layers=3)
     batch = example_batch(model, [0], [3])
@@ -219,20 +212,16 @@ def test_layers_share_the_derived_values() -> None:
         assert next(iter(context.derived.values())) is first
 
 
-def test_hidden_states_and_logits() -> None:
-    model, head = build(**SMALL), build(**SMALL, logits=False)
-    batch = example_batch(model, [0], [3])
-    hidden = run(head, batch)
-    assert hidden.shape == (3, 48)
-    assert torch.equal(head.compute_logits(hidden), run(model, batch))
-
-
 def test_same_seed_same_weights() -> None:
     one, two, three = build(**SMALL, seed=1), build(**SMALL, seed=1), build(**SMALL, seed=2)
     weights = [model.layers[1].mlp.up_proj.weight for model in (one, two, three)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert not any(parameter.requires_grad for parameter in one.parameters())
+    head, batch = build(**SMALL, seed=1, logits=False), example_batch(one, [0], [3])
+    hidden = run(head, batch)
+    assert hidden.shape == (3, 48)
+    assert torch.equal(head.compute_logits(hidden), run(one, batch))
 
 
 # --- the operator ---------------------------------------------------------------------------------------------
@@ -261,32 +250,21 @@ def test_operator_is_one_visible_operator_without_host_reads() -> None:
     assert not {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"} & set(inside.names)
 
 
-def test_operator_under_dynamo_keeps_its_effects() -> None:
-    model = build(**SMALL)
-    batch = example_batch(model, [0, 0], [3, 2])
-    expected, caches = run(model, batch), snapshot(model)
-    restore(model, [torch.zeros_like(cache) for cache in caches])
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with forward_context(metadata=batch.metadata):
-        logits = compiled(batch.input_ids, batch.positions)
-    torch.testing.assert_close(logits, expected)
-    for cache, again in zip(caches, snapshot(model), strict=True):
-        torch.testing.assert_close(cache, again)
-    torch._dynamo.reset()
-
-
-def test_operator_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
+    tests = ("test_schema", "test_faketensor")
     cache = torch.zeros(2, 3, 4, 2, 8)
     metadata = example_batch(build(**SMALL), [0], [3]).metadata
     metadata["slot_mapping"] = torch.tensor([0, 1, 2])
     metadata["block_tables"] = torch.zeros(1, 1, dtype=torch.int32)
+    metadata["lora_ids"] = torch.tensor([1, -1, 0])
     query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    given = (query, key, key.clone(), cache[0], cache[1], torch.empty_like(query), 0.5)
     with forward_context(metadata=metadata):
-        torch.library.opcheck(
-            torch.ops.cgplan.attention.default,
-            (query, key, key.clone(), cache[0], cache[1], torch.empty_like(query), 0.5),
-            test_utils=("test_schema", "test_faketensor"),
-        )
+        torch.library.opcheck(torch.ops.cgplan.attention.default, given, test_utils=tests)
+    lora = torch.randn(3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 6), torch.randn(3, 6)
+    for has_lora in (False, True):
+        with forward_context(descriptor=BatchDescriptor(3, has_lora=has_lora), metadata=metadata):
+            torch.library.opcheck(torch.ops.cgplan.add_lora.default, lora, test_utils=tests)
 
 
 @pytest.mark.parametrize("name", ["slot_mapping", "block_tables", "seq_lens", "query_start_loc"])
@@ -446,19 +424,13 @@ def test_a_traced_forward_takes_the_adapters_of_each_batch() -> None:
     for ids in (None, [0, 0, 0, -1, 2], [-1, 1, 1, 0, 0], None):
         changed = batch if ids is None else metadata_of(batch, lora_ids=torch.tensor(ids))
         descriptor = BatchDescriptor(5, has_lora=ids is not None)
+        restore(model, [torch.zeros_like(cache) for cache in snapshot(model)])
         with forward_context(descriptor=descriptor, metadata=changed.metadata):
             found = compiled(batch.input_ids, batch.positions)
+        caches = snapshot(model)
         torch.testing.assert_close(found, run(model, changed, descriptor))
+        torch.testing.assert_close(caches, snapshot(model), msg="the cache is written, too")
     torch._dynamo.reset()
-
-
-def test_lora_operator_passes_opcheck() -> None:
-    given = torch.randn(3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 6), torch.randn(3, 6)
-    for has_lora in (False, True):
-        descriptor = BatchDescriptor(3, has_lora=has_lora)
-        with forward_context(descriptor=descriptor, metadata={"lora_ids": torch.tensor([1, -1, 0])}):
-            tests = ("test_schema", "test_faketensor")
-            torch.library.opcheck(torch.ops.cgplan.add_lora.default, given, test_utils=tests)
 
 
 def test_lora_mistakes() -> None:
@@ -495,13 +467,10 @@ def test_lora_mistakes() -> None:
     [
         ({"hiden_size": 4}, "Did you mean `hidden_size`"),
         ({"hidden_size": "many"}, "hidden_size is 'many'"),
-        ({"hidden_size": True}, "hidden_size is True"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
         ({"num_layers": 0}, "num_layers is 0"),
-        ({"max_loras": -1}, "max_loras is -1"),
         ({"num_heads": 4, "num_kv_heads": 3}, "does not divide"),
         ({"head_dim": 5}, "head_dim is 5"),
-        ({"seed": -1}, "seed is -1"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
     ],
 )
@@ -526,12 +495,6 @@ def test_example_batch_that_does_not_fit() -> None:
 
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def half_decoder(**kwargs: Any) -> Decoder:
-    shape = {"vocab_size": 512, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
-    with torch.device("cuda"):
-        return build(**shape, dtype="bfloat16", block_size=16, num_blocks=512, **kwargs)
 
 
 @gpu
@@ -628,16 +591,3 @@ def test_replay_equals_eager_bit_for_bit_on_new_inputs(dtype: str, uniform: bool
             for cache, eager in zip(snapshot(model), written, strict=True):
                 assert torch.equal(cache[:-1], eager[:-1])
             assert captured.isfinite().all()
-
-
-@gpu
-@needs_cuda
-def test_half_decoder_decodes_like_its_own_prefill() -> None:
-    model = half_decoder()
-    ids = torch.randint(512, (60,), device="cuda")
-    whole = run(model, example_batch(model, [0], [60])._replace(input_ids=ids))
-    other = half_decoder()
-    for place in range(60):
-        batch = example_batch(other, [place], [1])._replace(input_ids=ids[place : place + 1])
-        step = run(other, batch, BatchDescriptor(1, 1, uniform=True))
-        torch.testing.assert_close(step[0], whole[place], rtol=5e-2, atol=5e-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from cgplan.errors import ModelError
 from cgplan.models.decoder import Decoder
-from cgplan.models.loading import LoadedModel, find_file, forward_signature, load_model, parse_dtype
+from cgplan.models.loading import LoadedModel, forward_signature, load_model, parse_dtype
 
 CPU = torch.device("cpu")
 
@@ -86,13 +85,10 @@ def test_file_relative_to_the_configuration_then_to_the_current_folder(
     assert load("other.py:build", tmp_path / "yaml").forward(0) == "only here"
 
 
-def test_module_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_current_folder_and_plain_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, GOOD, "cgplan_test_local_module.py")
     monkeypatch.chdir(tmp_path)
     assert load("cgplan_test_local_module:Zoo.build").module is not None
-
-
-def test_a_function_is_a_model(tmp_path: Path) -> None:
     loaded = load(f"{write(tmp_path, 'def build(): return abs')}:build")
     assert (loaded.forward, loaded.module) == (abs, None)
 
@@ -154,17 +150,26 @@ def test_module_that_is_not_there() -> None:
     assert "no module named 'cgplan.models.decodr'" in failure("cgplan.models.decodr:build").message
 
 
-def test_file_that_is_not_there(tmp_path: Path) -> None:
-    error = failure("nowhere/model.py:build", tmp_path)
-    assert str(tmp_path / "nowhere" / "model.py") in error.message
-    assert str(Path.cwd()) in error.message
-
-
 def test_attribute_that_is_not_there_or_not_callable(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     assert "Did you mean `build`?" in failure(f"{path}:biuld").remedy
     assert "has no `zzz`" in failure(f"{path}:zzz").message
-    assert "number is int, which is not callable" in failure(f"{path}:number").message
+    assert ":number is int, which is not callable" in failure(f"{path}:number").message
+
+
+def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = failure("nowhere/model.py:build", tmp_path)
+    assert str(tmp_path / "nowhere" / "model.py") in error.message
+    assert str(Path.cwd()) in error.message
+    error = failure(f"{write(tmp_path, GOOD)}:build", widht=3)
+    assert "widht" in error.message
+    assert "width=4" in error.remedy
+    path = write(tmp_path, "def build(): return {'a': 1}")
+    assert "returned dict, which is not callable" in failure(f"{path}:build").message
+    assert "num_layers is 0" in failure("cgplan.models.decoder:build", num_layers=0).message
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "cgplan.models.hf", raising=False)
+    assert "pip install cgplan[transformers]" in failure("transformers").remedy
 
 
 def test_builder_that_raises_names_the_users_line(tmp_path: Path) -> None:
@@ -192,32 +197,6 @@ def test_file_that_does_not_import(tmp_path: Path, text: str, kind: str, line: i
     assert not {name for name in set(sys.modules) - before if name.startswith("cgplan_target")}
 
 
-def test_builder_with_other_arguments(tmp_path: Path) -> None:
-    error = failure(f"{write(tmp_path, GOOD)}:build", widht=3)
-    assert "widht" in error.message
-    assert "width=4" in error.remedy
-
-
-def test_builder_that_returns_something_else(tmp_path: Path) -> None:
-    path = write(tmp_path, "def build(): return {'a': 1}")
-    assert "returned dict, which is not callable" in failure(f"{path}:build").message
-
-
-def test_errors_of_cgplan_pass_unchanged() -> None:
-    assert "num_layers is 0" in failure("cgplan.models.decoder:build", num_layers=0).message
-
-
-def test_without_transformers() -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "import torch; from cgplan.errors import ModelError; from cgplan.models.loading import load_model\n"
-        "try: load_model('transformers', {}, device=torch.device('cpu'))\n"
-        "except ModelError as error: print(error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install cgplan[transformers]" in result.stdout
-
-
 # --- small things ---------------------------------------------------------------------------------------------
 
 
@@ -240,8 +219,3 @@ def test_dtypes() -> None:
     for name in ("int8", "float33", None, "nn"):
         with pytest.raises(ModelError, match="unknown dtype"):
             parse_dtype(name)
-
-
-def test_find_file_takes_absolute_paths(tmp_path: Path) -> None:
-    path = write(tmp_path, "{}", "config.json")
-    assert find_file(str(path), Path("/nowhere")) == path.resolve()

@@ -80,8 +80,10 @@ def decode(model: Any, rows: list[list[int]]) -> list[list[Tensor]]:
     return logits
 
 
-@pytest.mark.parametrize("attention", [None, "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [*((kind, None) for kind in KINDS), ("qwen3", "eager"), ("gemma3, sliding and full", "eager")],
+)
 def test_decode_equals_the_whole_sequence(kind: str, attention: str | None) -> None:
     model = load(config=KINDS[kind], attn_implementation=attention)
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +92,7 @@ def test_decode_equals_the_whole_sequence(kind: str, attention: str | None) -> N
         torch.testing.assert_close(torch.stack(logits), whole(model, row), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=8), min_size=1, max_size=4))
 def test_rows_do_not_see_each_other(rows: list[list[int]]) -> None:
     model = load(config=QWEN3)
@@ -111,6 +113,8 @@ def test_rows_outside_the_batch_and_padding_rows_are_untouched() -> None:
         assert torch.equal(layer.keys[3, :, :16], old[3])
         assert not torch.equal(layer.keys[0, :, :16], old[0])
     assert [layer.keys.data_ptr() for layer in layers] == addresses
+    with pytest.raises(InputError, match="5 tokens, but the cache has 4 rows"):
+        step(model, [0] * 5, [0] * 5)
 
 
 def test_padding_rows_of_nan_never_change_real_rows() -> None:
@@ -125,18 +129,13 @@ def test_padding_rows_of_nan_never_change_real_rows() -> None:
 
 
 def test_a_row_is_taken_over_by_starting_at_zero() -> None:
-    model = load(config=QWEN3)
+    """Also one that was full to its last place."""
+    model = load(config=QWEN3, max_cache_len=5)
     old, new = [7, 8, 9, 10, 11], [3, 4]
-    for place, token in enumerate(old):
-        step(model, [token], [place])
+    logits = [step(model, [token], [place])[0] for place, token in enumerate(old)]
+    torch.testing.assert_close(torch.stack(logits), whole(model, old), rtol=1e-4, atol=1e-5)
     logits = [step(model, [token], [place])[0] for place, token in enumerate(new)]
     torch.testing.assert_close(torch.stack(logits), whole(model, new), rtol=1e-4, atol=1e-5)
-
-
-def test_cache_is_full_to_the_last_place() -> None:
-    model = load(config=QWEN3, max_cache_len=3)
-    logits = [step(model, [token], [place])[0] for place, token in enumerate([3, 4, 5])]
-    torch.testing.assert_close(torch.stack(logits), whole(model, [3, 4, 5]), rtol=1e-4, atol=1e-5)
 
 
 def test_published_config_file(tmp_path: Path) -> None:
@@ -152,6 +151,9 @@ def test_published_config_file(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(published), encoding="utf-8")
     model = load(tmp_path, config_file="config.json", dtype="bfloat16")
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(tmp_path, config_file="broken.json")
     assert model.model.config.rope_parameters["rope_theta"] == 12345.0
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert step(model, [1], [0]).dtype == torch.bfloat16
@@ -193,17 +195,6 @@ def test_mistakes(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelError) as caught:
         load(**kwargs)
     assert text in str(caught.value)
-
-
-def test_config_file_that_is_no_json(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ModelError, match="cannot be read"):
-        load(tmp_path, config_file="config.json")
-
-
-def test_more_tokens_than_rows() -> None:
-    with pytest.raises(InputError, match="5 tokens, but the cache has 4 rows"):
-        step(load(config=QWEN3), [0] * 5, [0] * 5)
 
 
 @pytest.mark.gpu

@@ -8,23 +8,10 @@ import pytest
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import serve
-from cgplan.optimizer.lint import (
-    beyond_the_scheduler,
-    lint,
-    lint_without_traffic,
-    lora_cases,
-    milliseconds,
-    scheduler_cliffs,
-    traffic_cliffs,
-    uneven_sizes,
-    unreachable_sizes,
-    unused_modes,
-    wide_steps,
-)
+from cgplan.optimizer.lanes import Run
+from cgplan.optimizer.lint import lint, lint_without_traffic, milliseconds
 from cgplan.planning import Plan, build_plan
-from cgplan.traffic.histogram import StepShape as Batch
-from cgplan.traffic.histogram import Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -55,76 +42,66 @@ def plan_of(mode: str, sizes: list[int], **options: Any) -> Plan:
     return build_plan(config_of(mode, sizes, **options))
 
 
-def decode(counts: dict[int, float], loras: int = 0) -> dict[Batch, float]:
-    return {Batch(n, n, True, loras): w for n, w in counts.items()}
+def decode(counts: dict[int, float], loras: int = 0) -> dict[StepShape, float]:
+    return {StepShape(n, n, True, loras): w for n, w in counts.items()}
 
 
-def mixed(counts: dict[int, float], loras: int = 0) -> dict[Batch, float]:
-    return {Batch(n, 1, False, loras): w for n, w in counts.items()}
+def mixed(counts: dict[int, float], loras: int = 0) -> dict[StepShape, float]:
+    return {StepShape(n, 1, False, loras): w for n, w in counts.items()}
 
 
-def traffic(*parts: dict[Batch, float]) -> Traffic:
+def traffic(*parts: dict[StepShape, float]) -> Traffic:
     return Traffic.of([pair for part in parts for pair in part.items()], "by hand")
 
 
+def warnings(plan: Plan, seen: Traffic, about: str = "", times: StepTimes = TIMES) -> list[str]:
+    """Those with these words."""
+    return [warning for warning in lint(plan, Run(plan.keys, seen, times)) if about in warning]
+
+
 def test_a_plan_that_fits_has_no_warning() -> None:
-    config = config_of("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 32, 48, 64, 100, 150, 190])
-    seen = traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))
-    assert lint(build_plan(config), seen, TIMES) == ()
-
-
-def test_lint_gathers_every_rule() -> None:
-    config = config_of("FULL_AND_PIECEWISE", [16, 31], seqs=32, spec=1, lora={"max_loras": 2})
-    warnings = lint(build_plan(config), traffic(decode({30: 1, 2: 5, 60: 1})), TIMES)
-    for piece in (
-        "that no graph holds, up to 60",
-        "max_num_seqs allows",
-        "more requests (up to 60)",
-        "not multiples of 2",
-        "LoRA cases, which are never seen",
-        "of what runs is padding",
-        "no batch of the traffic runs in the",
-        "has no mixed batch",
-    ):
-        assert any(piece in warning for warning in warnings), (piece, warnings)
+    plan = plan_of("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 32, 48, 64, 100, 150, 190])
+    assert warnings(plan, traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))) == []
 
 
 # --- cliffs ---------------------------------------------------------------------------------------------------
 
+HOLDS = "no graph holds"
+
 
 def test_batches_above_every_graph_are_a_cliff_with_its_height() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [8, 32])
-    (warning,) = traffic_cliffs(plan, traffic(decode({8: 96, 40: 3, 50: 1}), mixed({300: 100})), TIMES)
-    assert "2.00% of the steps are uniform decode batches that no graph holds, up to 50 tokens" in warning
-    assert "20 ms eagerly, 7.94 ms in a FULL graph" in warning
+    seen = traffic(decode({8: 96, 40: 3, 64: 1}), mixed({300: 100}))
+    (warning,) = warnings(plan, seen, HOLDS)
+    assert "2.00% of the steps are uniform decode batches that no graph holds, up to 64 tokens" in warning
+    assert "20 ms eagerly, 9.07 ms in a FULL graph" in warning
 
 
 def test_batches_that_a_graph_would_not_make_faster_are_no_cliff() -> None:
     plan = plan_of("FULL", [8, 32])
-    assert list(traffic_cliffs(plan, traffic(decode({8: 96}), mixed({300: 100})), TIMES)) == []
-    mixed_cliff = traffic(mixed({100: 1, 300: 100}))
-    assert list(traffic_cliffs(plan, mixed_cliff, TIMES)) == [], "the largest of them would not gain"
-    assert "mixed batches that no graph holds, up to 100" in next(traffic_cliffs(plan, traffic(mixed({100: 1})), TIMES))
+    for large in ({300: 100}, {100: 1, 300: 100}):
+        assert warnings(plan, traffic(decode({8: 96, 64: 1}), mixed(large)), "mixed batches that no graph") == []
+    assert warnings(plan, traffic(mixed({100: 1})), "mixed batches that no graph holds, up to 100") != []
 
 
 def test_the_schedulers_largest_batch_is_a_cliff_where_it_has_no_graph() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [8, 32])
-    (warning,) = scheduler_cliffs(plan, traffic(decode({8: 1})), TIMES)
+    (warning,) = warnings(plan, traffic(decode({8: 1})), HOLDS)
     assert "scheduler.max_num_seqs allows uniform decode batches of 64 tokens, which no graph holds" in warning
     assert "20 ms eagerly, 9.07 ms in a FULL graph" in warning
-    assert list(scheduler_cliffs(plan_of("FULL_DECODE_ONLY", [64]), traffic(decode({8: 1})), TIMES)) == []
-    seen = traffic(decode({64: 1}))
-    assert list(scheduler_cliffs(plan, seen, TIMES)) == [], "that is for the traffic's rule to say"
-    (warning,) = scheduler_cliffs(plan_of("PIECEWISE", [64], tokens=100), traffic(decode({8: 1})), TIMES)
+    assert warnings(plan_of("FULL_DECODE_ONLY", [64]), traffic(decode({8: 1})), HOLDS) == []
+    (warning,) = warnings(plan, traffic(decode({64: 1})), HOLDS)
+    assert warning.startswith("100.00% of the steps"), "the traffic's rule says it"
+    (warning,) = warnings(plan_of("PIECEWISE", [64], tokens=100), traffic(decode({8: 1})), HOLDS)
     assert "scheduler.max_num_batched_tokens allows mixed batches of 100 tokens" in warning
 
 
 def test_traffic_of_another_scheduler() -> None:
     plan = plan_of("FULL", [8])
-    found = list(beyond_the_scheduler(plan, traffic(decode({8: 3, 65: 1}), mixed({500: 4}))))
+    found = warnings(plan, traffic(decode({8: 3, 65: 1}), mixed({500: 4})), "another scheduler")
     assert any("50.00% of the steps have more tokens (up to 500)" in warning for warning in found)
     assert any("12.50% of the steps have more requests (up to 65) than scheduler.max_num_seqs = 64" in w for w in found)
-    assert list(beyond_the_scheduler(plan, traffic(decode({64: 1}), mixed({400: 4})))) == []
+    assert warnings(plan, traffic(decode({64: 1}), mixed({400: 4})), "another scheduler") == []
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------
@@ -138,100 +115,96 @@ def with_sizes(plan: Plan, *changed: tuple[int, int | None, bool]) -> Plan:
     return plan.model_copy(update={"keys": keys})
 
 
+def of_sizes(plan: Plan, about: str) -> list[str]:
+    return [warning for warning in lint_without_traffic(plan) if about in warning]
+
+
 def test_sizes_that_no_batch_reaches() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [64])
-    assert list(unreachable_sizes(plan)) == []
-    (warning,) = unreachable_sizes(with_sizes(plan, (60, 60, True), (70, 64, True), (90, 64, True), (99, 64, True)))
+    assert of_sizes(plan, "reaches") == []
+    plan = with_sizes(plan, (60, 60, True), (70, 64, True), (90, 64, True), (99, 64, True))
+    (warning,) = of_sizes(plan, "reaches")
     assert "no batch reaches the 2 graphs of lane FULL uniform at 90, 99 tokens" in warning
     assert "up to 64" in warning, "70 is reached by batches of 61 to 64"
     pairs = plan_of("FULL_DECODE_ONLY", [64], spec=1)
-    (warning,) = unreachable_sizes(with_sizes(pairs, (4, 2, True), (5, 2, True), (8, 4, True)))
+    (warning,) = of_sizes(with_sizes(pairs, (4, 2, True), (5, 2, True), (8, 4, True)), "reaches")
     assert "graph of lane FULL uniform at 5 tokens: it runs multiples of 2 up to 128" in warning
 
 
-def test_sizes_that_are_no_multiples_of_the_query_length() -> None:
-    config = config_of("FULL_DECODE_ONLY", [4, 9, 10, 12], spec=2)
-    (warning,) = uneven_sizes(build_plan(config))
-    assert "cudagraph_capture_sizes 4, 10 are not multiples of 3" in warning
-    assert "captured at 6, 12" in warning
-    config = config_of("FULL_DECODE_ONLY", [1, 3, 7], spec=2)
-    (warning,) = uneven_sizes(build_plan(config))
-    assert "1, 7 are not multiples of 3" in warning
-    assert "captured at 3 instead and dropped at 7" in warning
-    assert build_plan(config).capture_sizes == (3,)
-    even = config_of("FULL_DECODE_ONLY", [3, 9], spec=2)
-    assert list(uneven_sizes(build_plan(even))) == []
-    assert list(uneven_sizes(plan_of("FULL", [5]))) == []
-    (by_hand,) = uneven_sizes(with_sizes(build_plan(even), (7, 2, True)))
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([4, 9, 10, 12], ["cudagraph_capture_sizes 4, 10 are not multiples of 3", "captured at 6, 12"]),
+        ([1, 3, 7], ["1, 7 are not multiples of 3", "captured at 3 instead and dropped at 7"]),
+        ([3, 9], []),
+    ],
+)
+def test_sizes_that_are_no_multiples_of_the_query_length(sizes: list[int], parts: list[str]) -> None:
+    plan = plan_of("FULL_DECODE_ONLY", sizes, spec=2)
+    found = of_sizes(plan, "not multiples")
+    assert len(found) == bool(parts)
+    assert all(part in found[0] for part in parts)
+    (by_hand,) = of_sizes(with_sizes(plan_of("FULL_DECODE_ONLY", [3, 9], spec=2), (7, 2, True)), "not multiples")
     assert "sizes 7 of uniform decode are not multiples of 3" in by_hand
 
 
 def test_wide_steps_are_told_with_what_they_cost() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [4, 64])
-    (warning,) = wide_steps(serve(plan.keys, traffic(decode({4: 50, 20: 30, 64: 20})), TIMES))
+    (warning,) = warnings(plan, traffic(decode({4: 50, 20: 30, 64: 20})), "is padding")
     assert "FULL uniform at 64 tokens: 41% of what runs is padding, in 50.0% of the steps" in warning
     assert "37.6 tokens on average" in warning
     assert "2.12 ms less" in warning
 
 
+FLAT = StepTimes.measured({(NONE, 0): {1: 9}, (FULL, 0): {1: 5, 64: 5}}, "flat")
+
+
 @pytest.mark.parametrize(
-    ("counts", "why"),
+    ("counts", "times", "why"),
     [
-        ({3: 50, 4: 20, 60: 30}, "a quarter at most"),
-        ({4: 9999, 20: 1}, "seldom"),
+        ({3: 50, 4: 20, 60: 30}, TIMES, "a quarter at most"),
+        ({4: 9999, 20: 1}, TIMES, "seldom"),
+        ({2: 1}, FLAT, "takes no time"),
     ],
 )
-def test_narrow_and_seldom_steps_are_not_worth_a_word(counts: dict[int, float], why: str) -> None:
-    plan = plan_of("FULL_DECODE_ONLY", [4, 64])
-    assert list(wide_steps(serve(plan.keys, traffic(decode(counts)), TIMES))) == [], why
-
-
-def test_padding_that_takes_no_time_is_not_worth_a_word() -> None:
-    flat = StepTimes.measured({(NONE, 0): {1: 9}, (FULL, 0): {1: 5, 64: 5}}, "flat")
-    plan = plan_of("FULL_DECODE_ONLY", [64])
-    assert list(wide_steps(serve(plan.keys, traffic(decode({2: 1})), flat))) == []
+def test_other_padding_is_not_worth_a_word(counts: dict[int, float], times: StepTimes, why: str) -> None:
+    assert warnings(plan_of("FULL_DECODE_ONLY", [4, 64]), traffic(decode(counts)), "is padding", times) == [], why
 
 
 # --- lanes ----------------------------------------------------------------------------------------------------
 
 
-def served_lora(seen: Traffic, **lora: Any) -> list[str]:
-    plan = plan_of("FULL", [4, 8], lora={"max_loras": 4, **lora})
-    return list(lora_cases(plan, seen, serve(plan.keys, seen, TIMES)))
-
-
 def test_lora_cases_never_seen() -> None:
-    (warning,) = served_lora(traffic(decode({4: 1})))
+    plan = plan_of("FULL", [4, 8], lora={"max_loras": 4})
+    (warning,) = warnings(plan, traffic(decode({4: 1})), "never seen")
     assert "no batch of the traffic uses adapters, but lora.max_loras is 4: 2 of 4 graphs" in warning
-    assert served_lora(traffic(decode({4: 1}), decode({4: 1}, 2))) == []
-    by_count = served_lora(traffic(decode({4: 1}), decode({4: 1}, 2)), specialize_active_lora=True)
-    assert [w.split(":")[0] for w in by_count] == [f"LoRA case {case} is never seen" for case in (1, 4, 5)]
-    assert "runs in its 2 graphs" in by_count[0]
+    seen = traffic(decode({4: 1}), decode({4: 1}, 2))
+    assert warnings(plan, seen, "never seen") == []
+    by_count = plan_of("FULL", [4, 8], lora={"max_loras": 4, "specialize_active_lora": True})
+    found = warnings(by_count, seen, "never seen")
+    assert [warning.split(":")[0] for warning in found] == [f"LoRA case {case} is never seen" for case in (1, 4, 5)]
+    assert "runs in its 2 graphs" in found[0]
 
 
 def test_more_adapters_than_the_configuration_has() -> None:
-    unseen, warning = served_lora(traffic(decode({4: 3}, 2), decode({4: 1}, 9)))
-    assert "LoRA case 0 is never seen" in unseen
+    seen = traffic(decode({4: 3}, 2), decode({4: 1}, 9))
+    (warning,) = warnings(plan_of("FULL", [4, 8], lora={"max_loras": 4}), seen, "more active adapters")
     assert "25.00% of the steps have more active adapters (up to 9) than lora.max_loras = 4" in warning
-    plan, seen = plan_of("FULL", [4]), traffic(decode({4: 1}, 1))
-    found = list(lora_cases(plan, seen, serve(plan.keys, seen, TIMES)))
-    assert "which has no lora section" in found[-1]
+    assert warnings(plan_of("FULL", [4]), traffic(decode({4: 1}, 1)), "which has no lora section") != []
 
 
 def test_modes_that_the_traffic_never_uses() -> None:
     plan = plan_of("FULL_AND_PIECEWISE", [8])
-    seen = traffic(decode({4: 1}))
-    assert list(unused_modes(plan, seen, serve(plan.keys, seen, TIMES))) == [
+    absent = [
         "no batch of the traffic runs in the 1 PIECEWISE graph of the plan",
         "the traffic has no mixed batch; PIECEWISE graphs in mode FULL_AND_PIECEWISE are for those",
     ]
-    both = traffic(decode({4: 1}), mixed({4: 1}))
-    assert list(unused_modes(plan, both, serve(plan.keys, both, TIMES))) == []
-    only = plan_of("FULL_DECODE_ONLY", [8])
-    seen = traffic(mixed({4: 1}))
-    (unused, absent) = unused_modes(only, seen, serve(only.keys, seen, TIMES))
-    assert "1 FULL graph" in unused
-    assert "no uniform decode batch" in absent
+    assert [w for w in warnings(plan, traffic(decode({4: 1}))) if w in absent] == absent
+    both = warnings(plan, traffic(decode({4: 1}), mixed({4: 1})))
+    only = warnings(plan_of("FULL_DECODE_ONLY", [8]), traffic(mixed({4: 1})))
+    for words in ("the traffic has no", "of the traffic runs in"):
+        assert not any(words in warning for warning in both)
+        assert any(words in warning for warning in only)
 
 
 # --- without traffic ------------------------------------------------------------------------------------------

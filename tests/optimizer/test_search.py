@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from plans import Costs, plan_of
 
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import expected_step, key_of, lanes_of, largest_of, serve, stride_of
+from cgplan.optimizer.lanes import Run, key_of, lanes_of, largest_of, stride_of
 from cgplan.optimizer.paths import best_paths
 from cgplan.optimizer.problem import Problem, problem_of
 from cgplan.optimizer.search import Chosen, Limits, Search, best_plan
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane
-from cgplan.traffic.histogram import StepShape as Batch
-from cgplan.traffic.histogram import Traffic
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -125,11 +124,11 @@ def instances(draw: st.DrawFn, mode: CUDAGraphMode, cases: tuple[int, ...], most
     q = draw(st.integers(1, 3))
     plan = bounds(q, draw(st.integers(1, max(most // q, 1))), draw(st.integers(q, most)))
     uniform = st.builds(
-        lambda reqs, loras: Batch(reqs * q, reqs, True, loras),
+        lambda reqs, loras: StepShape(reqs * q, reqs, True, loras),
         st.integers(1, max(most // q, 1)),
         st.sampled_from(cases),
     )
-    mixed = st.builds(lambda n, loras: Batch(n, 1, False, loras), st.integers(1, most), st.sampled_from(cases))
+    mixed = st.builds(lambda n, loras: StepShape(n, 1, False, loras), st.integers(1, most), st.sampled_from(cases))
     counts = draw(st.dictionaries(uniform | mixed, st.integers(1, 9), min_size=1, max_size=12))
     points = {
         NONE: draw(curves(draw(st.sampled_from([4, 9, 20])), [0, 0, 0, 1, 3], most)),
@@ -222,14 +221,14 @@ def test_one_lane_is_exact_for_every_number_of_graphs(instance: Instance) -> Non
         assert found.value[graphs] / problem.weight == pytest.approx(every.best(Limits(graphs)))
         keys = instance.keys(problem, found.chosen(graphs))
         assert len(keys) <= graphs
-        assert expected_step(serve(keys, instance.traffic, instance.times)) == pytest.approx(
+        assert Run(keys, instance.traffic, instance.times).expected_us == pytest.approx(
             found.value[graphs] / problem.weight
         )
 
 
 def line(points: dict[int, float], eager: dict[int, float], counts: dict[int, float]) -> Instance:
     """Decode batches only."""
-    traffic = Traffic.of({Batch(n, n, True): w for n, w in counts.items()}, "by hand")
+    traffic = Traffic.of({StepShape(n, n, True): w for n, w in counts.items()}, "by hand")
     times = StepTimes.measured({(FULL, 0): points, (NONE, 0): eager}, "by hand")
     return Instance(lanes_of(DECODE_ONLY, (0,)), bounds(1, 64, 64), traffic, times)
 
@@ -255,7 +254,7 @@ def test_a_size_on_a_flat_step_stays_where_it_is_the_largest_that_can_be_paid_fo
 
 def test_a_size_on_a_flat_step_stays_where_larger_batches_are_faster_eagerly() -> None:
     """Eager steps are noisy: 4 tokens take 9, but 5 to 8 tokens with other adapters take 4."""
-    counts = {Batch(4, 4, True, 0): 9, Batch(8, 8, True, 1): 9}
+    counts = {StepShape(4, 4, True, 0): 9, StepShape(8, 8, True, 1): 9}
     times = StepTimes.measured({(FULL, 0): {1: 5}, (FULL, 1): {1: 5}, (NONE, 0): {1: 9}, (NONE, 1): {1: 4}}, "by hand")
     lanes = lanes_of(DECODE_ONLY, (1,))
     instance = Instance(lanes, bounds(1, 8, 8), Traffic.of(counts, "by hand"), times)
@@ -269,7 +268,7 @@ def test_sizes_that_are_no_faster_than_eager_steps_are_no_candidates() -> None:
 
 
 def test_speculative_batches_are_rounded_up_to_whole_requests() -> None:
-    traffic = Traffic.of({Batch(3, 1, True): 1, Batch(7, 2, True): 1, Batch(30, 10, True): 1}, "by hand")
+    traffic = Traffic.of({StepShape(3, 1, True): 1, StepShape(7, 2, True): 1, StepShape(30, 10, True): 1}, "by hand")
     times = StepTimes.measured({(FULL, 0): {1: 3, 30: 9}, (NONE, 0): {1: 20}}, "by hand")
     instance = Instance(lanes_of(DECODE_ONLY, (0,)), bounds(3, 4, 64), traffic, times)
     assert instance.problem().lanes[0].sizes.tolist() == [0, 3, 9], "at most 4 requests"
@@ -290,7 +289,7 @@ def test_two_lanes_are_exact(instance: Instance, graphs: int) -> None:
     assert best.bound == pytest.approx(best.least, rel=1e-8), "it is proven"
     keys = instance.keys(problem, best.chosen)
     assert len(keys) <= graphs
-    assert expected_step(serve(keys, instance.traffic, instance.times)) == pytest.approx(expected)
+    assert Run(keys, instance.traffic, instance.times).expected_us == pytest.approx(expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -331,7 +330,7 @@ def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limi
 
 def test_a_graph_that_is_slower_than_eager_may_save_from_a_slower_one() -> None:
     """4 uniform tokens take 5 eagerly, 6 in a FULL graph, 10 in the PIECEWISE graph that mixed batches need."""
-    traffic = Traffic.of({Batch(4, 4, True): 1, Batch(8, 2, False): 9}, "by hand")
+    traffic = Traffic.of({StepShape(4, 4, True): 1, StepShape(8, 2, False): 9}, "by hand")
     times = StepTimes.measured({(FULL, 0): {1: 6}, (PIECEWISE, 0): {1: 10}, (NONE, 0): {4: 5, 8: 20}}, "by hand")
     instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times)
     problem = instance.problem()
@@ -340,7 +339,7 @@ def test_a_graph_that_is_slower_than_eager_may_save_from_a_slower_one() -> None:
 
 def test_uniform_batches_without_a_full_graph_fall_to_piecewise() -> None:
     """One graph: PIECEWISE at 8 serves both kinds, FULL the uniform ones alone."""
-    traffic = Traffic.of({Batch(8, 8, True): 1, Batch(8, 2, False): 1}, "by hand")
+    traffic = Traffic.of({StepShape(8, 8, True): 1, StepShape(8, 2, False): 1}, "by hand")
     times = StepTimes.measured({(FULL, 0): {1: 3}, (PIECEWISE, 0): {1: 5}, (NONE, 0): {1: 20}}, "by hand")
     instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times)
     problem = instance.problem()
@@ -351,7 +350,7 @@ def test_uniform_batches_without_a_full_graph_fall_to_piecewise() -> None:
 
 def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
     """Without adapters a step takes 10, with LoRA kernels 11. One graph serves all; with two, each kind has its own."""
-    traffic = Traffic.of({Batch(8, 8, True, 0): 3, Batch(8, 8, True, 2): 1}, "by hand")
+    traffic = Traffic.of({StepShape(8, 8, True, 0): 3, StepShape(8, 8, True, 2): 1}, "by hand")
     times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 3): {1: 11}, (NONE, 0): {1: 50}}, "by hand")
     instance = Instance(lanes_of(FULL, (0, 3)), bounds(1, 8, 8), traffic, times)
     problem = instance.problem()
@@ -361,7 +360,7 @@ def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
 
 
 def test_batches_that_no_lane_may_serve_run_eagerly() -> None:
-    traffic = Traffic.of({Batch(4, 2, False): 1, Batch(4, 4, True): 1}, "by hand")
+    traffic = Traffic.of({StepShape(4, 2, False): 1, StepShape(4, 4, True): 1}, "by hand")
     times = StepTimes.measured({(FULL, 0): {1: 3}, (NONE, 0): {1: 20}}, "by hand")
     instance = Instance(lanes_of(DECODE_ONLY, (0,)), bounds(1, 8, 8), traffic, times)
     assert best_plan(instance.problem(), Limits(3)).least == 23.0
@@ -403,7 +402,7 @@ def check_within(
     cost = costs.of(keys)
     assert limits.pays_for(len(keys), cost.total_bytes, cost.seconds)
     assert problem.costs_of(chosen) == pytest.approx((len(keys), cost.total_bytes, cost.seconds))
-    expected = expected_step(serve(keys, instance.traffic, instance.times))
+    expected = Run(keys, instance.traffic, instance.times).expected_us
     assert expected == pytest.approx(total / problem.weight)
 
 
@@ -437,7 +436,7 @@ def test_a_size_on_a_flat_step_stays_where_the_larger_one_costs_more() -> None:
 
 def test_without_effort_the_bound_stays_below() -> None:
     """The best end of the FULL lane, 4, lies between the two that are tried first, 0 and 8."""
-    traffic = Traffic.of({Batch(4, 4, True): 5, Batch(8, 8, True): 5, Batch(8, 2, False): 5}, "by hand")
+    traffic = Traffic.of({StepShape(4, 4, True): 5, StepShape(8, 8, True): 5, StepShape(8, 2, False): 5}, "by hand")
     times = StepTimes.measured(
         {(FULL, 0): {4: 3, 5: 15, 8: 15}, (PIECEWISE, 0): {1: 5, 8: 5}, (NONE, 0): {1: 20}}, "by hand"
     )
@@ -453,8 +452,8 @@ def test_a_curve_does_not_claim_more_than_it_proves(proven: float, monkeypatch: 
     """Points of a curve are searched to within 0.05%; a single number of graphs is searched to the end."""
     monkeypatch.setattr("cgplan.optimizer.search.CURVE_PROVEN", proven)
     rng = np.random.default_rng(5)
-    counts = {Batch(n, n, True): float(rng.integers(1, 99)) for n in range(1, 41)}
-    counts |= {Batch(n, 1, False): float(rng.integers(1, 99)) for n in range(1, 61)}
+    counts = {StepShape(n, n, True): float(rng.integers(1, 99)) for n in range(1, 41)}
+    counts |= {StepShape(n, 1, False): float(rng.integers(1, 99)) for n in range(1, 61)}
     instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 40, 60), Traffic.of(counts, "random"), StepTimes.default())
     problem = instance.problem()
     curve = Search(problem, Limits(16), curve=True)

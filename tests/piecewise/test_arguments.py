@@ -144,11 +144,6 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         BackendError,
         "is not a pool of this",
     ),
-    "never entered": (
-        lambda: BreakableCUDAGraphCapture(select_backend("cpu")).__exit__(None, None, None),
-        CaptureError,
-        "left before it began",
-    ),
     "nothing to break at": (lambda: eager_break_during_capture(3), CgplanError, "3, which cannot be called"),  # type: ignore[arg-type]
     "context mode by name": (lambda: entered("FULL", BatchDescriptor(2)), CgplanError, "runtime mode 'FULL'"),
     "context mode of a plan": (

@@ -31,8 +31,7 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend
 from cgplan.models import decoder
-from cgplan.piecewise.eager_piece import EagerPiece
-from cgplan.piecewise.modules import break_at_modules
+from cgplan.piecewise.breaks import break_at_modules
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -46,7 +45,7 @@ def test_breaks_at_modules_come_and_go(backend: GraphBackend) -> None:
     assert breaks.names == ("layers.0.mix", "layers.1.mix", "layers.1.out")
     made, y = capture(backend, lambda: model(x))
     assert kinds(made) == "eSee"
-    assert [item.name for item in made.segments if isinstance(item, EagerPiece)] == list(breaks.names)
+    assert [piece.name for piece in made.eager_pieces] == list(breaks.names)
     x.add_(1)
     made.replay()
     with torch.no_grad():
@@ -63,7 +62,7 @@ def test_the_outer_of_two_matching_modules_is_the_piece(backend: GraphBackend) -
     x = randn(backend, 4, 6)
     break_at_modules(model, ["layers.*.mix", "layers.*.mix.inner"])
     made, _ = capture(backend, lambda: model(x))
-    assert [item.name for item in made.segments if isinstance(item, EagerPiece)] == ["layers.0.mix", "layers.1.mix"]
+    assert [piece.name for piece in made.eager_pieces] == ["layers.0.mix", "layers.1.mix"]
 
 
 def test_a_forward_that_the_user_replaced_comes_back(backend: GraphBackend) -> None:

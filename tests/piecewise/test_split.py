@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cgplan import (
-    ConfigError,
-)
+from cgplan import CompilationConfig, ConfigError
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.split import Piece
 
@@ -24,7 +22,7 @@ def _fresh_dynamo() -> None:
 
 def pieces_of(forward: Callable[..., Any], *splitting_ops: str, rows: int = 4) -> tuple[Piece, ...]:
     """How a forward over [rows, 8] is split."""
-    splitter = PiecewiseBackend(splitting_ops or None)
+    splitter = PiecewiseBackend(CompilationConfig(splitting_ops=splitting_ops or None))
     x = torch.randn(rows, 8)
     with torch.no_grad():
         expected = forward(x)

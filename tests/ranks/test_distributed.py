@@ -35,7 +35,7 @@ def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype
     found = values(run_ranks(world_size, programs.replays, dtype, [(3, 8), (5, 40)], 3, 12))
     for registration in found:
         assert registration.rows == 6
-        assert registration.opened == (world_size - 1) * registration.bases
+        assert registration.mapped_bytes == (world_size - 1) << 20
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

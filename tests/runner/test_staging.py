@@ -19,7 +19,6 @@ from cgplan.backends import GraphBackend
 from cgplan.errors import AddressError, CaptureError, CgplanError, DispatchMissError, InputError
 from cgplan.planning import MissReason
 from cgplan.runner import runner as runner_module
-from cgplan.runner.prepared import PreparedCall
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -259,34 +258,6 @@ def test_calls_of_all_kinds_are_looked_at_again(backend: GraphBackend) -> None:
             pass
     large = torch.ones(9, device=backend.device)
     same(runner(x=large), large * 2)
-
-
-@pytest.mark.parametrize("act", ["recapture", "close"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_block_whose_graphs_go_while_it_is_made(
-    backend: GraphBackend, act: str, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another thread: nobody would tell the new block that its graphs are gone."""
-    runner, prepare = open_runner(backend), PreparedCall.of
-
-    def prepare_slowly(*given: Any) -> PreparedCall:
-        call = prepare(*given) if late else None
-        thread = threading.Thread(target=getattr(runner, act))
-        thread.start()
-        thread.join()
-        return prepare(*given) if call is None else call
-
-    monkeypatch.setattr(PreparedCall, "of", prepare_slowly)
-    with pytest.raises(CgplanError, match="while another call was under way"):
-        runner.stage(3)
-    monkeypatch.undo()
-    if act == "close":
-        with pytest.raises(CgplanError, match="closed"):
-            runner.stage(3)
-        return
-    with runner.stage(3) as buffers:
-        buffers["x"].fill_(3)
-    same(buffers.output, torch.full((3,), 6.0, device=backend.device))
 
 
 def test_failed_keys_are_not_forgotten_inside_a_block(backend: GraphBackend) -> None:

@@ -36,11 +36,12 @@ ROWS = Input(shape=("num_tokens",), dtype="float32", pad=0)
 LENGTHS = Input(shape=("num_reqs",), dtype="int64", pad=0)
 
 
-def open_runner(backend: GraphBackend, *, reqs: bool = True, **compilation: Any) -> GraphRunner:
+def open_runner(backend: GraphBackend, *, reqs: bool = True, **sections: Any) -> GraphRunner:
     metadata = {"lengths": LENGTHS} if reqs else None
-    compilation = {"cudagraph_capture_sizes": [2, 4, 8], "cudagraph_mode": "FULL_DECODE_ONLY", **compilation}
+    compilation = {"cudagraph_capture_sizes": [2, 4, 8], "cudagraph_mode": "FULL_DECODE_ONLY"}
+    compilation |= sections.pop("compilation", {})
     return cgplan.capture(
-        lambda x: x * 2, {"x": ROWS}, metadata=metadata, compilation=compilation, device=backend.device.type
+        lambda x: x * 2, {"x": ROWS}, metadata=metadata, compilation=compilation, device=backend.device.type, **sections
     )
 
 
@@ -52,7 +53,7 @@ def count_of(
     descriptor: BatchDescriptor,
     reason: MissReason | None = None,
 ) -> BatchCount:
-    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), mode, descriptor, reason)
+    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), reason)
 
 
 def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
@@ -418,10 +419,7 @@ def test_ranges_are_named_by_key(backend: GraphBackend, monkeypatch: pytest.Monk
         inside.pop()
 
     monkeypatch.setattr(type(backend), "annotate", annotate)
-    runner = open_runner(backend)
-    config = runner.config.model_copy(update={"report": runner.config.report.model_copy(update={"nvtx": on})})
-    runner._graphed.config = config
-    runner.graphs_changed()
+    runner = open_runner(backend, report={"nvtx": on})
     for step in ((3, 3), (3, 3), (8, 2)):
         call(runner, *step)
         stage(runner, *step)

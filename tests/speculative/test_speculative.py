@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -64,8 +64,8 @@ def spec_config(backend: GraphBackend, *, mode: str = "FULL_DECODE_ONLY", k: int
 
 def pair(backend: GraphBackend) -> tuple[Decoder, Decoder]:
     """A target, and a draft that is often right and often wrong."""
-    target = decoder(backend)
-    return target, first_layers(target, 3)
+    target = decoder(backend, num_layers=3)
+    return target, first_layers(target, 2)
 
 
 @dataclass
@@ -153,14 +153,14 @@ def captured(backend: GraphBackend, config: Config, **options: Any) -> Captured:
     target, draft = pair(backend)
     manager = SpecDecodeGraphManager(config, target, draft, backend, **options)
     manager.capture()
-    return Captured(manager, target, draft, first_layers(target, 4))
+    return Captured(manager, target, draft, first_layers(target, 3))
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def for_all_tests(request: pytest.FixtureRequest, quiet_collector: None) -> Iterator[Captured]:
-    """Captured for 1 to 5 draft tokens, once for all tests that only decode."""
+    """Captured for 1, 3 and 5 draft tokens, once for all tests that only decode."""
     backend = select_backend(request.param)
-    found = captured(backend, spec_config(backend, k=MOST), draft_tokens=range(1, MOST + 1))
+    found = captured(backend, spec_config(backend, k=MOST), draft_tokens=(1, 3))
     yield found
     found.manager.close()
 
@@ -177,10 +177,17 @@ def forget(manager: SpecDecodeGraphManager) -> None:
         manager.remove(slot)
 
 
+def begin(found: Captured, prompt: list[int], blocks: Sequence[int]) -> int:
+    """Prefill a prompt, append its next token, and hand the request over."""
+    logits = found.manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], found.manager.backend.device))
+    prompt.append(int(logits[-1].argmax()))
+    return found.manager.add(prompt, blocks)
+
+
 # --- tokens ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 16)), min_size=1, max_size=7),
     seed=st.integers(0, 10_000),
@@ -197,73 +204,54 @@ def test_tokens_equal_plain_greedy_decoding(
     assert found == [greedy(shared.alone, prompt, count) for prompt, count in zip(given, counts, strict=True)]
 
 
-@pytest.mark.parametrize("k", range(1, MOST + 1))
-def test_each_number_of_draft_tokens(shared: Captured, k: int) -> None:
-    given, slots = prompts(k, [7, 3, 12]), []
-    for index, prompt in enumerate(given):
-        blocks = range(index * MAX_BLOCKS, (index + 1) * MAX_BLOCKS)
-        logits = shared.manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], shared.manager.backend.device))
-        slots.append(shared.manager.add([*prompt, int(logits[-1].argmax())], blocks))
-        prompt.append(int(logits[-1].argmax()))
-    before = shared.manager.stats.accepted
-    for _ in range(2):
-        for prompt, tokens in zip(given, shared.manager.step(slots, k).tokens(), strict=True):
-            assert 1 <= len(tokens) <= k + 1
-            prompt += tokens
-    for slot, prompt, length in zip(slots, given, (7, 3, 12), strict=True):
-        assert prompt[length:] == greedy(shared.alone, prompt[:length], len(prompt) - length)
-        shared.manager.remove(slot)
-    assert sum(map(len, given)) == 7 + 3 + 12 + 3 + 6 + shared.manager.stats.accepted - before
+def test_each_number_of_draft_tokens(shared: Captured) -> None:
+    for k in (1, 3, MOST):
+        given, accepted = prompts(k, [7, 3, 12]), shared.manager.stats.accepted
+        slots = [begin(shared, prompt, range(i * MAX_BLOCKS, (i + 1) * MAX_BLOCKS)) for i, prompt in enumerate(given)]
+        for _ in range(2):
+            for prompt, tokens in zip(given, shared.manager.step(slots, k).tokens(), strict=True):
+                assert 1 <= len(tokens) <= k + 1
+                prompt += tokens
+        for slot, prompt, length in zip(slots, given, (7, 3, 12), strict=True):
+            assert prompt[length:] == greedy(shared.alone, prompt[:length], len(prompt) - length)
+            shared.manager.remove(slot)
+        assert sum(map(len, given)) == 7 + 3 + 12 + 3 + 6 + shared.manager.stats.accepted - accepted
 
 
 def test_some_drafts_are_accepted_and_some_rejected(shared: Captured) -> None:
-    stats = shared.manager.stats
-    before = (stats.drafted, stats.accepted, stats.tokens, sum(stats.steps.values()))
+    before = replace(shared.manager.stats, steps=shared.manager.stats.steps.copy())
     Engine(shared.manager, random.Random(1)).generate(prompts(1, [5] * 6), [16] * 6)
-    drafted, accepted, tokens, steps = (
-        now - then
-        for now, then in zip(
-            (stats.drafted, stats.accepted, stats.tokens, sum(stats.steps.values())), before, strict=True
-        )
-    )
-    assert 0.1 < accepted / drafted < 0.9
-    assert tokens >= 6 * 15
-    assert steps < tokens
+    stats = shared.manager.stats
+    tokens, steps = stats.tokens - before.tokens, stats.steps.total() - before.steps.total()
+    assert 0.1 < (stats.accepted - before.accepted) / (stats.drafted - before.drafted) < 0.9
+    assert steps < tokens >= 6 * 15
     assert 0 < stats.acceptance < 1
 
 
 def test_steps_can_be_queued_before_the_last_ones_are_read(shared: Captured) -> None:
     """The device knows by itself how far each request is; it stops at the end of the request's blocks."""
-    [prompt], blocks = prompts(3, [6]), [9, 2, 5, 7]
-    logits = shared.manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], shared.manager.backend.device))
-    first = int(logits[-1].argmax())
-    slot = shared.manager.add([*prompt, first], blocks)
-    steps = [shared.manager.step([slot], 2) for _ in range(14)]
-    found = [first, *(token for step in steps for token in step.tokens()[0])]
-    assert len(found) == len(blocks) * BLOCK - len(prompt) + 1
-    assert found == greedy(shared.alone, prompt, len(found))
+    [tokens], blocks = prompts(3, [6]), [9, 2, 5, 7]
+    slot = begin(shared, tokens, blocks)
+    steps = [shared.manager.step([slot], 3) for _ in range(14)]
+    tokens += [token for step in steps for token in step.tokens()[0]]
+    assert len(tokens) == len(blocks) * BLOCK + 1
     assert steps[-1].tokens() == [[]]
     with pytest.raises(InputError, match="has 16 tokens in the cache, and its blocks hold 16"):
         shared.manager.step([slot])
     shared.manager.set_blocks(slot, [*blocks, 11])
-    more = shared.manager.step([slot]).tokens()[0]
-    assert [*found, *more] == greedy(shared.alone, prompt, len(found) + len(more))
-    shared.manager.remove(slot)
+    tokens += shared.manager.step([slot]).tokens()[0]
+    assert tokens[6:] == greedy(shared.alone, tokens[:6], len(tokens) - 6)
 
 
 def test_up_to_the_end_of_the_block_table(shared: Captured) -> None:
     """Drafts that would lie behind the table's last column are written nowhere, so they spoil nothing before it."""
-    [prompt], blocks = prompts(2, [CAPACITY - 6]), list(range(MAX_BLOCKS))
-    logits = shared.manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], shared.manager.backend.device))
-    first = int(logits[-1].argmax())
-    slot = shared.manager.add([*prompt, first], blocks)
+    [tokens], blocks = prompts(2, [CAPACITY - 6]), list(range(MAX_BLOCKS))
+    slot = begin(shared, tokens, blocks)
     steps = [shared.manager.step([slot], 5) for _ in range(7)]
-    found = [first, *(token for step in steps for token in step.tokens()[0])]
-    assert len(found) == 7
-    assert found == greedy(shared.alone, prompt, 7)
-    tokens = [*prompt, *found[:-1]]
-    fresh = first_layers(shared.target, 4)
-    logits_of(fresh, [Chunk(tokens, 0, blocks)])
+    tokens += [token for step in steps for token in step.tokens()[0]]
+    assert tokens[CAPACITY - 6 :] == greedy(shared.alone, tokens[: CAPACITY - 6], 7)
+    fresh = first_layers(shared.target, shared.target.config.num_layers)
+    logits_of(fresh, [Chunk(tokens[:-1], 0, blocks)])
     for ours, wanted in zip(cached(shared.target, blocks, CAPACITY), cached(fresh, blocks, CAPACITY), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
 
@@ -286,27 +274,19 @@ def test_positions_stay_inside_what_a_block_table_holds(backend: GraphBackend) -
             slot = manager.add([*prompt, *found], blocks)
             steps = [manager.step([slot]) for _ in range(6)]  # the last ones begin at the table's end
             found += [token for step in steps for token in step.tokens()[0]]
-        assert found == greedy(first_layers(target, 4), prompt, 7)
+        assert found == greedy(first_layers(target, 3), prompt, 7)
 
 
 def test_a_late_answer_is_not_taken_for_the_next_request_in_the_slot(shared: Captured) -> None:
-    def begin(prompt: list[int]) -> int:
-        logits = shared.manager.prefill(
-            **batch_of([Chunk(prompt, 0, range(MAX_BLOCKS))], shared.manager.backend.device)
-        )
-        prompt.append(int(logits[-1].argmax()))
-        return shared.manager.add(prompt, range(MAX_BLOCKS))
-
     one, two = prompts(5, [CAPACITY - 1, 4])
-    slot = begin(one)
+    slot = begin(shared, one, range(MAX_BLOCKS))
     late = shared.manager.step([slot], 1)
     shared.manager.remove(slot)
-    assert begin(two) == slot
+    assert begin(shared, two, range(MAX_BLOCKS)) == slot
     late.tokens()
     for _ in range(3):
         two += shared.manager.step([slot], 3).tokens()[0]
     assert two[4:] == greedy(shared.alone, two[:4], len(two) - 4)
-    shared.manager.remove(slot)
 
 
 # --- caches ---------------------------------------------------------------------------------------------------
@@ -323,11 +303,9 @@ def test_both_caches_hold_what_a_prefill_of_the_tokens_writes(shared: Captured) 
     manager, choose, partly, wholly = shared.manager, random.Random(2), 0, 0
     for number, prompt in enumerate(prompts(8, [5, 3, 9])):
         blocks = list(range(number * MAX_BLOCKS, (number + 1) * MAX_BLOCKS))
-        logits = manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], manager.backend.device))
-        tokens = [*prompt, int(logits[-1].argmax())]
-        slot = manager.add(tokens, blocks)
+        slot, tokens = begin(shared, prompt, blocks), prompt
         while len(tokens) < CAPACITY - MOST:
-            k = choose.randint(1, 4)
+            k = choose.choice((1, 3))
             new = manager.step([slot], k).tokens()[0]
             partly, wholly = partly + (len(new) <= k), wholly + (len(new) == k + 1)
             tokens += new
@@ -359,8 +337,6 @@ def test_nothing_is_written_outside_of_a_requests_blocks(shared: Captured) -> No
     assert len(found[0]) == 1  # one place was left
     for model, (was, now) in enumerate(zip(before, after, strict=True)):
         assert all(torch.equal(x, y) for x, y in zip(was, now, strict=True)), model
-    for slot in slots:
-        manager.remove(slot)
 
 
 # --- the plan, the pool, the modes ----------------------------------------------------------------------------
@@ -392,12 +368,14 @@ def test_one_plan_names_all_graphs() -> None:
 def test_all_parts_share_one_pool(backend: GraphBackend) -> None:
     """It is hardly larger than what the largest part takes alone, and it is free again after close."""
     target, draft = pair(backend)
-    manager = SpecDecodeGraphManager(spec_config(backend), target, draft, backend)
+    pool = GraphPool(backend)
+    manager = SpecDecodeGraphManager(spec_config(backend), target, draft, pool=pool)
+    assert manager.backend is backend
     manager.capture()  # what libraries keep for themselves is there from now on
     manager.close()
     before = reserved(backend)
     together = manager.capture()
-    assert together.pool_bytes == manager.pool.nbytes > 0
+    assert together.pool_bytes == manager.pool.nbytes == pool.nbytes > 0
     assert together.static_bytes == sum(report.static_bytes for report in together.parts.values()) > 0
     assert str(manager.report) == str(together)
     manager.close()
@@ -412,7 +390,7 @@ def test_all_parts_share_one_pool(backend: GraphBackend) -> None:
     assert max(alone) <= together.pool_bytes < sum(alone)
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_other_modes(backend: GraphBackend, mode: str) -> None:
     """Decoding is captured where the mode has FULL graphs for it, else it runs eagerly; tokens are the same."""
     torch._dynamo.reset()
@@ -432,13 +410,10 @@ def test_other_modes(backend: GraphBackend, mode: str) -> None:
 
 
 def test_a_step_replays_two_graphs_of_the_padded_number_of_requests(shared: Captured) -> None:
-    manager, device = shared.manager, shared.manager.backend.device
-    slots = []
-    for index, prompt in enumerate(prompts(6, [4, 4, 4])):
-        manager.prefill(**batch_of([Chunk(prompt, 0, [index])], device))
-        slots.append(manager.add([*prompt[:-1], 1, 2][:5], [index, 10 + index]))
+    manager = shared.manager
+    slots = [begin(shared, prompt, [index, 10 + index]) for index, prompt in enumerate(prompts(6, [4, 4, 4]))]
     before = {name: dict(part.stats.replays) for name, part in manager.managers.items()}
-    manager.step(slots, 2).tokens()
+    manager.step(slots, 3).tokens()
     new = {
         (name, key): count - before[name].get(key, 0)
         for name, part in manager.managers.items()
@@ -446,11 +421,9 @@ def test_a_step_replays_two_graphs_of_the_padded_number_of_requests(shared: Capt
         if count != before[name].get(key, 0)
     }
     assert {(name, d.num_tokens, d.num_reqs): count for (name, (_, d)), count in new.items()} == {
-        ("propose k=2", 4, 4): 1,
-        ("verify k=2", 12, 4): 1,
+        ("propose k=3", 4, 4): 1,
+        ("verify k=3", 16, 4): 1,
     }
-    for slot in slots:
-        manager.remove(slot)
 
 
 def test_capture_again_after_close_and_after_a_failure(backend: GraphBackend) -> None:
@@ -474,24 +447,11 @@ def test_capture_again_after_close_and_after_a_failure(backend: GraphBackend) ->
     with pytest.raises(CgplanError, match="'draft' has no graphs"):
         manager.prefill(**batch_of([Chunk([1, 2], 0, [0])], backend.device))
     fails[0] = False
-    alone = first_layers(target, 4)
+    alone = first_layers(target, 3)
     manager.capture()
     [prompt] = prompts(1, [4])
     assert Engine(manager, random.Random(1)).generate([prompt], [8]) == [greedy(alone, prompt, 8)]
     manager.close()
-
-
-def test_parts_capture_into_a_pool_that_is_given() -> None:
-    backend = TapeBackend()
-    pool = GraphPool(backend)
-    target, draft = pair(backend)
-    with SpecDecodeGraphManager(spec_config(backend), target, draft, pool=pool) as manager:
-        report = manager.capture()
-        assert manager.backend is backend
-        assert pool.nbytes == report.pool_bytes > 0
-        assert "12 graphs" not in str(report)
-        assert f"{report.graphs} graphs in one pool" in str(report)
-    assert pool.nbytes == 0
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------
@@ -537,31 +497,15 @@ def test_more_draft_tokens_than_the_configuration_says(shared: Captured) -> None
         with pytest.raises(InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 2, 3") as caught:
             SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=[wrong])
         assert "num_speculative_tokens" in caught.value.remedy
-    for fine in (torch.tensor([1, 2]), iter([True, 2])):
-        made = SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=fine)  # type: ignore[arg-type]
-        assert made.plan.draft_tokens == (3, 2, 1)
-        assert "verify k=1" in made.managers
     blocks = [0, 1]
     shared.manager.prefill(**batch_of([Chunk([1, 2, 3], 0, blocks)], shared.manager.backend.device))
     slot = shared.manager.add([1, 2, 3, 4], blocks)
     before = launched(shared)
     for wrong in (0, 6):
-        with pytest.raises(InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 2, 3, 4, 5"):
+        with pytest.raises(InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 3, 5"):
             shared.manager.step([slot], wrong)
     assert launched(shared) == before
     shared.manager.remove(slot)
-    assert works(shared)
-
-
-def test_more_requests_than_max_num_seqs(shared: Captured) -> None:
-    slots = [shared.manager.add([1, 2], [index]) for index in range(MAX_SEQS)]
-    before = launched(shared)
-    with pytest.raises(InputError, match="4 requests are being decoded") as caught:
-        shared.manager.add([1, 2], [9])
-    assert "Remove one that is done" in caught.value.remedy
-    assert launched(shared) == before
-    for slot in slots:
-        shared.manager.remove(slot)
     assert works(shared)
 
 
@@ -592,52 +536,26 @@ def test_requests_that_do_not_fit(
     assert works(shared)
 
 
-def test_tokens_and_blocks_in_any_form(shared: Captured) -> None:
-    found = [
-        shared.manager.add((token for token in (1, 2)), range(1)), shared.manager.add(torch.tensor([1, 2]), (1,)),
-        shared.manager.add([torch.tensor(1), 2], torch.tensor([2])),
-    ]  # fmt: skip
-    rows = [shared.manager._changed[slot][:4] for slot in found]
-    assert rows == [[1, 2, 1, block] for block in range(3)]
-    for slot in torch.tensor(found):
-        shared.manager.remove(slot)
-    assert works(shared)
-
-
-def test_a_prefill_takes_tensors_alone(shared: Captured) -> None:
-    before = launched(shared)
-    batch = batch_of([Chunk([1, 2, 3], 0, [0])], shared.manager.backend.device)
-    for name in ("uniform_decode", "num_active_loras"):
-        with pytest.raises(InputError, match="a prefill takes a batch's tensors alone"):
-            shared.manager.prefill(**batch, **{name: 0})
-    assert launched(shared) == before
-    assert works(shared)
-
-
 def test_what_graphs_read_is_not_written_from_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither new requests nor other blocks, while the stream of the last step still has work."""
     current, busy = 0, False
     monkeypatch.setattr(TapeBackend, "stream_getter", lambda self: lambda: current)
     monkeypatch.setattr(TapeBackend, "is_busy", lambda self, stream: busy)
     backend = TapeBackend()
-    manager = captured(backend, spec_config(backend)).manager
-    slot = manager.add([1, 2], [0])
-    manager.step()
-    new = manager.add([1, 2], [1])
-    before, (current, busy) = manager._state.rows.clone(), (7, True)
-    calls: list[Callable[[], Any]] = [
-        lambda: manager.set_blocks(slot, [0, 2]),
-        manager.step,
-        lambda: manager.step([slot]),
-    ]
+    found = captured(backend, spec_config(backend))
+    [tokens], manager = prompts(3, [6]), found.manager
+    slot = begin(found, tokens, [9, 2, 3])
+    tokens += manager.step([slot], 3).tokens()[0]
+    manager.add([1, 2], [1])
+    current, busy = 7, True
+    calls: list[Callable[[], Any]] = [lambda: manager.set_blocks(slot, [9, 1, 3, 5]), manager.step]
     for call in calls:
         with pytest.raises(CgplanError, match="on another stream"):
             call()
-    assert torch.equal(manager._state.rows, before)
     busy = False
-    manager.set_blocks(slot, [0, 2])
-    manager.step([new])
-    assert manager._state.rows[slot, 3:5].tolist() == [0, 2]
+    manager.set_blocks(slot, [9, 2, 3, 5])
+    tokens += manager.step([slot]).tokens()[0]
+    assert tokens[6:] == greedy(found.alone, tokens[:6], len(tokens) - 6)
     manager.close()
 
 
@@ -660,7 +578,7 @@ def test_tokens_come_from_the_stream_of_the_step() -> None:
         assert backend.send([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
 
 
-def test_slots_that_are_not_there(shared: Captured) -> None:
+def test_slots_and_batches_that_cannot_be(shared: Captured) -> None:
     slot = shared.manager.add([1, 2], [0])
     before = launched(shared)
     with pytest.raises(InputError, match="no request has slot 3") as caught:
@@ -674,19 +592,18 @@ def test_slots_that_are_not_there(shared: Captured) -> None:
         shared.manager.set_blocks(2, [0])
     with pytest.raises(InputError, match="9 blocks of 4 tokens"):
         shared.manager.set_blocks(slot, range(9))
-    assert launched(shared) == before
-    shared.manager.remove(slot)
-    assert works(shared)
-
-
-def test_a_prefill_that_does_not_fit(shared: Captured) -> None:
     batch = batch_of([Chunk([1, 2, 3], 0, [0])], shared.manager.backend.device)
-    before = launched(shared)
     with pytest.raises(InputError, match="input 'positions' is a batch of num_tokens = 2"):
         shared.manager.prefill(**{**batch, "positions": batch["positions"][:2]})
     with pytest.raises(InputError, match="is missing"):
         shared.manager.prefill(input_ids=batch["input_ids"])
+    for index in range(1, MAX_SEQS):
+        shared.manager.add([1, 2], [index])
+    with pytest.raises(InputError, match="4 requests are being decoded") as caught:
+        shared.manager.add([1, 2], [9])
+    assert "Remove one that is done" in caught.value.remedy
     assert launched(shared) == before
+    forget(shared.manager)
     assert works(shared)
 
 

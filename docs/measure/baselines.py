@@ -1,9 +1,9 @@
-"""transformers Qwen3-0.6B and ViT-B/16, random weights, at batch 1, 16 and 32: cgplan beside its peers.
+"""transformers Qwen3-0.6B and ViT-B/16, random weights, at batch 1, 16 and 32: cgplan beside its baselines.
 
-    python docs/measure/peers.py [qwen3] [vit] [--repeats 30] [--seed 0] [--output FOLDER]
+    python docs/measure/baselines.py [qwen3] [vit] [--repeats 30] [--seed 0] [--output FOLDER]
 
 Each model is one `cgplan bench --against ...` in a process of its own; docs/benchmarks.md says what the columns mean.
-cgplan captures the same three sizes as its peers. Most of the time goes into reduce-overhead, which compiles each size.
+All capture the same three sizes. Most of the time goes into reduce-overhead, which compiles each size.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = {"qwen3": "transformers_qwen3_0_6b.yaml", "vit": "vit_b16.yaml"}
-PEERS = "eager,bare,make_graphed_callables,reduce-overhead"
+BASELINES = "eager,bare,make_graphed_callables,reduce-overhead"
 SIZES = "[1, 16, 32]"
 
 
@@ -26,11 +26,11 @@ def command(model, options):
         "report.sizes": SIZES,
         "report.repeats": options.repeats,
     }
-    made = [sys.executable, "-m", "cgplan", "bench", "--config", str(CONFIGS / MODELS[model]), "--against", PEERS]
+    made = [sys.executable, "-m", "cgplan", "bench", "--config", str(CONFIGS / MODELS[model]), "--against", BASELINES]
     for key, value in settings.items():
         made += ["--set", f"{key}={value}"]
     if options.output is not None:
-        made += ["--output", str(options.output / f"peers_{model}.json")]
+        made += ["--output", str(options.output / f"baselines_{model}.json")]
     return [*made, "--seed", str(options.seed)]
 
 

@@ -1,0 +1,396 @@
+"""Operators, their replays on the tape and on CUDA, and the tape's own pool and limits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import capture, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from cgplan.backends import GraphBackend
+from cgplan.backends.tape import TapeBackend
+from cgplan.backends.tape_pool import ALIGNMENT, TapePool
+from cgplan.errors import CaptureError
+
+pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+Shape = tuple[int, ...]
+CASES: dict[str, tuple[Callable[..., Any], tuple[Shape, ...]]] = {}
+X = (4, 6)
+ROWS = "whole numbers from 0 to 3"
+
+
+def case(*shapes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a forward over random inputs of these shapes; one marked (shape, ROWS) is of whole numbers."""
+
+    def register(forward: Callable[..., Any]) -> Callable[..., Any]:
+        CASES[forward.__name__] = (forward, shapes)
+        return forward
+
+    return register
+
+
+class WithoutFastPath(nn.Module):
+    """torch leaves the fused path of its attention modules while a mode watches, as the tape's does: compare like."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return self.inner(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@case(X)
+def views(x: Tensor) -> Any:
+    made = x * 2
+    chained = (x.t().reshape(3, 8)[:, ::2].unsqueeze(0).squeeze(0).permute(1, 0) * 2).contiguous().view(-1)
+    strided = made.as_strided((3, 2), (2, 5)), made.diagonal() + 1, made.unfold(1, 2, 2), made.T.contiguous()
+    return chained, strided, x[:1, :1].t().double() + 1, x[1:], x.t(), x, x.detach()[:, 2]
+
+
+@case(X)
+def chunk_split_unbind(x: Tensor) -> Any:
+    a, b = x.chunk(2, dim=1)
+    c, d = (x * 2).split([1, 5], dim=1)
+    return {"sum": a + b, "parts": [c, d.clone()], "rows": (x + 1).unbind(0), "thirds": torch.tensor_split(x + 2, 3)}
+
+
+@case(X)
+def several_results(x: Tensor) -> Any:
+    found = x.topk(2, dim=1), x.sort(dim=1, descending=True), x.max(dim=1), x.argmax(dim=1), x.kthvalue(3)
+    return found, torch.native_layer_norm(x, [6], None, None, 1e-5)
+
+
+@case(X, (6, 3))
+def reductions(x: Tensor, w: Tensor) -> Any:
+    total = x.sum()
+    scalars = total, total * 2 + 1, x / total, torch.stack([total, total]), x[2, 3] + 1
+    found = torch.var_mean(x, dim=1), x.mean(0), x.softmax(1), x.logsumexp(1), x.amax(), torch.aminmax(x)
+    return scalars, found, torch.relu(x @ w) + 1
+
+
+@case(X)
+def empty_tensors(x: Tensor) -> Any:
+    none = x[:0] * 2
+    return torch.cat([none, x]), none, none.sum(), torch.zeros(0, 6, device=x.device) + none, x.new_empty((0,))
+
+
+@case(X)
+def complex_and_conj(x: Tensor) -> Any:
+    z = torch.view_as_complex(x.reshape(4, 3, 2))
+    turned = z.conj() * torch.polar(x.abs()[:, :3], x[:, 3:])
+    return turned, z.conj(), turned.conj().imag, torch.view_as_real(turned.conj().resolve_conj()), (-z).conj().real
+
+
+@case(X)
+def dtypes(x: Tensor) -> Any:
+    small = x.to(torch.float8_e4m3fn).to(torch.float32) * 2
+    return (
+        x.half(),
+        x.to(torch.bfloat16).float(),
+        x.long(),
+        x > 0,
+        x.double() * 2,
+        x.to(torch.int8),
+        x.int() // 2,
+        small,
+    )
+
+
+@case(X, X)
+def out_variants(x: Tensor, y: Tensor) -> Any:
+    found = torch.empty_like(x)
+    torch.add(x, y, out=found)
+    wide = torch.zeros(4, 12, device=x.device)
+    torch.mul(x, y, out=wide[:, 3:9])
+    values, where = torch.empty(4, device=x.device), torch.empty(4, device=x.device, dtype=torch.int64)
+    torch.max(x, 1, out=(values, where))
+    grown = torch.empty(0, device=x.device)
+    returned = torch.add(x, y, out=grown)
+    return found, wide, values, where, grown * 2, returned, grown
+
+
+@case((4, 1))
+def expanded(x: Tensor) -> Any:
+    wide = x.expand(4, 5)
+    return wide, wide + 1, (x * 2).expand(-1, 3), torch.broadcast_to(x, (2, 4, 3)).sum(0)
+
+
+@case((5, 3), ((4,), ROWS), (4, 3), ((4, 3), ROWS))
+def indices(x: Tensor, rows: Tensor, values: Tensor, where: Tensor) -> Any:
+    made = torch.zeros_like(x).index_put((rows,), values.round(), accumulate=True)
+    found = made, x.clone().index_add_(0, rows, values.round()), x[rows], x[rows, :2], x.index_select(0, rows)
+    scattered = torch.zeros(5, 3, device=x.device).scatter_add(0, where, x[:4].round())
+    return found, scattered, x.gather(0, where), torch.zeros_like(x).scatter_reduce(0, where, x[:4], "amax")
+
+
+@case(X)
+def scans(x: Tensor) -> Any:
+    whole = x.round()
+    return whole.cumsum(1), whole.long().cumprod(0), whole.cummax(1), whole.diff(dim=1)
+
+
+@case((2, 4, 5, 8), (2, 4, 5, 8))
+def sdpa(q: Tensor, k: Tensor) -> Any:
+    return F.scaled_dot_product_attention(q, k, k * 2), F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+@case(X)
+def foreach(x: Tensor) -> Any:
+    parts = [x[0] * 1, x[1] * 1]
+    torch._foreach_add_(parts, 2.0)
+    torch._foreach_mul_(parts, [x[2], x[3]])
+    return parts, torch._foreach_norm(parts), torch._foreach_sqrt([p.abs() for p in parts])
+
+
+@case(X, X)
+def in_place(x: Tensor, y: Tensor) -> Any:
+    x[1:3, ::2].mul_(3).add_(1)
+    x.t()[0].neg_()
+    x[:, 5].copy_(x[:, 4])
+    rows = x.sum(0)
+    x.copy_(y * 2)
+    y.zero_().add_(x, alpha=0.5)
+    x.clamp_(min=0).sub_(1)
+    return rows, x.addcmul_(y, y, value=2).sqrt_()
+
+
+@case(X)
+def layouts_that_change_in_place(x: Tensor) -> Any:
+    return (x * 2).view(4, 6, 1).squeeze_(2).unsqueeze_(0).transpose_(1, 2) + 1
+
+
+@case(X)
+def made_inside(x: Tensor) -> Any:
+    mask = torch.ones(4, 4, device=x.device).tril().bool()
+    steps = torch.arange(6, device=x.device) + torch.full((6,), 2, device=x.device)
+    made = torch.empty(4, 6, device=x.device)
+    made[:2] = x[2:]
+    made[2:].fill_(3)
+    later = made.view(-1)
+    later[5:7] += 1
+    others = x.new_zeros(2, 3), torch.eye(3, device=x.device), torch.linspace(0, 1, 5, device=x.device)
+    return steps, mask, made, later, others
+
+
+@case(X)
+def masks(x: Tensor) -> Any:
+    positive = x > 0
+    filled = x.clone()
+    filled[positive] = 0.5
+    return filled, torch.where(positive, x, -x), x.masked_fill(positive, 9), positive.logical_not(), x.clamp(-1, 1)
+
+
+@case((3, 4, 6))
+def products_and_orders(x: Tensor) -> Any:
+    y = x.transpose(1, 2)
+    products = torch.einsum("bij,bkj->bik", x, x), torch.baddbmm(x @ y, x, y, beta=2), torch.cdist(x, x)
+    orders = torch.stack([x, x]), x.flip(0), x.roll(1, 1), x.repeat(2, 1, 1), x.repeat_interleave(2, 0), x[0].rot90()
+    return products, orders
+
+
+@case((2, 3, 8, 8))
+def images(x: Tensor) -> Any:
+    last = x.to(memory_format=torch.channels_last)
+    pooled = F.max_pool2d(x, 2), F.avg_pool2d(last, 2), F.interpolate(x, scale_factor=2), F.pad(x, (1, 2))
+    return *pooled, F.unfold(x, 3), F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2), last + 1
+
+
+@case(X, X)
+def overloads_and_growing_out_variants(x: Tensor, y: Tensor) -> Any:
+    """Some overloads differ only in an argument that they require; out variants of some losses grow their result."""
+    x, y = x.sigmoid(), y.sigmoid()
+    losses = [f(x, y, reduction=r) for f in (F.binary_cross_entropy, F.huber_loss) for r in ("mean", "sum", "none")]
+    return losses, F.pairwise_distance(x, y), x.norm(2.0, 1), x.sum(1, dtype=torch.float64)
+
+
+@case(X)
+def mapped(x: Tensor) -> Any:
+    return torch.func.vmap(lambda row: row.softmax(0) * row.sum())(x)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "embedding": (lambda: nn.Embedding(4, 5), ((3, 2), ROWS)),
+    "conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()), (2, 3, 6, 6)),
+    "lstm": (lambda: nn.LSTM(6, 5, num_layers=2, batch_first=True), (2, 3, 6)),
+    "gru": (lambda: nn.GRU(6, 5), (3, 2, 6)),
+    "attention": (lambda: WithoutFastPath(nn.TransformerEncoderLayer(8, 2, 16)), (2, 3, 8)),
+    "norms": (lambda: nn.Sequential(nn.LayerNorm(6), nn.RMSNorm(6), nn.GroupNorm(2, 4)), (3, 4, 6)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.GELU()), X),
+}
+
+
+def inputs_of(shapes: Any, seed: int, device: torch.device) -> list[Tensor]:
+    generator, made = torch.Generator().manual_seed(seed), []
+    for shape in shapes:
+        if shape[-1] == ROWS:
+            made.append(torch.randint(4, shape[0], generator=generator).to(device))
+        else:
+            made.append(torch.randn(shape, generator=generator).to(device))
+    return made
+
+
+@pytest.mark.parametrize("name", sorted({*CASES, *MODULES}))
+def test_replay_equals_eager_bit_for_bit(backend: GraphBackend, name: str) -> None:
+    if name in MODULES:
+        make, shape = MODULES[name]
+        forward, shapes = make().eval().to(backend.device), (shape,)
+    else:
+        forward, shapes = CASES[name]  # type: ignore[assignment]
+    static = inputs_of(shapes, 0, backend.device)
+    graph, output = capture(backend, lambda: forward(*static))
+    for seed in (1, 2, 3):
+        fresh = inputs_of(shapes, seed, backend.device)
+        for target, value in zip(static, fresh, strict=True):
+            target.copy_(value)
+        with torch.no_grad():
+            wanted = forward(*fresh)
+        backend.replay(graph)
+        same(output, wanted)
+        same(static, fresh)  # what the forward wrote into its inputs
+
+
+def test_constants_of_the_python_code_are_fresh_on_each_replay() -> None:
+    backend, x = TapeBackend(), torch.zeros(3)  # on CUDA such a constant is a copy from host memory
+    graph, out = capture(backend, lambda: torch.tensor([1.0, 2.0, 3.0]).add_(x))
+    for value in (5.0, 7.0):
+        x.fill_(value)
+        backend.replay(graph)
+        same(out, torch.tensor([1.0, 2.0, 3.0]) + value)
+
+
+def test_the_tape_refuses_tensors_that_it_cannot_place() -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(CaptureError, match="sparse"):
+        capture(TapeBackend(), lambda: sparse @ torch.ones(3, 3), warmups=0)
+
+
+# --- custom operators -----------------------------------------------------------------------------------------
+
+CALLS: list[str] = []
+
+
+@torch.library.custom_op("cgplan_tests::scaled", mutates_args=())
+def scaled_op(x: Tensor, factor: float) -> Tensor:
+    CALLS.append("scaled")
+    return (x * factor).relu()
+
+
+@torch.library.custom_op("cgplan_tests::store", mutates_args={"target"})
+def store_op(target: Tensor, x: Tensor) -> None:
+    CALLS.append("store")
+    target[1:].copy_(x[1:] * 2)
+
+
+@torch.library.custom_op("cgplan_tests::pair", mutates_args=())
+def pair_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    CALLS.append("pair")
+    return x + 1, scaled_op(x, 2.0)
+
+
+LIBRARY = torch.library.Library("cgplan_tests", "FRAGMENT")
+LIBRARY.define("plain(Tensor x) -> Tensor")
+
+
+def plain_impl(x: Tensor) -> Tensor:
+    CALLS.append("plain")
+    return x.sum(0, keepdim=True) * 2
+
+
+for key in ("CPU", "CUDA"):
+    LIBRARY.impl("plain", plain_impl, key)
+
+
+def test_operators_written_in_python_are_recorded_inside(backend: GraphBackend) -> None:
+    x = torch.arange(-2.0, 4.0, device=backend.device).reshape(3, 2)
+    target = torch.zeros_like(x)
+
+    def forward(x: Tensor, target: Tensor) -> Any:
+        store_op(target, x)
+        return scaled_op(x, 3.0), pair_op(x), torch.ops.cgplan_tests.plain(x), target * 1
+
+    CALLS.clear()
+    graph, out = capture(backend, lambda: forward(x, target), warmups=0)
+    assert CALLS == ["store", "scaled", "pair", "scaled", "plain"]
+    same(target, torch.zeros_like(target))
+    x.add_(3)
+    CALLS.clear()
+    backend.replay(graph)
+    assert CALLS == [], "their Python code does not run again"
+    wanted_target = torch.zeros_like(x)
+    same(out, forward(x, wanted_target))
+    same(target, wanted_target)
+    assert (backend.num_nodes(graph) or 9) >= 9, "the operators inside are the nodes"
+
+
+# --- the tape's pool ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(steps=st.lists(st.tuples(st.integers(0, 900), st.booleans(), st.integers(0, 30)), max_size=40))
+def test_pool_blocks_never_overlap_and_bytes_are_exact(steps: list[tuple[int, bool, int]]) -> None:
+    pool, taken = TapePool(), []
+    peak = 0
+    for nbytes, drop, which in steps:
+        if drop and taken:
+            taken.pop(which % len(taken))
+        else:
+            taken.append((pool.take(nbytes), nbytes))
+        spans = sorted((s.data_ptr(), s.data_ptr() + max(n, 1)) for s, n in taken)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert all(start % ALIGNMENT == 0 for start, _ in spans)
+        held = sum(max(-(-n // ALIGNMENT), 1) * ALIGNMENT for _, n in taken)
+        assert pool.nbytes - pool.free_bytes == held
+        assert pool.nbytes >= max(peak, held)
+        peak = max(peak, held)
+    taken.clear()
+    assert pool.free_bytes == pool.nbytes
+    pool.trim()
+    assert pool.nbytes == 0
+
+
+def test_pool_reuses_freed_blocks_and_joins_neighbours() -> None:
+    pool = TapePool()
+    whole = pool.take(1024)
+    del whole
+    halves = [pool.take(512), pool.take(512)]
+    assert pool.nbytes == 1024
+    halves.clear()
+    again = pool.take(1024)
+    assert pool.nbytes == 1024, "the halves were joined"
+    assert again.nbytes() == 1024
+
+
+def test_pool_limit() -> None:
+    pool = TapePool(limit=1024)
+    first = pool.take(1000)
+    with pytest.raises(torch.OutOfMemoryError, match="64 bytes asked for, 1024 of 1024 reserved"):
+        pool.take(1)
+    del first
+    assert pool.take(900).nbytes() == 900
+
+
+def test_an_alias_does_not_take_the_block() -> None:
+    pool = TapePool()
+    storage = pool.take(256)
+    alias = pool.alias_of(storage)
+    assert alias is not None
+    assert alias.data_ptr() == storage.data_ptr()
+    assert pool.free_bytes == 0
+    del storage
+    assert pool.free_bytes == 256
+    alias.fill_(7)  # the memory itself is still there
+    assert pool.alias_of(torch.ones(3).untyped_storage()) is None
