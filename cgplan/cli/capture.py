@@ -34,7 +34,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import budget_of
 from cgplan.reports import Report
-from cgplan.reports.records import check_peers
+from cgplan.reports.records import check_baselines
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
@@ -64,7 +64,7 @@ def run_capture(request: Request) -> None:
 
 
 def run_bench(request: Request, against: Sequence[str], seed: int | None) -> None:
-    against = check_peers(against)
+    against = check_baselines(against)
     if against and has_ranks():
         raise ConfigError(
             "--against measures one process, and torchrun has started several",

@@ -38,7 +38,7 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.reports.records import OURS, CaptureReport, PeerRecord, PeersRecord, Timing, WayRecord
+from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, CaptureReport, Timing, WayRecord
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
@@ -242,7 +242,7 @@ def bench_baselines(
     *,
     seed: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-) -> PeersRecord:
+) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
     The runner is closed and captured again, twice: first each way is prepared with nothing else ready, which gives its
@@ -288,7 +288,7 @@ def bench_baselines(
             way.attempt(bench.compare)
         for way in ways[1:]:
             way.attempt(_Contender.close)
-    return PeersRecord(
+    return BaselinesRecord(
         seed=seed,
         rounds=rounds,
         repeats=rounds * bench.repeats,
@@ -308,7 +308,7 @@ class _Contender:
     undo: ExitStack = field(default_factory=ExitStack)
     first: dict[int, float] = field(default_factory=dict)
     times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
-    results: dict[int, PeerRecord] = field(default_factory=dict)
+    results: dict[int, BaselineRecord] = field(default_factory=dict)
 
     @property
     def stays_ready(self) -> bool:  # Note [Graphs of several baselines in one process]
@@ -421,7 +421,7 @@ class Comparison:
         for size in self._outputs:
             difference, reason = self._deviation(size, way)
             device, latency, host = map(timing, way.times[size])
-            way.results[size] = PeerRecord(
+            way.results[size] = BaselineRecord(
                 name=way.record.name,
                 num_tokens=size,
                 device=device,
