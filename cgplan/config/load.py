@@ -15,8 +15,8 @@ from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 MOST_NAMED = 3  # files beside a missing one
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:

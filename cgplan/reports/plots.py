@@ -119,7 +119,7 @@ def check_plot_path(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise OutputPathError(
             f"cannot draw {path}: a picture ends in {' or '.join(SUFFIXES)}",
-            remedy=f"Name it {path.with_suffix(SUFFIXES[0]).name}, say.",
+            remedy=f"Name it {path.stem or 'plan'}{SUFFIXES[0]}, say.",
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise OutputPathError(

@@ -245,10 +245,12 @@ def test_plan_diff(home: Path) -> None:
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:
     Path("h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
     traffic = (*PLAN, "--traffic", "h.csv")
-    for option in ("--memory", "--capture-time", "--plot", "--output"):
+    for option in ("--memory", "--capture-time"):
         result = cgplan_command(*traffic, option, "")
         assert result.exit_code == 2
-        assert re.search(f"Invalid value for '{option}'.*: it is empty", result.stderr)
+        assert f"{option} is empty" in result.stderr
+    for option in ("--plot", "--output"):
+        assert "error: cannot" in refused(errors.OutputPathError, *traffic, option, "")
     for over in ("h.csv", "good.yaml"):
         assert f"{over} is an input of the plan" in refused(errors.OutputPathError, *traffic, "--output", over)
     assert Path("h.csv").read_text().startswith("num_tokens")

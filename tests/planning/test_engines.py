@@ -247,7 +247,7 @@ def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
         ('{"cudagraph_mod": "FULL"}', ["no key 'cudagraph_mod' (did you mean 'cudagraph_mode'?)", "Correct or remove"]),
         ('{"nonsense": 1}', ["no key 'nonsense'", "cudagraph_capture_sizes"]),
         ('{"cudagraph_mode": "FUL"}', ["--vllm: compilation.cudagraph_mode", "did you mean FULL?"]),
-        ('{"cudagraph_capture_sizes": [0]}', ["a capture size must be at least 1, found 0"]),
+        ('{"cudagraph_capture_sizes": [0]}', ["cudagraph_capture_sizes.0: found 0, expected greater than"]),
         ('{"cudagraph_capture_sizes": [4], "max_cudagraph_capture_size": 8}', ["remove one of the two"]),
         ('{"mode": 7}', ["found mode 7", "3 (VLLM_COMPILE)"]),
         ('{"mode": "FAST"}', ["found mode 'FAST'"]),
