@@ -42,19 +42,12 @@ from cgplan.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of a capture or bench.
+    """Arguments of a capture or bench."""
 
-    Attributes:
-        config: The YAML file; ``overrides`` win over it.
-        plan: A saved plan to capture in place of the one that follows from the configuration; None: that one.
-        force: Capture the saved plan although it was made for something else.
-        output: File for the report, None for none.
-    """
-
-    config: Path
+    config: Path  # the YAML file; overrides win over it
     overrides: Sequence[str | Override]
-    plan: Path | None
-    force: bool
+    plan: Path | None  # a saved plan to capture in place of the one that follows from the configuration
+    force: bool  # capture the saved plan although it was made for something else
     output: Path | None
     as_json: bool
 

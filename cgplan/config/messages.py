@@ -26,13 +26,10 @@ def explain(
     lines: Mapping[Path_, int] = _NOWHERE,
     origins: Mapping[str, str] = _NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with one message a key, for a ValidationError of ``data``.
+    """A ConfigError with one message a key, for a ValidationError of ``data`` from a file or class, ``source``.
 
-    Args:
-        source: The file, or the name of the class that was to be made.
-        root: The class that was to be made; its fields are the valid names.
-        lines: Line of each key, where it came from a file.
-        origins: Where each dotted key came from.
+    The fields of ``root`` are the valid names; ``lines`` has the line of each key in the file, ``origins`` the origin
+    of each dotted key.
     """
     by_path: dict[Path_, list[ErrorDetails]] = {}  # a union complains several times about one value
     for detail in error.errors():
