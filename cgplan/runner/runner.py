@@ -439,7 +439,7 @@ class GraphRunner:
             CgplanError: a call is under way.
         """
         with self._use.held(self._name):
-            self._demand.live.retry_failed()
+            self._demand.live.failed.clear()
             self._forget_calls()
 
     def replan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cgplan.captures.failures import explain_failure
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import BatchDescriptor
 
 
 def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
@@ -16,7 +16,7 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
 
     def explained(error: CaptureError, found: HostSyncError | None) -> CgplanError:
         key = BatchDescriptor(4)
-        return explain_failure(error, CUDAGraphMode.FULL, key, capturing=True, free=None, host_sync=found)
+        return explain_failure(error, f"FULL {key}", capturing=True, free=None, host_sync=found)
 
     assert type(explained(invalid, None)) is CaptureError
     named = explained(invalid, found)
