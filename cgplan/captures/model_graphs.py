@@ -117,7 +117,7 @@ class ModelGraphs:
         self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
 
     def allocate_buffers(self, tokens: int) -> None:
-        """Make static buffers for batches of that size. Raises CaptureMemoryError."""
+        """Make static buffers for batches of that size. Raises CaptureMemoryError and BackendError."""
         specs = {**self.config.inputs, **self.config.metadata}
         self.most_tokens = tokens
         self.buffers = StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)

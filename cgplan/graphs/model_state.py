@@ -45,7 +45,16 @@ _PLAIN = frozenset(
 )
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
-_OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
+_OPAQUE_MODULES = (
+    "typing",
+    "threading",
+    "_thread",
+    "logging",
+    "weakref",
+    "torch._",
+    "cgplan.graphs",
+    "cgplan.piecewise",
+)
 _FOREIGN = frozenset({"torch", "cgplan", "numpy", *sys.stdlib_module_names})  # packages whose code is not entered
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the __dict__ of each module
