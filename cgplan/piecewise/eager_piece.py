@@ -228,7 +228,8 @@ class EagerPiece:
             if type(node) is torch.Tensor and node.layout is torch.strided:
                 if id(node) in inside and not node.is_conj() and not node.is_neg():  # borrowing loses these bits
                     node = self._backend.borrow(node)
-                return node.detach().detach  # `.data` would not count writes to a static buffer
+                kept: torch.Tensor = node.detach()
+                return kept.detach  # `.data` would not count writes to a static buffer
             if not any(id(leaf) in inside for leaf in tree_leaves(node)):
                 return None
             if type(node) is dict:
