@@ -228,7 +228,7 @@ class CudaBackend(GraphBackend):
         kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
             return Copier(buffers, copy_inputs=copy_inputs)
-        blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
+        blocks = StagingBlocks(partial(fence_behind, device=self.device), self.synchronize)
         return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:

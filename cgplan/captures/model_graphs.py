@@ -19,7 +19,7 @@ from cgplan.buffers.static import StaticBuffers
 from cgplan.captures.failures import explain_failure
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
-from cgplan.errors import AddressError, CaptureError, CaptureMemoryError, InputError
+from cgplan.errors import AddressError, CaptureError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
 from cgplan.graphs.footprint import Footprint, examine, look
 from cgplan.graphs.model_state import ModelState
@@ -117,18 +117,10 @@ class ModelGraphs:
         self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
 
     def allocate_buffers(self, tokens: int) -> None:
-        """Make static buffers for batches of that size. Raises CaptureMemoryError."""
+        """Make static buffers for batches of that size. Raises CaptureMemoryError and BackendError."""
         specs = {**self.config.inputs, **self.config.metadata}
         self.most_tokens = tokens
-        try:
-            self.buffers = StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one from the CPU's allocator
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            raise CaptureMemoryError(
-                f"no memory for static buffers of {tokens} tokens: {str(error).splitlines()[0]}",
-                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
-            ) from error
+        self.buffers = StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
 
     # --- captures -------------------------------------------------------------------------------------------------
 

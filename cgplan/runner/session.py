@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.buffers.static import check_dtypes
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, CaptureProgress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
@@ -70,7 +69,7 @@ class CaptureSession:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
                 everything of this session is freed and the model runs as before.
             ModelError: the model failed before its capture began.
-            BackendError: torch or the device lacks the dtype of an input; nothing was allocated.
+            BackendError: torch or the device lacks the dtype of an input.
             PlanError: the plan was made from another configuration.
             ConfigError: graphs on demand were asked for with several ranks.
             DistributedError: with other ranks, one of them failed; all raise it.
@@ -110,7 +109,6 @@ class CaptureSession:
             return ModelGraphs(plan, config, self._model, backend, self._pool, self._state, together)
 
         try:
-            check_dtypes({**config.inputs, **config.metadata}, backend.device)
             backend.release_cached()
             before, start = backend.memory(), time.perf_counter()
             free = together.begin(asked, before.free)
