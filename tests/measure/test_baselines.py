@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from cgplan.measure.baselines import (
     BASELINES,
     BenchBatch,
     Comparison,
-    Ready,
+    Way,
     bare,
     bench_baselines,
     reduce_overhead,
@@ -26,7 +25,7 @@ from cgplan.measure.baselines import (
 )
 from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
-from cgplan.reports.records import BASELINE_NAMES, BaselineRecord
+from cgplan.reports.records import BASELINE_NAMES, BaselineRecord, WayRecord
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -213,11 +212,12 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
     runner = open_runner(backend, model)
     x = batch_of(backend, 3)
     batch = BenchBatch(3, {"x": x}, {}, {}, runner.route({"x": x}).unpadded)
-    with torch.no_grad(), ExitStack() as undo:
-        call = bare(Comparison(runner, [batch]), undo).calls[3]
+    way = Way(WayRecord(name="bare"))
+    with torch.no_grad(), way.undo:
+        bare(Comparison(runner, [batch]), way)
         for _ in range(2):
             x.normal_()
-            same(call(), model(x))
+            same(way.calls[3](), model(x))
 
 
 def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend) -> None:
@@ -246,11 +246,10 @@ def test_rounds_are_in_random_order_and_the_seed_repeats_it(monkeypatch: pytest.
     def noted(name: str, size: int, call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: seen.append((name, size)) or call()
 
-    def noting(name: str) -> Callable[[Comparison, ExitStack], Ready]:
-        def prepare(bench: Comparison, undo: ExitStack) -> Ready:
-            ready = original[name](bench, undo)
-            ready.calls = {size: noted(name, size, call) for size, call in ready.calls.items()}
-            return ready
+    def noting(name: str) -> Callable[[Comparison, Way], None]:
+        def prepare(bench: Comparison, way: Way) -> None:
+            original[name](bench, way)
+            way.calls = {size: noted(name, size, call) for size, call in way.calls.items()}
 
         return prepare
 
@@ -387,8 +386,9 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     backend = select_backend("cpu")
     model = net(backend)
     runner = open_runner(backend, model)
-    with ExitStack() as undo:
-        reduce_overhead(Comparison(runner, []), undo)
+    way = Way(WayRecord(name="reduce-overhead"))
+    with way.undo:
+        reduce_overhead(Comparison(runner, []), way)
         assert model.held[0]._dynamo_static_input_type == "unguarded"
         assert not hasattr(model.before.weight, "_dynamo_static_input_type"), "parameters are static anyway"
     assert not hasattr(model.held[0], "_dynamo_static_input_type")
