@@ -79,8 +79,8 @@ def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
     if missing:
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
         raise ReportError(
-            f"{path} has no costs of {' and '.join(missing)} graphs: its graphs are {had}, and the configuration's mode "
-            f"is {plan.mode}",
+            f"{path} has no costs of {' and '.join(missing)} graphs: its graphs are {had}, and the configuration has "
+            f"mode {plan.mode}",
             remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs estimate.",
         )
 
