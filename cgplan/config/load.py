@@ -16,7 +16,6 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
 MOST_NAMED = 3  # files beside a missing one
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
