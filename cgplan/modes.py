@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import difflib
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 from cgplan.errors import ConfigError
 
 
-def _parse(kind: str, members: dict[str, Any], value: object) -> Any:
-    """Member of an enum by name in any case; an unknown name is answered with the nearest one."""
-    if value is None:  # an empty key in YAML, which does not ask for NONE
-        raise ConfigError(f"{kind} has no value", remedy=f"Choose one of {', '.join(members)}.")
-    name = str(value).strip().upper()
-    if name in members:
-        return members[name]
-    near = difflib.get_close_matches(name, members, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"unknown {kind} {value!r}", remedy=f"{hint}Choose one of {', '.join(members)}.")
+class _Named:
+    """An enum whose members are read by name."""
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Member by name, in any case. Raises ConfigError with the nearest valid name."""
+        if isinstance(value, cls):
+            return value
+        members: dict[str, Self] = dict(cls.__members__)  # type: ignore[attr-defined]
+        kind, choose = _SETTINGS[cls.__name__], f"Choose one of {', '.join(members)}."
+        if value is None:  # an empty key in YAML, which does not ask for NONE
+            raise ConfigError(f"{kind} has no value", remedy=choose)
+        name = str(value).strip().upper()
+        if name in members:
+            return members[name]
+        near = difflib.get_close_matches(name, members, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown {kind} {value!r}", remedy=f"{hint}{choose}")
+
+    def __str__(self) -> str:
+        return self.name  # type: ignore[attr-defined,no-any-return]
 
 
-class CUDAGraphMode(Enum):
+_SETTINGS = {"CUDAGraphMode": "cudagraph_mode", "AttentionSupport": "attention_support"}
+
+
+class CUDAGraphMode(_Named, Enum):
     """Which graphs run a batch. The first three are runtime modes; the last two pair one for
     uniform decode batches with one for mixed batches.
     """
@@ -31,13 +45,6 @@ class CUDAGraphMode(Enum):
     FULL = 2
     FULL_DECODE_ONLY = (2, 0)
     FULL_AND_PIECEWISE = (2, 1)
-
-    @classmethod
-    def parse(cls, value: object) -> CUDAGraphMode:
-        """Mode by name, in any case. Raises ConfigError with the nearest valid name."""
-        if isinstance(value, cls):
-            return value
-        return _parse("cudagraph_mode", dict(cls.__members__), value)  # type: ignore[no-any-return]
 
     def separate_routine(self) -> bool:
         """Whether uniform decode batches have graphs of their own."""
@@ -55,30 +62,17 @@ class CUDAGraphMode(Enum):
         """Whether this mode runs some batches in the runtime mode ``mode``."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
-    def __str__(self) -> str:
-        return self.name
-
 
 RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
-class AttentionSupport(IntEnum):
+class AttentionSupport(_Named, IntEnum):
     """Batches for which the model's attention can stand inside a graph, from none to all."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     UNIFORM_BATCH = 2
     ALWAYS = 3
-
-    @classmethod
-    def parse(cls, value: object) -> AttentionSupport:
-        """Level by name, in any case. Raises ConfigError with the nearest valid name."""
-        if isinstance(value, cls):
-            return value
-        return _parse("attention_support", dict(cls.__members__), value)  # type: ignore[no-any-return]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class BatchDescriptor(NamedTuple):
@@ -114,9 +108,6 @@ class BatchDescriptor(NamedTuple):
         if self.has_lora:
             parts.append(f"num_active_loras={self.num_active_loras}")
         return " ".join(parts)
-
-
-__all__ = ["RUNTIME_MODES", "AttentionSupport", "CUDAGraphMode"]
 
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]

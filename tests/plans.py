@@ -16,7 +16,7 @@ from cgplan.planning.plan import capture_order
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
-def plan_of(
+def config_of(
     mode: str = "FULL",
     sizes: list[int] | str | None = None,
     *,
@@ -24,18 +24,22 @@ def plan_of(
     tokens: int = 8192,
     spec: int = 0,
     lora: dict[str, Any] | None = None,
+    budget: dict[str, Any] | None = None,
     **compilation: Any,
-) -> Plan:
-    return build_plan(
-        Config.model_validate(
-            {
-                "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
-                "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
-                "speculative": {"num_speculative_tokens": spec},
-                "lora": lora,
-            }
-        )
+) -> Config:
+    return Config.model_validate(
+        {
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
+            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+            "speculative": {"num_speculative_tokens": spec},
+            "budget": budget or {},
+            "lora": lora,
+        }
     )
+
+
+def plan_of(*args: Any, **options: Any) -> Plan:
+    return build_plan(config_of(*args, **options))
 
 
 @st.composite
@@ -114,8 +118,8 @@ class Costs(GraphCosts):
     source, estimated = "a line", True
 
     def __init__(self, pool: int, static: int, workspace: int, each: int, seconds: float, slope: float, once: float):
-        self.pool, self.static, self.workspace = pool, static, workspace
-        self.each, self.second, self.slope, self.once = each, seconds, slope, once
+        self.pool, self.static, self.workspace_bytes = pool, static, workspace
+        self.each, self.second, self.slope, self.once_seconds = each, seconds, slope, once
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return (self.pool if mode is FULL else self.pool + 2) * num_tokens
@@ -131,11 +135,3 @@ class Costs(GraphCosts):
 
     def _growth(self, key: Key) -> float:
         return 1 + self.slope * key[1].num_tokens
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.workspace
-
-    @property
-    def once_seconds(self) -> float:
-        return self.once

@@ -38,7 +38,7 @@ from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.trace import with_own_code
-from cgplan.reports.records import OURS, CaptureReport, PeerRecord, PeersRecord, Timing, WayRecord
+from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, CaptureReport, Timing, WayRecord
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
@@ -107,7 +107,7 @@ class Way:
     calls: dict[int, Call] = field(default_factory=dict)
     first: dict[int, float] = field(default_factory=dict)
     times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
-    results: dict[int, PeerRecord] = field(default_factory=dict)
+    results: dict[int, BaselineRecord] = field(default_factory=dict)
     note: str | None = None
 
     @property
@@ -271,7 +271,7 @@ def bench_baselines(
     *,
     seed: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-) -> PeersRecord:
+) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
     The runner is closed and captured again, twice: first each way is prepared with nothing else ready, which gives its
@@ -317,7 +317,7 @@ def bench_baselines(
             way.attempt(bench.compare)
         for way in ways[1:]:
             way.attempt(Way.close)
-    return PeersRecord(
+    return BaselinesRecord(
         seed=seed,
         rounds=rounds,
         repeats=rounds * bench.repeats,
@@ -419,7 +419,7 @@ class Comparison:
         for size in self._outputs:
             difference, reason = self._deviation(size, way)
             device, latency, host = map(timing, way.times[size])
-            way.results[size] = PeerRecord(
+            way.results[size] = BaselineRecord(
                 name=way.record.name,
                 num_tokens=size,
                 device=device,

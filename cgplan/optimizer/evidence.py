@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from cgplan.planning.costs import Record
 from cgplan.planning.plan import LaneRecord, LeftOut
 
 NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Expected(_Record):
-    """Mean microseconds of a step over the traffic.
-
-    Attributes:
-        plan: With the plan's graphs.
-        eager: Without graphs.
-        bound: If each batch had a graph of its own size, in the best of its modes: no plan is below it.
+class Expected(Record):
+    """Mean microseconds of a step with the plan's graphs, without graphs, and if each batch had a graph of its own size
+    in the best of its modes (no plan is below that ``bound``).
     """
 
     plan: float
@@ -30,14 +21,9 @@ class Expected(_Record):
     bound: float
 
 
-class ParetoPoint(_Record):
-    """The best plan with so many graphs, if nothing else were limited.
-
-    Attributes:
-        graphs: Number of keys.
-        expected_us: Mean microseconds of a step.
-        bytes: Device memory of all of it; None where costs are not known.
-        seconds: Start-up; None likewise.
+class ParetoPoint(Record):
+    """The best plan with so many graphs, if nothing else were limited: mean microseconds of a step, bytes of device
+    memory, and seconds of start-up (both None where costs are not known).
     """
 
     graphs: int
@@ -46,7 +32,7 @@ class ParetoPoint(_Record):
     seconds: float | None
 
 
-class LadderPoint(_Record):
+class LadderPoint(Record):
     """A ladder on the same traffic.
 
     Attributes:
@@ -100,41 +86,38 @@ class NotWorth(LaneRecord):
     reason: str
 
 
-class NextGraph(_Record):
+class NextGraph(Record):
     """The gain of one graph more, if only their number counted: microseconds a step, and percent of it."""
 
     microseconds: float
     percent: float
 
 
-class Evidence(_Record):
+class Evidence(Record):
     """Everything that a plan's report shows.
 
     Attributes:
         traffic_source, traffic_weight, traffic_notes: The traffic that the plan is for.
         times_source, times_notes: Where the step times come from.
-        costs_source, costs_estimated: Where memory and seconds come from; None: not known.
-        costs_notes: Why these may be other ones than this configuration's.
+        costs_source, costs_estimated, costs_notes: Where memory and seconds come from, and why they may be other ones
+            than this configuration's; None: not known.
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
         graphs, bytes, seconds: Of the plan; bytes and seconds None where costs are not known.
         expected_us: Mean microseconds of a step.
         lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step.
-        gap: How far the plan may be above the best one, as a fraction of it: (plan - lower bound) / lower bound.
+        gap: (plan - lower bound) / lower bound of the mean step.
         exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule`` names apart.
         binding: The limits that the next better plan breaks; empty if none does.
         next_graph: Worth of one more; None if the curve ends there.
-        lanes: Sizes of the plan.
-        uses: The steps that each graph runs.
+        lanes, uses: Sizes of the plan, and the steps that each graph runs.
         pareto: From one graph to where more bring nothing.
         ladders: Those that fit the configuration.
         padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
         left_out: Sizes of the configured list or ladder that the plan does not have.
         failed: Keys that could not be captured, with the error; the plan does without them.
         not_worth: Where graphs bring nothing.
-        notes: Assumptions of the planner.
-        warnings: Lint.
-        verdict: In one sentence.
+        notes, warnings, verdict: Assumptions of the planner, lint, and a summary in one sentence.
     """
 
     kind: Literal["evidence"] = "evidence"

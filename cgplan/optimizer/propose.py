@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
-from pydantic import BaseModel, ConfigDict
-
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import Key
@@ -20,16 +18,14 @@ from cgplan.optimizer.lanes import Run, lanes_of
 from cgplan.optimizer.problem import problem_of
 from cgplan.optimizer.search import MOST, Limits, best_plan
 from cgplan.planning.build import LADDERS, build_plan
-from cgplan.planning.costs import GraphCosts
+from cgplan.planning.costs import GraphCosts, Record
 from cgplan.planning.plan import PLANNED_FOR, Lane, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 
-class Proposal(BaseModel):
+class Proposal(Record):
     """A plan and why it is as it is; ``plan.evidence`` holds the same in JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan: Plan
     evidence: Evidence

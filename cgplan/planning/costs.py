@@ -14,6 +14,12 @@ from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
 
 
+class Record(BaseModel):
+    """A frozen value that refuses fields it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
 @dataclass(frozen=True, slots=True)
 class KeyCost:
     """The cost that one key adds when it is captured after those before it.
@@ -29,7 +35,7 @@ class KeyCost:
     seconds: float
 
 
-class Predicted(BaseModel):
+class Predicted(Record):
     """The predicted cost of capturing a list of keys.
 
     Attributes:
@@ -40,8 +46,6 @@ class Predicted(BaseModel):
         estimated: Whether none of them was measured on the device.
         notes: Why the figures may not be those of the configuration that is planned for.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keys: tuple[KeyCost, ...]
     static_bytes: int
@@ -66,11 +70,15 @@ class GraphCosts(ABC):
 
     Attributes:
         source, estimated, notes: As in the predictions.
+        workspace_bytes: Device memory that the first capture takes once: library workspaces and the like.
+        once_seconds: Time that the first capture takes longer than a second one would: tracing, loading kernels.
     """
 
     source: str
     estimated: bool
     notes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    once_seconds: float = 0.0
 
     @abstractmethod
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
@@ -90,16 +98,6 @@ class GraphCosts(ABC):
     @abstractmethod
     def seconds(self, key: Key) -> float:
         """Warm-ups and capture of one key."""
-
-    @property
-    @abstractmethod
-    def workspace_bytes(self) -> int:
-        """Device memory that the first capture takes once: library workspaces and the like."""
-
-    @property
-    def once_seconds(self) -> float:
-        """Time that the first capture takes longer than a second one would: tracing, loading kernels."""
-        return 0.0
 
     def of(self, keys: Sequence[Key]) -> Predicted:
         """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for the first one."""

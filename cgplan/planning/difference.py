@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from cgplan.config import Config
 from cgplan.config.schema import BudgetConfig
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.plan import LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
+from cgplan.planning.costs import Record
+from cgplan.planning.plan import Lane, LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
 
 # Settings that a plan decides itself: its keys are captured whatever the configuration says of them now.
 DECIDED_BY_THE_PLAN = (
@@ -22,18 +21,27 @@ DECIDED_BY_THE_PLAN = (
 )
 MOST_NAMED = 4  # settings in a sentence
 _NO_LIMIT: Mapping[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
+_COMPARED = {
+    "traffic_source": "the expected steps are of different traffic: {} before, {} after",
+    "times_source": "step times are from {} before, from {} after",
+    "rule": "the number of graphs follows from {} before, from {} after",
+}
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FieldChange(_Record):
+class FieldChange(Record):
     """A setting that differs: its dotted name and both values as JSON has them, None where it is absent."""
 
     name: str
     old: Any
     new: Any
+
+    def said(self, form: str) -> str:
+        """``form`` with ``{name}``, ``{old}`` and ``{new}`` as JSON writes them, text without quotes."""
+        old, new = (
+            "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
+            for value in (self.old, self.new)
+        )
+        return form.format(name=self.name, old=old, new=new)
 
 
 class LaneChange(LaneRecord):
@@ -44,7 +52,7 @@ class LaneChange(LaneRecord):
     kept: tuple[int, ...]
 
 
-class Figure(_Record):
+class Figure(Record):
     """A figure of both plans, None where a plan does not have it."""
 
     old: float | None
@@ -56,7 +64,7 @@ class Figure(_Record):
         return None if self.old is None or self.new is None else self.new - self.old
 
 
-class PlanDifference(_Record):
+class PlanDifference(Record):
     """The changes from one plan to another.
 
     Attributes:
@@ -89,26 +97,21 @@ class PlanDifference(_Record):
 def compare(old: Plan, new: Plan) -> PlanDifference:
     """The changes that capturing ``new`` instead of ``old`` brings."""
     before, after = old.lanes(), new.lanes()
-    changes = []
-    for lane in sorted({*before, *after}, key=lambda lane: (lane.mode.name, lane.uniform, lane.num_active_loras)):
+
+    def change(lane: Lane) -> LaneChange:
         had, has = before.get(lane, ()), after.get(lane, ())
-        changes.append(
-            LaneChange(
-                **lane._asdict(),
-                added=tuple(size for size in has if size not in had),
-                removed=tuple(size for size in had if size not in has),
-                kept=tuple(size for size in has if size in had),
-            )
-        )
-    predicted = (old.predicted, new.predicted)
-    memory = [None if costs is None else costs.total_bytes for costs in predicted]
-    seconds = [None if costs is None else costs.seconds for costs in predicted]
+        added, removed = (tuple(n for n in one if n not in other) for one, other in ((has, had), (had, has)))
+        return LaneChange(**lane._asdict(), added=added, removed=removed, kept=tuple(n for n in has if n in had))
+
+    def figure(read: Callable[[Plan], float | None]) -> Figure:
+        return Figure(old=read(old), new=read(new))
+
     return PlanDifference(
-        lanes=tuple(changes),
-        graphs=Figure(old=len(old.keys), new=len(new.keys)),
-        memory=Figure(old=memory[0], new=memory[1]),
-        seconds=Figure(old=seconds[0], new=seconds[1]),
-        expected_us=Figure(old=old.expected_us, new=new.expected_us),
+        lanes=tuple(map(change, sorted({*before, *after}, key=lambda lane: (lane.mode.name, *lane[1:])))),
+        graphs=figure(lambda plan: len(plan.keys)),
+        memory=figure(lambda plan: None if plan.predicted is None else plan.predicted.total_bytes),
+        seconds=figure(lambda plan: None if plan.predicted is None else plan.predicted.seconds),
+        expected_us=figure(lambda plan: plan.expected_us),
         settings=tuple(_settings(old, new)),
         notes=tuple(_notes(old, new)),
         failed=tuple(LeftOut.model_validate(part) for part in (new.evidence or {}).get("failed", ())),
@@ -125,12 +128,11 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
         config: The configuration that it is to be captured with.
         machine: The present machine; compared where the plan's figures were measured on one.
     """
-    found: list[FieldChange] = []
-    if plan.config is not None:
+    if plan.config is None:
+        found = _changes({"config_hash": plan.config_hash}, {"config_hash": config_hash(config)})
+    else:
         ignored = (*DECIDED_BY_THE_PLAN, "device")
-        found += [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
-    elif plan.config_hash != config_hash(config):
-        found.append(FieldChange(name="config_hash", old=plan.config_hash, new=config_hash(config)))
+        found = [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
     if plan.machine is not None and machine is not None:
         found += machine_changes(plan.machine, machine)
     return tuple(found)
@@ -159,23 +161,16 @@ def fitted(
     """
     wrong = mismatches(plan, config, machine)
     if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:  # the plan decides which graphs, not if
-        wrong += (FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new=str(CUDAGraphMode.NONE)),)
-    described = [f"{c.name}: {_text(c.old)} in the plan, {_text(c.new)} now" for c in wrong]
+        wrong += (FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new="NONE"),)
+    described = [change.said("{name}: {old} in the plan, {new} now") for change in wrong]
     if wrong and not force:
         raise PlanMismatchError(
             "the plan was made for something else" + "".join(f"\n  - {line}" for line in described),
             remedy="Make the plan again for what is there now, or capture it as it is with --force.",
         )
     warning = (f"the plan was made for something else and was forced: {'; '.join(described)}",) if wrong else ()
-    return plan.model_copy(
-        update={
-            "config": capture_config(config),
-            "config_hash": config_hash(config),
-            "budget": budget_of(config),
-            "file": file,
-            "warnings": (*plan.warnings, *warning),
-        }
-    )
+    present = {"config": capture_config(config), "config_hash": config_hash(config), "budget": budget_of(config)}
+    return plan.model_copy(update={**present, "file": file, "warnings": (*plan.warnings, *warning)})
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
@@ -185,18 +180,17 @@ def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
 
 def named(changes: Sequence[FieldChange]) -> str:
     """Settings that differ, the first few of them, as ``scheduler.max_num_seqs was 256, is 64 here``."""
-    listed = [f"{change.name} was {_text(change.old)}, is {_text(change.new)} here" for change in changes[:MOST_NAMED]]
+    listed = [change.said("{name} was {old}, is {new} here") for change in changes[:MOST_NAMED]]
     return "; ".join([*listed, *([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])])
 
 
 def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
-    if old.mode is not new.mode:
-        yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
+    yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
     if old.config is not None and new.config is not None:
         yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
     else:
-        bounds = ("query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras")
-        yield from _changes(*({name: getattr(plan, name) for name in bounds} for plan in (old, new)))
+        bounds = {"query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras"}
+        yield from _changes(old.model_dump(include=bounds), new.model_dump(include=bounds))
     if old.budget is not None and new.budget is not None:
         yield from _changes({"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}})
     if old.machine is not None and new.machine is not None:
@@ -206,13 +200,8 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
     if old.predicted is not None and new.predicted is not None and old.predicted.source != new.predicted.source:
         yield f"memory and start-up have other sources: {old.predicted.source} before, {new.predicted.source} after"
-    evidence = [plan.evidence or {} for plan in (old, new)]
-    for name, words in (
-        ("traffic_source", "the expected steps are of different traffic: {} before, {} after"),
-        ("times_source", "step times are from {} before, from {} after"),
-        ("rule", "the number of graphs follows from {} before, from {} after"),
-    ):
-        given = [of_plan.get(name) for of_plan in evidence]
+    for name, words in _COMPARED.items():
+        given = [(plan.evidence or {}).get(name) for plan in (old, new)]
         if None not in given and given[0] != given[1]:
             yield words.format(*given)
     for plan, other, which in ((old, new, "first"), (new, old, "second")):
@@ -223,12 +212,8 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
     """Leaves that differ, in the order of ``new``."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
-    names = [*after, *(name for name in before if name not in after)]
-    return [
-        FieldChange(name=name, old=before.get(name), new=after.get(name))
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
+    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
+    return [FieldChange(name=name, old=before.get(name), new=after.get(name)) for name in names]
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -237,8 +222,3 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner
-
-
-def _text(value: Any) -> str:
-    """A value as JSON writes it; text without quotes."""
-    return "absent" if value is None else value if isinstance(value, str) else json.dumps(value)

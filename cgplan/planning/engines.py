@@ -40,7 +40,6 @@ _WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 _MODES = {"NONE": 0, "STOCK_TORCH_COMPILE": 1, "DYNAMO_TRACE_ONCE": 2, "VLLM_COMPILE": 3}
-_SPLIT_BY_COMPILATION = 3
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,11 @@ def read_vllm(
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
     origins = {
-        f"compilation.{name}": OPTION if name in compilation else "vLLM's default" for name in data["compilation"]
+        f"{section}.{name}": f"--{name.replace('_', '-')}" for section, values in data.items() for name in values
     }
-    for section in ("scheduler", "speculative", "lora"):
-        origins |= {f"{section}.{name}": f"--{name.replace('_', '-')}" for name in data.get(section, {})}
+    origins |= {f"compilation.{n}": OPTION if n in compilation else "vLLM's default" for n in data["compilation"]}
     asked, level = str(data["compilation"]["cudagraph_mode"]), given.get("mode")
-    without_piecewise = _level(level) != _SPLIT_BY_COMPILATION and "PIECEWISE" in asked.upper()
+    without_piecewise = _level(level) != _MODES["VLLM_COMPILE"] and "PIECEWISE" in asked.upper()
     if without_piecewise:
         data["compilation"]["cudagraph_mode"] = "NONE"
         origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
@@ -115,7 +113,7 @@ def read_vllm(
     ]
     if without_piecewise:
         notes.append(
-            f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode {_SPLIT_BY_COMPILATION} only, "
+            f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode {_MODES['VLLM_COMPILE']} only, "
             f"mode is {level}"
         )
     notes.append(
@@ -140,22 +138,21 @@ def _parse(text: str) -> dict[str, Any]:
             remedy="""Give a JSON object, such as --vllm '{"cudagraph_mode": "FULL"}'; '{}' shows vLLM's defaults.""",
         )
     known = sorted({*_TAKEN_OVER, *_WITHOUT_EFFECT, "mode"})
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ConfigError(
-                f"{OPTION}: vLLM's compilation config has no key {name!r}{hint}",
-                remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
-            )
+    if unknown := [name for name in given if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(
+            f"{OPTION}: vLLM's compilation config has no key {unknown[0]!r}{hint}",
+            remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
+        )
     number = given.get("cudagraph_mode")
     if isinstance(number, int) and not isinstance(number, bool):  # vLLM takes the values of its runtime modes, too
         names = {mode.value: mode.name for mode in RUNTIME_MODES}
         if number not in names:
+            choices = ", ".join(f"{n} ({name})" for n, name in names.items())
             raise ConfigError(
                 f"{OPTION}: found cudagraph_mode {number}, vLLM's numbers are 0 to {max(names)}",
-                remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in names.items())}, or write the name "
-                "of another mode.",
+                remedy=f"Choose one of {choices}, or write the name of another mode.",
             )
         given["cudagraph_mode"] = names[number]
     return given
@@ -163,7 +160,8 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _level(mode: Any) -> int:
     """vLLM's compilation mode as its number; absent, it compiles and splits."""
-    number: Any = _MODES.get(mode.upper()) if isinstance(mode, str) else _SPLIT_BY_COMPILATION if mode is None else mode
+    name = "VLLM_COMPILE" if mode is None else mode.upper() if isinstance(mode, str) else None
+    number: Any = mode if name is None else _MODES.get(name)
     if isinstance(number, bool) or number not in _MODES.values():
         raise ConfigError(
             f"{OPTION}: found mode {mode!r}, vLLM's compilation mode is 0 to 3",
@@ -241,7 +239,7 @@ def _vllm(plan: Plan) -> Emission:
 
 
 def _sglang(plan: Plan) -> Emission:
-    decode = _requests(plan)
+    decode, mode = _requests(plan), _captured_mode(plan)
     prefill = _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE)
     options = [
         f"--cuda-graph-bs-{kind} {' '.join(map(str, sizes))} --cuda-graph-max-bs-{kind} {sizes[-1]}"
@@ -252,9 +250,9 @@ def _sglang(plan: Plan) -> Emission:
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if prefill:
         notes.append("prefill sizes are in tokens; --cuda-graph-backend-prefill chooses how SGLang captures them")
-    if _captured_mode(plan) is CUDAGraphMode.FULL:
+    if mode is CUDAGraphMode.FULL:
         notes.append("SGLang has no FULL graphs of mixed batches: they run eagerly")
-    elif _captured_mode(plan) is CUDAGraphMode.PIECEWISE:
+    elif mode is CUDAGraphMode.PIECEWISE:
         notes.append("the plan has no FULL graphs, SGLang takes them for decode batches all the same")
     return Emission(" ".join(options), tuple(notes))
 
@@ -263,15 +261,13 @@ def _trtllm(plan: Plan) -> Emission:
     sizes = _requests(plan)
     if not sizes:
         return Emission("cuda_graph_config: null")
-    piecewise = sum(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
     notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
-    if piecewise:
+    if piecewise := sum(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys):
         notes.append(
             f"the plan's {piecewise} PIECEWISE keys are left out: TensorRT-LLM captures such graphs by "
             "torch_compile_config (enable_piecewise_cuda_graph, capture_num_tokens)"
         )
-    lines = ("cuda_graph_config:", f"  batch_sizes: [{', '.join(map(str, sizes))}]", "  enable_padding: true")
-    return Emission("\n".join(lines), tuple(notes))
+    return Emission(f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true", tuple(notes))
 
 
 def _json(plan: Plan) -> Emission:
@@ -283,13 +279,14 @@ def _json(plan: Plan) -> Emission:
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
     """The mode with the plan's graphs and no others: a lane may have lost all of its sizes."""
-    full = {key.uniform for mode, key in plan.keys if mode is CUDAGraphMode.FULL}
-    piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    lanes = plan.lanes()
+    piecewise = any(lane.mode is CUDAGraphMode.PIECEWISE for lane in lanes)
+    full = {lane.uniform for lane in lanes if lane.mode is CUDAGraphMode.FULL}
+    if not full:
+        return CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
     if False in full:
         return CUDAGraphMode.FULL
-    if full:
-        return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
-    return CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+    return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def _requests(plan: Plan) -> list[int]:
@@ -303,12 +300,8 @@ def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
     """Notes on a list of ``graphs`` sizes, with decode sizes in requests, for all LoRA cases."""
     q, most = plan.query_len, plan.max_num_seqs
     notes = [f"decode sizes are in requests of {q} tokens, the plan's in tokens"] if q > 1 else []
-    beyond = _unique(
-        key.num_tokens
-        for mode, key in plan.keys
-        if mode is CUDAGraphMode.FULL and not key.uniform and key.num_tokens > q * most
-    )
-    if beyond:
+    full = [key for mode, key in plan.keys if mode is CUDAGraphMode.FULL and not key.uniform]
+    if beyond := _unique(key.num_tokens for key in full if key.num_tokens > q * most):
         notes.append(
             f"{' '.join(map(str, beyond))} tokens became {most} requests, as many as a decode batch has: in the plan "
             "those graphs serve decode batches, too"

@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 
 from cgplan.config import Config
 from cgplan.config.values import Mode as Mode
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning.costs import Predicted
+from cgplan.planning.costs import Predicted, Record
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
@@ -31,10 +31,9 @@ Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), r
 Key = tuple[Mode, Descriptor]
 
 
-class PlanChange(BaseModel):
+class PlanChange(Record):
     """One step of mode resolution: the mode before and after it, and why."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     requested: Mode
     resolved: Mode
     reason: str
@@ -59,10 +58,8 @@ class Lane(NamedTuple):
         return name + adapters
 
 
-class LaneRecord(BaseModel):
+class LaneRecord(Record):
     """Figures of one lane, in JSON beside its name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode
     uniform: bool
@@ -85,17 +82,15 @@ class LeftOut(LaneRecord):
     reason: str
 
 
-class Machine(BaseModel):
+class Machine(Record):
     """The machine that a plan's figures were measured on: name of the GPU, versions of its driver and of torch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu: str
     driver: str | None
     torch: str
 
 
-class Plan(BaseModel):
+class Plan(Record):
     """The graphs to capture, in order.
 
     Attributes:
@@ -119,8 +114,6 @@ class Plan(BaseModel):
             Once it is captured: how its budget differs from the one that bounds the capture.
         file: The file that a saved plan was read from.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["plan"] = "plan"
     schema_version: int = PLAN_SCHEMA_VERSION

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are rounded up to it
@@ -53,24 +52,6 @@ def unit_of(pools: Iterable[int]) -> int:
     return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A piece of a segment, with its neighbours there."""
-
-    address: int
-    size: int
-    small: bool
-    stream: int
-    before: _Block | None = None
-    after: _Block | None = None
-    taken: bool = False
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """``BlockComparatorSize``."""
-        return self.stream, self.size, self.address
-
-
 class CachingPool:
     """One private pool. Segments are never given back: a living graph keeps them.
 
@@ -79,98 +60,59 @@ class CachingPool:
 
     Attributes:
         reserved: Bytes of all segments.
-        allocated: Bytes of the blocks that are taken now, as rounded.
-        peak: The most that ``allocated`` has been.
     """
 
     def __init__(self) -> None:
         self.reserved = 0
-        self.allocated = 0
-        self.peak = 0
-        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # small, large; each in order
-        self._at: dict[int, _Block] = {}  # free blocks by address
-        self._taken: dict[int, _Block] = {}
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Free blocks; neighbours are merged, so that an empty pool has one for each segment."""
-        return len(self._at)
+        self._end = 0  # the address beyond the last segment
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # small, large: (size, address) in order
+        self._size: dict[int, int] = {}  # of free blocks by address
+        self._start: dict[int, int] = {}  # addresses of free blocks by the address beyond them
+        self._taken: dict[int, tuple[int, int, bool]] = {}  # address, size, small
 
     def run(self, events: Iterable[Allocation]) -> None:
-        """Allocations and releases, in order. A block that was there before them may be given back, too."""
+        """Allocations and releases, in order; 0 bytes take no block, and a block that is not there is not released."""
         for event in events:
             if event.nbytes is None:
-                self.release(event.block)
-            else:
-                self.allocate(event.block, event.nbytes)
+                self._release(event.block)
+            elif event.nbytes:
+                self._allocate(event.block, round_size(event.nbytes))
 
-    def allocate(self, block: int, nbytes: int, stream: int = 0) -> None:
-        """Take a block for ``nbytes`` bytes; 0 bytes take none.
-
-        Args:
-            block: The number that ``release`` knows it by.
-            nbytes: Bytes asked for.
-            stream: Free blocks serve the stream alone that they were allocated on.
-        """
-        if nbytes == 0:
-            return
-        size = round_size(nbytes)
+    def _allocate(self, block: int, size: int) -> None:
+        """Take the smallest free block that holds ``size`` bytes, the lowest among equals (``get_free_block``)."""
         small = size <= SMALL_SIZE
-        found = self._fit(size, small, stream)
-        if found is None:
-            found = _Block(self.reserved, segment_size(size), small, stream)
-            self.reserved += found.size
-        rest = found.size - size
-        if rest >= MIN_BLOCK_SIZE if small else rest > SMALL_SIZE:  # should_split
-            self._split(found, size)
-        found.taken = True
-        self._taken[block] = found
-        self.allocated += found.size
-        self.peak = max(self.peak, self.allocated)
-
-    def release(self, block: int) -> None:
-        """Give a block back, merged with its free neighbours (``try_merge_blocks``); an unknown one is none of ours."""
-        found = self._taken.pop(block, None)
-        if found is None:
-            return
-        found.taken = False
-        self.allocated -= found.size
-        before, after = found.before, found.after
-        if before is not None and not before.taken:
-            self._remove(before)
-            found.address, found.size, found.before = before.address, before.size + found.size, before.before
-            if found.before is not None:
-                found.before.after = found
-        if after is not None and not after.taken:
-            self._remove(after)
-            found.size, found.after = found.size + after.size, after.after
-            if found.after is not None:
-                found.after.before = found
-        self._insert(found)
-
-    def _fit(self, size: int, small: bool, stream: int) -> _Block | None:
-        """The smallest free block that holds ``size`` bytes, the lowest among equals (``get_free_block``)."""
         free = self._free[small]
-        index = bisect_left(free, (stream, size, -1))
-        if index == len(free) or free[index][0] != stream:
-            return None
-        found = self._at.pop(free[index][2])
-        del free[index]
-        return found
+        index = bisect_left(free, (size, -1))
+        if index < len(free):
+            address = free[index][1]
+            found = self._remove(address, small)
+        else:
+            address, found = self._end, segment_size(size)
+            self.reserved += found
+            self._end += found + 1  # no neighbour of the next segment
+        rest = found - size
+        if rest >= MIN_BLOCK_SIZE if small else rest > SMALL_SIZE:  # should_split
+            self._insert(address + size, rest, small)
+            found = size
+        self._taken[block] = address, found, small
 
-    def _split(self, block: _Block, size: int) -> None:
-        """Cut ``block`` down to ``size`` bytes; the rest is free."""
-        rest = _Block(block.address + size, block.size - size, block.small, block.stream, block, block.after)
-        if block.after is not None:
-            block.after.before = rest
-        block.size, block.after = size, rest
-        self._insert(rest)
+    def _release(self, block: int) -> None:
+        """Give a block back, merged with its free neighbours (``try_merge_blocks``)."""
+        if block not in self._taken:
+            return
+        address, size, small = self._taken.pop(block)
+        before = self._start.get(address)
+        if before is not None:
+            address, size = before, size + self._remove(before, small)
+        if address + size in self._size:
+            size += self._remove(address + size, small)
+        self._insert(address, size, small)
 
-    def _insert(self, block: _Block) -> None:
-        insort(self._free[block.small], block.order)
-        self._at[block.address] = block
+    def _insert(self, address: int, size: int, small: bool) -> None:
+        insort(self._free[small], (size, address))
+        self._size[address], self._start[address + size] = size, address
 
-    def _remove(self, block: _Block) -> None:
-        free = self._free[block.small]
-        del free[bisect_left(free, block.order)]
-        del self._at[block.address]
+    def _remove(self, address: int, small: bool) -> int:
+        size, free = self._size.pop(address), self._free[small]
+        del self._start[address + size], free[bisect_left(free, (size, address))]
+        return size

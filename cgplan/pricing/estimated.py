@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
@@ -47,29 +48,27 @@ class Recording:
     def of(cls, key: Key, operators: int, log: Sequence[Allocation]) -> Recording:
         """From the log of a pool, whose block numbers are used again once a block is free."""
         living: dict[int, int] = {}
-        pairs: list[list[Allocation]] = []  # taken, given back
-        order: list[tuple[int, bool]] = []  # (number of the pair, whether it was taken)
+        taken: list[Allocation] = []
+        order: list[tuple[int, Allocation]] = []  # with the blocks numbered as they were taken
         for event in log:
             if event.nbytes is not None:
-                living[event.block] = len(pairs)
-                order.append((len(pairs), True))
-                pairs.append([event])
+                living[event.block] = len(taken)
+                taken.append(event)
+                order.append((len(taken) - 1, event))
             elif event.block in living:
-                number = living.pop(event.block)
-                order.append((number, False))
-                pairs[number].append(event)
-        hidden = {n for n, pair in enumerate(pairs) if len(pair) == 2 and all(event.inside for event in pair)}
-        events, taken, most = [], 0, 0
-        for number, is_taken in order:
-            nbytes = pairs[number][0].nbytes or 0
-            if number not in hidden:
-                events.append(Allocation(number, nbytes if is_taken else None))
-                continue
-            taken += nbytes if is_taken else -nbytes
-            most = max(most, taken)
-        names = tuple(sorted({pairs[n][0].inside for n in hidden}))
+                order.append((living.pop(event.block), event))
+        hidden = {n for n, event in order if event.nbytes is None and event.inside and taken[n].inside}
+        changes = ((taken[n].nbytes or 0) * (-1 if event.nbytes is None else 1) for n, event in order if n in hidden)
         mode, descriptor = key
-        return cls(mode, descriptor.has_lora, descriptor.num_tokens, operators, tuple(events), most, names)
+        return cls(
+            mode,
+            descriptor.has_lora,
+            descriptor.num_tokens,
+            operators,
+            events=tuple(Allocation(n, event.nbytes) for n, event in order if n not in hidden),
+            hidden_bytes=max(accumulate(changes, initial=0)),
+            hidden_in=tuple(sorted({taken[n].inside for n in hidden})),
+        )
 
     def scaled(self, other: Recording, num_tokens: int) -> list[Allocation]:
         """The events of another size: each block's bytes on the line through those of the two recordings.
@@ -77,14 +76,13 @@ class Recording:
         Where the two did not do the same, this one's bytes in proportion to the size.
         """
         mine, theirs = self.num_tokens, other.num_tokens
-        alike = mine != theirs and [_form(e) for e in self.events] == [_form(e) for e in other.events]
-        if not alike:
-            return [
-                e if e.nbytes is None else Allocation(e.block, -(-e.nbytes * num_tokens // mine)) for e in self.events
-            ]
-        pairs = zip(self.events, other.events, strict=True)
-        lines = ((e, (mine, e.nbytes or 0), (theirs, o.nbytes or 0)) for e, o in pairs)
-        return [e if e.nbytes is None else Allocation(e.block, _between(a, b, num_tokens)) for e, a, b in lines]
+        forms = ([(event.block, event.nbytes is None) for event in one.events] for one in (self, other))
+        if mine == theirs or next(forms) != next(forms):
+            sizes = [-(-(event.nbytes or 0) * num_tokens // mine) for event in self.events]
+        else:
+            pairs = zip(self.events, other.events, strict=True)
+            sizes = [_between((mine, e.nbytes or 0), (theirs, o.nbytes or 0), num_tokens) for e, o in pairs]
+        return [e if e.nbytes is None else Allocation(e.block, n) for e, n in zip(self.events, sizes, strict=True)]
 
 
 class EstimatedCosts(GraphCosts):
@@ -99,6 +97,7 @@ class EstimatedCosts(GraphCosts):
     """
 
     estimated = True
+    workspace_bytes = WORKSPACE_BYTES
 
     def __init__(self, recordings: Sequence[Recording], config: Config, note: str = "") -> None:
         self._config = config
@@ -124,10 +123,6 @@ class EstimatedCosts(GraphCosts):
         warmups = self._config.compilation.cudagraph_num_of_warmups
         return self._operators(key) * (CAPTURE_SECONDS + warmups * WARMUP_SECONDS)
 
-    @property
-    def workspace_bytes(self) -> int:
-        return WORKSPACE_BYTES
-
     def _operators(self, key: Key) -> float:
         mode, descriptor = key
         alike = ((mode, descriptor.has_lora), (mode, not descriptor.has_lora), *self._lanes)
@@ -151,24 +146,12 @@ class EstimatedCosts(GraphCosts):
         return _between((grid[upper - 1], left), (grid[upper], right), num_tokens)
 
     def _worked_out(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
-        found = self._pools.get((*lane, num_tokens))
-        if found is None:
-            pool, size = CachingPool(), num_tokens
-            while size:
-                pool.run(self._events(lane, size))
-                size //= 2
-            found = self._pools[*lane, num_tokens] = pool.reserved
-        return found
-
-    def _events(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> list[Allocation]:
-        recordings = self._lanes[lane]
-        upper = next((i for i, r in enumerate(recordings) if r.num_tokens >= num_tokens), len(recordings) - 1)
-        other = upper - 1 if upper else min(1, len(recordings) - 1)
-        return recordings[upper].scaled(recordings[other], num_tokens)
-
-
-def _form(event: Allocation) -> tuple[int, bool]:
-    return event.block, event.nbytes is None
+        recordings, last, pool, size = self._lanes[lane], len(self._lanes[lane]) - 1, CachingPool(), num_tokens
+        while size and (*lane, num_tokens) not in self._pools:
+            upper = next((i for i, recording in enumerate(recordings) if recording.num_tokens >= size), last)
+            pool.run(recordings[upper].scaled(recordings[upper - 1 if upper else min(1, last)], size))
+            size //= 2
+        return self._pools.setdefault((*lane, num_tokens), pool.reserved)
 
 
 def _between(one: tuple[int, int], other: tuple[int, int], at: int) -> int:

@@ -71,12 +71,11 @@ def case_costs(plan: Plan, costs: GraphCosts | None) -> tuple[CaseCost, ...]:
     found = []
     for case in plan.lora_cases:
         rest = [key for key in plan.keys if key[1].num_active_loras != case]
-        graphs = len(plan.keys) - len(rest)
-        if costs is None:
-            found.append(CaseCost(case, graphs, None, None))
-            continue
-        whole, others = costs.of(plan.keys), costs.of(rest)
-        found.append(CaseCost(case, graphs, whole.total_bytes - others.total_bytes, whole.seconds - others.seconds))
+        nbytes, seconds = None, None
+        if costs is not None:
+            whole, others = costs.of(plan.keys), costs.of(rest)
+            nbytes, seconds = whole.total_bytes - others.total_bytes, whole.seconds - others.seconds
+        found.append(CaseCost(case, len(plan.keys) - len(rest), nbytes, seconds))
     return tuple(found)
 
 
@@ -148,8 +147,8 @@ class MeasuredCosts(GraphCosts):
         self.source = source
         self.bytes_per_node = dict(bytes_per_node or {})
         self._config = config
-        self._workspace_bytes = workspace_bytes
-        self._once_seconds = once_seconds
+        self.workspace_bytes = workspace_bytes
+        self.once_seconds = once_seconds
         self._keys = tuple(keys)
         self.notes = (*notes, *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)))
         self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
@@ -170,21 +169,27 @@ class MeasuredCosts(GraphCosts):
                 "the report has no captured keys, so it says nothing of costs",
                 remedy="Give the report of a capture with `capture_policy: eager`, or --costs measure.",
             )
-        per_node = {}
-        for mode in {r.mode for r in records}:  # per key where nodes were not counted
-            mine = [r for r in records if r.mode is mode]
-            per_node[mode] = sum(r.driver_bytes or 0 for r in mine) / max(sum(r.nodes or 1 for r in mine), 1)
-        once = _once_seconds(records)
-        keys, pools, pool = [], dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
-        for index, record in enumerate(records):
-            mode, descriptor = record.mode, record.descriptor
+        by_mode = {mode: [r for r in records if r.mode is mode] for mode in {r.mode for r in records}}
+        per_node = {  # per key where nodes were not counted
+            mode: sum(r.driver_bytes or 0 for r in of_mode) / max(sum(r.nodes or 1 for r in of_mode), 1)
+            for mode, of_mode in by_mode.items()
+        }
+        pools, pool = dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
+        for record in records:
             pool += record.pool_growth
-            largest = max(descriptor.num_tokens, *(size for size, _ in pools.get(mode, ((0, 0),))))
-            pools[mode] = ((0, 0), (largest, pool))
-            driver = per_node[mode] * (record.nodes or 1)
-            seconds = record.warmup_seconds + record.capture_seconds - (once if index == 0 else 0.0)
-            keys.append(MeasuredKey(mode, descriptor.num_active_loras, descriptor.num_tokens, driver, seconds))
-        counted = all(record.nodes is not None for record in records)
+            pools[record.mode] = ((0, 0), (max(r.descriptor.num_tokens for r in by_mode[record.mode]), pool))
+        first = [r.warmup_seconds + r.capture_seconds for r in by_mode[records[0].mode][:2]]
+        once = max(first[0] - first[-1], 0.0)  # how much longer the first key took than the next one of its mode
+        keys = [
+            MeasuredKey(
+                mode=r.mode,
+                num_active_loras=r.descriptor.num_active_loras,
+                num_tokens=r.descriptor.num_tokens,
+                driver_bytes=per_node[r.mode] * (r.nodes or 1),
+                seconds=r.warmup_seconds + r.capture_seconds - (0.0 if index else once),
+            )
+            for index, r in enumerate(records)
+        ]
         return cls(
             keys,
             pools,
@@ -192,7 +197,7 @@ class MeasuredCosts(GraphCosts):
             source=f"measured: {report.origin}",
             workspace_bytes=report.workspace_bytes,
             once_seconds=once,
-            bytes_per_node=per_node if counted else None,
+            bytes_per_node=per_node if all(r.nodes is not None for r in records) else None,
             notes=notes,
         )
 
@@ -221,14 +226,6 @@ class MeasuredCosts(GraphCosts):
     def seconds(self, key: Key) -> float:
         return self._of(key, lambda measured: measured.seconds)
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self._workspace_bytes
-
-    @property
-    def once_seconds(self) -> float:
-        return self._once_seconds
-
     def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
         """A figure of a key: as measured of it, else from those like it, whatever their number of adapters, if
         they have some; else from those of its mode, else from all.
@@ -252,9 +249,3 @@ def _nondecreasing(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], 
     """A pool into which a size has been captured holds every smaller one."""
     sizes = sorted(size for size, _ in points)
     return tuple(zip(sizes, accumulate((nbytes for _, nbytes in sorted(points)), max), strict=True))
-
-
-def _once_seconds(records: Sequence[Any]) -> float:
-    """How much longer the first key took than the next one of its mode."""
-    seconds = [r.warmup_seconds + r.capture_seconds for r in records if r.mode is records[0].mode]
-    return max(seconds[0] - seconds[1], 0.0) if len(seconds) > 1 else 0.0

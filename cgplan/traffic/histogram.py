@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
+from cgplan.planning.costs import Record
 
 MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may state
 MOST_WEIGHT = 1e18  # sums of times and weights stay finite
@@ -23,7 +24,7 @@ class StepShape(NamedTuple):
     num_active_loras: int = 0
 
 
-class Traffic(BaseModel):
+class Traffic(Record):
     """A weighted histogram of steps.
 
     Attributes:
@@ -32,8 +33,6 @@ class Traffic(BaseModel):
         source: Where it came from, in words.
         notes: Assumptions, and parts of the source that were left out.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["traffic"] = "traffic"
     histogram: tuple[tuple[StepShape, float], ...]
@@ -69,11 +68,9 @@ class Traffic(BaseModel):
             read = cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise TrafficError(
-                f"not saved traffic: {where + ': ' if where else ''}{first['msg']}",
-                remedy="Give a file that cgplan saved, as it was saved.",
-            ) from None
+            problem = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+            remedy = "Give a file that cgplan saved, as it was saved."
+            raise TrafficError(f"not saved traffic: {problem}", remedy=remedy) from None
         return cls.of(read.histogram, read.source, read.notes)
 
     @property

@@ -13,21 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from cgplan.config import load
 from cgplan.errors import CgplanError, ConfigError, TrafficError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.planning.costs import Record
 
 MOST_TOKENS = 1 << 30  # of a request; more is a mistake in the file
 MOST_STEPS = 1 << 53  # that a float counts exactly
 
 
-class Row(BaseModel):
+class Row(Record):
     """Base of typed rows: a field is a column, its alias the column's name in files."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 R = TypeVar("R", bound=Row)
@@ -154,24 +153,14 @@ def nearest_form(names: Collection[str], forms: Sequence[Form[Any]]) -> Form[Any
     return best if alike(best) else None
 
 
-def first_line(text: str) -> tuple[int, str]:
-    """Number and text of the first line that is not blank; (1, "") without one."""
+def first_line(text: str) -> tuple[int, str, str]:
+    """Number and text of the first line that is not blank, and what separates columns there; (1, "", ",") without one.
+
+    A comma, or else a tab, a semicolon or a bar.
+    """
     lines = enumerate(io.StringIO(text, newline=None), start=1)
-    return next(((number, line.rstrip("\n")) for number, line in lines if line.strip()), (1, ""))
-
-
-def check_separator(text: str, path: Path, forms: Sequence[Form[Any]]) -> None:
-    """Raises the forms' error for a table whose columns are separated by something else than commas."""
-    number, first = first_line(text)
-    known = {column.lower() for form in forms for column in form.columns}
-    for separator, name in load.SEPARATORS.items():
-        names = [field.strip().strip('"').lower() for field in first.split(separator)]
-        if "," not in first and len(names) > 1 and known & {*names}:
-            required = ",".join(column for column, required in forms[0].columns.items() if required)
-            raise forms[0].error(
-                f"{path}:{number}: the columns are separated by {name}",
-                remedy=forms[0].remedy or f"Separate them by commas, as in {required}.",
-            )
+    number, line = next(((number, line.rstrip("\n")) for number, line in lines if line.strip()), (1, ""))
+    return number, line, next((separator for separator in ",\t;|" if separator in line), ",")
 
 
 def csv_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, Mapping[str, str], R]]:
@@ -180,7 +169,7 @@ def csv_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, Mappin
     Raises:
         form.error: an unknown, missing or repeated column, too few or too many fields, a cell that cannot be, no CSV.
     """
-    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=first_line(text)[2], skipinitialspace=True)
     columns: list[str] = []
     try:
         for fields in reader:

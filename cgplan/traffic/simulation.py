@@ -85,15 +85,9 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     whose adapter would be one too many lets later ones pass. Requests that came while a step ran are seen by the next.
     A step is uniform if it holds decoding requests alone, and all of them with ``query_len`` tokens.
 
-    Assumptions, all of which make batches larger or smaller than on a real server:
-
-    - No limit on the KV cache, so no preemption; no prefix cache, so each prompt is computed in full.
-    - One engine; nothing is cancelled; each request generates as many tokens as were recorded.
-    - Speculation advances each request evenly, by ``accepted_tokens`` a step, from the first decode step to the last.
-      A request at the edge of ``max_num_batched_tokens`` that gets fewer drafts advances as much.
-    - A step lasts ``step_time`` and the next one begins at once; there is no time for scheduling between them. So
-      slower steps let more requests gather, and make larger batches.
-    - The server starts empty and runs until the last request is done. Time without requests has no steps.
+    Assumptions: no limit on the KV cache, so no preemption; no prefix cache; one engine; nothing is cancelled;
+    speculation advances each request evenly, by ``accepted_tokens`` a step; a step lasts ``step_time`` and the next one
+    begins at once. The server starts empty and runs until the last request is done. Time without requests has no steps.
 
     The clock counts whole nanoseconds. While no request arrives, ends, or changes from prefill to decode, steps are
     equal and are added up at once; the result is exactly that of one step after the other.

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from cgplan.config import load
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
-from cgplan.traffic.rows import Form, Row, RuntimeMode, check_separator, csv_rows, whole, wrong_cell
+from cgplan.traffic.rows import Form, Row, RuntimeMode, csv_rows, whole, wrong_cell
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
@@ -77,7 +78,7 @@ class _Bench(BaseModel):
     records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
 
-class Curve(BaseModel):
+class Curve(Record):
     """Measured points of one runtime mode and LoRA case.
 
     Attributes:
@@ -86,8 +87,6 @@ class Curve(BaseModel):
         points: (tokens that ran, microseconds), ascending in both: the least nondecreasing values that are not below
             the measured ones, because a larger batch does not take less time. Tile steps stay.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode
     num_active_loras: int = 0
@@ -132,7 +131,7 @@ class Curve(BaseModel):
             yield f"{name} beyond {last} tokens was not measured: {self.last_slope:.3g} us for each more token{floor}"
 
 
-class StepTimes(BaseModel):
+class StepTimes(Record):
     """Microseconds of one step, by runtime mode, nondecreasing in the tokens that run (padding counts).
 
     Between measured points times are linear. Beyond the last point of a mode they go on with its last slope, and
@@ -147,8 +146,6 @@ class StepTimes(BaseModel):
         lora_overhead: Extra time of a step with LoRA kernels, as a fraction, where no case of that mode was measured.
         notes: Assumptions, and points that were changed.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["step_times"] = "step_times"
     source: str
@@ -285,7 +282,6 @@ def _bench_points(bench: _Bench) -> Points:
 
 
 def _table_points(text: str, path: Path) -> Points:
-    check_separator(text, path, (TABLE,))
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     places: dict[tuple[CUDAGraphMode, int, int], str] = {}
     for where, cells, row in csv_rows(text, path, TABLE):

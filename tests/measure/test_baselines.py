@@ -25,7 +25,7 @@ from cgplan.measure.baselines import (
 )
 from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
-from cgplan.reports.records import PEERS, PeerRecord, WayRecord
+from cgplan.reports.records import BASELINE_NAMES, BaselineRecord, WayRecord
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -74,7 +74,7 @@ def batch_of(backend: GraphBackend, rows: int) -> Tensor:
 
 
 def test_nothing_is_run_for_an_unknown_baseline() -> None:
-    assert set(PEERS) == set(BASELINES) - {"cgplan"}
+    assert set(BASELINE_NAMES) == set(BASELINES) - {"cgplan"}
     calls = Tally()
     runner = open_runner(select_backend("cpu"), lambda x: calls.append(1) or x * 2)
     calls.clear()
@@ -127,7 +127,7 @@ def test_each_way_gives_the_models_numbers_and_the_runner_lives_on(
 
 def test_on_the_tape_the_baselines_of_cuda_are_rows_that_say_so() -> None:
     backend = select_backend("cpu")
-    report = bench(open_runner(backend, net(backend)), against=PEERS, seed=1)
+    report = bench(open_runner(backend, net(backend)), against=BASELINE_NAMES, seed=1)
     assert report.peers is not None
     assert {way.name: way.failure for way in report.peers.ways} == {
         "cgplan": None,
@@ -155,7 +155,7 @@ def test_a_baseline_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> 
     model = net(backend)
     model.after = nn.Sequential(model.after, Asks())
     options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["after"]}
-    names = PEERS[:3] if backend.device.type == "cuda" else ("eager", "bare")
+    names = BASELINE_NAMES[:3] if backend.device.type == "cuda" else ("eager", "bare")
     runner = open_runner(backend, model, **options)
     report = bench(runner, against=names, seed=0)
     assert report.peers is not None
@@ -405,9 +405,11 @@ def test_all_baselines_on_a_gpu(mode: str) -> None:
     backend = select_backend("cuda")
     model = net(backend)
     runner = open_runner(backend, model, cudagraph_mode=mode)
-    peers = bench(runner, against=PEERS, seed=0).peers
+    peers = bench(runner, against=BASELINE_NAMES, seed=0).peers
     assert peers is not None
-    assert {way.name: (way.failure, way.note) for way in peers.ways} == dict.fromkeys(("cgplan", *PEERS), (None, None))
+    assert {way.name: (way.failure, way.note) for way in peers.ways} == dict.fromkeys(
+        ("cgplan", *BASELINE_NAMES), (None, None)
+    )
     found = {(r.name, r.num_tokens): r for r in peers.records}
     assert len(found) == 10
     assert all(_small(record) for record in found.values())
@@ -417,7 +419,7 @@ def test_all_baselines_on_a_gpu(mode: str) -> None:
         torch.testing.assert_close(runner(x=x), model(x).detach(), rtol=1e-4, atol=1e-5)
 
 
-def _small(record: PeerRecord) -> bool:
+def _small(record: BaselineRecord) -> bool:
     return record.deviation is not None and record.deviation < 1e-2  # inductor may use TF32
 
 
@@ -430,7 +432,7 @@ def test_metadata_reaches_all_baselines_on_a_gpu() -> None:
         return x @ weight + get_forward_context().metadata["shift"][:, None]
 
     runner = open_runner(backend, forward, metadata={"shift": SHIFT})
-    peers = bench(runner, against=PEERS, seed=0).peers
+    peers = bench(runner, against=BASELINE_NAMES, seed=0).peers
     assert peers is not None
     assert [way.failure for way in peers.ways[:4]] == [None] * 4
     assert all(_small(record) for record in peers.records)

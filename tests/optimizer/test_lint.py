@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import plans
 import pytest
 
-from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run
 from cgplan.optimizer.lint import lint, lint_without_traffic, milliseconds
-from cgplan.planning import Plan, build_plan
+from cgplan.planning import Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -25,21 +26,7 @@ TIMES = StepTimes.measured(
 )
 
 
-def config_of(
-    mode: str, sizes: list[int] | None = None, *, seqs: int = 64, tokens: int = 400, spec: int = 0, **sections: Any
-) -> Config:
-    return Config.model_validate(
-        {
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes},
-            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
-            "speculative": {"num_speculative_tokens": spec},
-            **sections,
-        }
-    )
-
-
-def plan_of(mode: str, sizes: list[int], **options: Any) -> Plan:
-    return build_plan(config_of(mode, sizes, **options))
+plan_of = partial(plans.plan_of, seqs=64, tokens=400)
 
 
 def decode(counts: dict[int, float], loras: int = 0) -> dict[StepShape, float]:
@@ -210,32 +197,35 @@ def test_modes_that_the_traffic_never_uses() -> None:
 # --- without traffic ------------------------------------------------------------------------------------------
 
 
-def test_sizes_alone_tell_of_cliffs_and_wide_steps() -> None:
-    config = config_of("FULL_DECODE_ONLY", [1, 8, 40], lora={"max_loras": 2})
-    cliff, step = lint_without_traffic(build_plan(config))
-    assert "uniform decode batches of 64 tokens, the largest graph holds 40" in cliff
-    assert step == "FULL uniform: batches of 9 to 40 tokens run at 40, 39% of which is padding on average"
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (
+            {"mode": "FULL_DECODE_ONLY", "sizes": [1, 8, 40], "lora": {"max_loras": 2}},
+            [
+                "scheduler.max_num_seqs allows uniform decode batches of 64 tokens, the largest graph holds 40: "
+                "batches beyond it run eagerly; lower it, or capture that size",
+                "FULL uniform: batches of 9 to 40 tokens run at 40, 39% of which is padding on average",
+            ],
+        ),
+        (
+            {"mode": "FULL_DECODE_ONLY", "sizes": [3, 60], "spec": 2, "seqs": 20},
+            ["FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"],
+        ),
+    ],
+)
+def test_sizes_alone_tell_of_cliffs_and_wide_steps(options: Any, found: list[str]) -> None:
+    assert list(lint_without_traffic(plan_of(**options))) == found
 
 
 @pytest.mark.parametrize("ladder", ["vllm", "sglang", "trtllm", "powers_of_two"])
 @pytest.mark.parametrize("spec", [0, 2])
 def test_ladders_have_no_warning(ladder: str, spec: int) -> None:
-    config = config_of("FULL_AND_PIECEWISE", spec=spec, seqs=64, tokens=512)
-    compilation = config.compilation.model_copy(update={"cudagraph_capture_sizes": ladder})
-    config = config.model_copy(update={"compilation": compilation})
-    assert lint_without_traffic(build_plan(config)) == ()
-
-
-def test_steps_of_a_request_more_are_those_of_uniform_decode() -> None:
-    config = config_of("FULL_DECODE_ONLY", [3, 60], spec=2, seqs=20)
-    (step,) = lint_without_traffic(build_plan(config))
-    assert step == "FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"
+    assert lint_without_traffic(plan_of("FULL_AND_PIECEWISE", ladder, spec=spec, tokens=512)) == ()
 
 
 def test_many_wide_steps_are_counted() -> None:
-    sizes = [3**n for n in range(9)]
-    config = config_of("FULL", sizes, tokens=8192, seqs=64)
-    steps = lint_without_traffic(build_plan(config))
+    steps = lint_without_traffic(plan_of("FULL", [3**n for n in range(9)], tokens=8192))
     assert len(steps) == 4
     assert steps[-1] == "FULL: and 3 more steps as wide"
 

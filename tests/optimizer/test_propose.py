@@ -9,10 +9,11 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import Costs, plans
+from plans import Costs
 
 from cgplan.config import Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError
@@ -40,26 +41,8 @@ MIB = 1 << 20
 COSTS = Costs(pool=MIB, static=0, workspace=100 * MIB, each=2 * MIB, seconds=0.5, slope=0, once=1.0)
 
 
-def config_of(
-    mode: str = "FULL_DECODE_ONLY",
-    sizes: Any = None,
-    *,
-    seqs: int = 64,
-    tokens: int = 512,
-    spec: int = 0,
-    budget: dict[str, Any] | None = None,
-    lora: dict[str, Any] | None = None,
-    **compilation: Any,
-) -> Config:
-    return Config.model_validate(
-        {
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
-            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
-            "speculative": {"num_speculative_tokens": spec},
-            "budget": budget or {},
-            "lora": lora,
-        }
-    )
+def config_of(mode: str = "FULL_DECODE_ONLY", sizes: Any = None, **options: Any) -> Config:
+    return plans.config_of(mode, sizes, **{"seqs": 64, "tokens": 512, **options})
 
 
 def decode(most: int = 64, loras: int = 0) -> dict[StepShape, float]:
@@ -97,7 +80,7 @@ def ladder(evidence: Evidence, name: str) -> LadderPoint:
 # --- the rule of the dispatcher -------------------------------------------------------------------------------
 
 
-@given(plan=plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
+@given(plan=plans.plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
 def test_batches_run_where_the_dispatcher_sends_them(plan: Plan, tokens: int, uniform: bool, loras: int) -> None:
     mode, descriptor = CudagraphDispatcher(plan).dispatch(tokens, uniform, loras)
     (use,) = Run(plan.keys, traffic({StepShape(tokens, 1, uniform, loras): 1.0}), TIMES).uses
@@ -250,13 +233,6 @@ def test_memory_binds() -> None:
     assert sizes_of(small)[0][-1] < 30, "the largest size costs too much"
 
 
-@pytest.mark.parametrize(("memory", "words"), [("12KiB", "12.0 KiB"), ("500B", "500 B"), ("3GiB", "3.0 GiB")])
-def test_the_rule_names_memory_as_other_places_do(memory: str, words: str) -> None:
-    config = config_of(budget={"memory": memory, "capture_time": "1.5s"})
-    costs = Costs(pool=10, static=0, workspace=0, each=1, seconds=0.001, slope=0, once=0)
-    assert f"(memory {words}, capture_time 1.5 s)" in evidence_of(config, costs=costs).rule
-
-
 def test_start_up_binds() -> None:
     evidence = evidence_of(config_of(budget={"capture_time": "3.2s", "memory": "1GiB"}), costs=COSTS)
     assert evidence.seconds == 1 + 4 * 0.5
@@ -372,13 +348,13 @@ def test_lora_cases_that_are_not_told_apart_are_left_out_as_such() -> None:
 def test_what_a_key_more_would_bring_is_what_it_brings(
     mode: str, weights: list[tuple[int, bool, int]], most: int
 ) -> None:
-    config = config_of(mode, [1, 4, 16, 40], lora={"max_loras": 2}, budget={"max_graphs": most})
+    whole = build_plan(config_of(mode, [1, 4, 16, 40], lora={"max_loras": 2}))
     seen = traffic(*({StepShape(n, n if uniform else 1, uniform, loras): 1.0 + n} for n, uniform, loras in weights))
-    plan = propose(config, seen, TIMES).plan
-    before = Run(plan.keys, seen, TIMES)
-    for key in set(build_plan(config).keys) - set(plan.keys):
+    keys = whole.keys[::most]
+    before = Run(keys, seen, TIMES)
+    for key in set(whole.keys) - set(keys):
         lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
-        after = Run([*plan.keys, key], seen, TIMES)
+        after = Run([*keys, key], seen, TIMES)
         weight, gain = before.gain_of(lane, size)
         assert weight == pytest.approx(sum(use.weight for use in after.uses if (use.lane, use.size) == (lane, size)))
         assert gain == pytest.approx(1 - after.expected_us / before.expected_us, abs=1e-12)
@@ -443,16 +419,6 @@ def test_a_largest_size_bounds_the_ladders_not_the_plan() -> None:
     assert sizes_of(evidence) == [(16, 32, 48, 64)]
 
 
-def test_a_ladder_that_does_not_fit_is_left_out() -> None:
-    """Sizes up to 4 hold no request of 8 tokens."""
-    evidence = evidence_of(
-        config_of(spec=7, max_cudagraph_capture_size=4), traffic({StepShape(8 * n, n, True): 1.0 for n in range(1, 9)})
-    )
-    assert evidence.ladders == ()
-    assert sizes_of(evidence)[0][-1] == 64
-    assert "a step with" in evidence.verdict
-
-
 # --- what is said of it ---------------------------------------------------------------------------------------
 
 
@@ -509,31 +475,6 @@ def test_sizes_that_are_not_worth_a_graph() -> None:
         (PIECEWISE, "no batch of this lane is as large: 10 does as well"): (11, 69),
         (PIECEWISE, "an eager step takes no longer"): (70, 512),
     }
-
-
-def test_sizes_not_worth_a_graph_are_told_by_lora_case() -> None:
-    """The case without adapters runs batches up to 8, the one with them up to 4; case 1 is not planned for."""
-    config = config_of(seqs=16, lora={"max_loras": 2, "specialize_active_lora": True}, budget={"max_graphs": 32})
-    evidence = evidence_of(config, traffic(decode(8), decode(4, loras=2)))
-    found = [(str(region.lane), region.first, region.last, region.reason) for region in evidence.not_worth]
-    assert found == [
-        ("FULL uniform", 9, 16, "no batch of this lane is as large: 8 does as well"),
-        ("FULL uniform, 3 adapters", 5, 16, "no batch of this lane is as large: 4 does as well"),
-    ]
-    without = evidence_of(config, traffic(decode(8)))
-    region = next(region for region in without.not_worth if region.num_active_loras)
-    assert (region.first, region.last, region.reason) == (1, 16, "no batch would run in it")
-    assert "FULL uniform, 3 adapters  1 to 16  no batch would run in it" in render_text(
-        propose(config, traffic(decode(8)), TIMES).plan
-    )
-
-
-def test_notes_on_piecewise_are_for_modes_that_have_it() -> None:
-    times = StepTimes.default()
-    for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "FULL"):
-        notes = propose(config_of(mode), traffic(decode(8)), times).evidence.times_notes
-        assert any(note.startswith("PIECEWISE beyond") for note in notes) == ("PIECEWISE" in mode)
-        assert any(note.startswith("FULL beyond") for note in notes)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------

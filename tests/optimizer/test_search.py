@@ -267,13 +267,6 @@ def test_sizes_that_are_no_faster_than_eager_steps_are_no_candidates() -> None:
     assert best_sizes(instance, Limits(9)) == [1, 4, 7]
 
 
-def test_speculative_batches_are_rounded_up_to_whole_requests() -> None:
-    traffic = Traffic.of({StepShape(3, 1, True): 1, StepShape(7, 2, True): 1, StepShape(30, 10, True): 1}, "by hand")
-    times = StepTimes.measured({(FULL, 0): {1: 3, 30: 9}, (NONE, 0): {1: 20}}, "by hand")
-    instance = Instance(lanes_of(DECODE_ONLY, (0,)), bounds(3, 4, 64), traffic, times)
-    assert instance.problem().lanes[0].sizes.tolist() == [0, 3, 9], "at most 4 requests"
-
-
 # --- several lanes --------------------------------------------------------------------------------------------
 
 
@@ -328,26 +321,6 @@ def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limi
     assert best.least <= one_lane * (1 + 1e-9)
 
 
-def test_a_graph_that_is_slower_than_eager_may_save_from_a_slower_one() -> None:
-    """4 uniform tokens take 5 eagerly, 6 in a FULL graph, 10 in the PIECEWISE graph that mixed batches need."""
-    traffic = Traffic.of({StepShape(4, 4, True): 1, StepShape(8, 2, False): 9}, "by hand")
-    times = StepTimes.measured({(FULL, 0): {1: 6}, (PIECEWISE, 0): {1: 10}, (NONE, 0): {4: 5, 8: 20}}, "by hand")
-    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times)
-    problem = instance.problem()
-    assert [best_plan(problem, Limits(k)).least for k in (1, 2)] == [100.0, 96.0]
-
-
-def test_uniform_batches_without_a_full_graph_fall_to_piecewise() -> None:
-    """One graph: PIECEWISE at 8 serves both kinds, FULL the uniform ones alone."""
-    traffic = Traffic.of({StepShape(8, 8, True): 1, StepShape(8, 2, False): 1}, "by hand")
-    times = StepTimes.measured({(FULL, 0): {1: 3}, (PIECEWISE, 0): {1: 5}, (NONE, 0): {1: 20}}, "by hand")
-    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times)
-    problem = instance.problem()
-    assert [best_plan(problem, Limits(k)).least / problem.weight for k in (1, 2, 3)] == [5.0, 4.0, 4.0]
-    (key,) = instance.keys(problem, best_plan(problem, Limits(1)).chosen)
-    assert key[0] is PIECEWISE
-
-
 def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
     """Without adapters a step takes 10, with LoRA kernels 11. One graph serves all; with two, each kind has its own."""
     traffic = Traffic.of({StepShape(8, 8, True, 0): 3, StepShape(8, 8, True, 2): 1}, "by hand")
@@ -357,13 +330,6 @@ def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
     found = [instance.keys(problem, best_plan(problem, Limits(k)).chosen) for k in (1, 2)]
     assert [[key.num_active_loras for _, key in keys] for keys in found] == [[3], [0, 3]]
     assert best_plan(problem, Limits(2)).least / problem.weight == pytest.approx((3 * 10 + 11) / 4)
-
-
-def test_batches_that_no_lane_may_serve_run_eagerly() -> None:
-    traffic = Traffic.of({StepShape(4, 2, False): 1, StepShape(4, 4, True): 1}, "by hand")
-    times = StepTimes.measured({(FULL, 0): {1: 3}, (NONE, 0): {1: 20}}, "by hand")
-    instance = Instance(lanes_of(DECODE_ONLY, (0,)), bounds(1, 8, 8), traffic, times)
-    assert best_plan(instance.problem(), Limits(3)).least == 23.0
 
 
 # --- budgets --------------------------------------------------------------------------------------------------
@@ -404,26 +370,6 @@ def check_within(
     assert problem.costs_of(chosen) == pytest.approx((len(keys), cost.total_bytes, cost.seconds))
     expected = Run(keys, instance.traffic, instance.times).expected_us
     assert expected == pytest.approx(total / problem.weight)
-
-
-def test_what_the_first_graph_takes_once_counts_once() -> None:
-    instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 9), 1))
-    costs = Costs(pool=0, static=0, workspace=0, each=0, seconds=0.5, slope=0, once=2.0)
-    for seconds, graphs in ((2.4, 0), (2.5, 1), (3.4, 2), (4.0, 4)):
-        best = best_plan(instance.problem(costs), Limits(8, seconds=seconds))
-        assert len(best.chosen[0]) == graphs
-        assert best.bound == pytest.approx(best.least)
-
-
-def test_workspaces_and_buffers_count_once() -> None:
-    instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 9), 1))
-    costs = Costs(pool=2, static=1, workspace=50, each=10, seconds=0, slope=0, once=0)
-    for memory, sizes in ((61, []), (63, [1]), (84, [8]), (94, [4, 8])):
-        problem = instance.problem(costs)
-        best = best_plan(problem, Limits(8, memory=memory))
-        assert [key.num_tokens for _, key in instance.keys(problem, best.chosen)][-1:] == sizes[-1:]
-        assert len(best.chosen[0]) == len(sizes)
-        assert best.bound == pytest.approx(best.least)
 
 
 def test_a_size_on_a_flat_step_stays_where_the_larger_one_costs_more() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from cgplan.cli.main import app
 from cgplan.config import Config, validate_config
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import spread, within_count
-from cgplan.planning import Plan, build_plan
+from cgplan.planning import build_plan
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -120,22 +119,6 @@ CONFIG: dict[str, Any] = {
     "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
     "compilation": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32], "cudagraph_mode": "FULL"},
 }
-
-
-def test_commands_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "few.yaml").write_text(yaml.safe_dump({**CONFIG, "budget": {"max_graphs": 3}}))
-    monkeypatch.chdir(tmp_path)
-
-    def shown(*command: str) -> Any:
-        result = CliRunner().invoke(app, [*command, "--config", "few.yaml", "--json"])
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
-
-    planned = Plan.model_validate(shown("plan"))
-    assert planned.capture_sizes == (8, 16, 32)
-    assert Plan.model_validate(shown("inspect")).keys == planned.keys
-    assert Plan.model_validate(shown("capture")["plan"]).keys == planned.keys
 
 
 def test_inspect_names_the_budget_where_it_took_sizes_away(tmp_path: Path) -> None:

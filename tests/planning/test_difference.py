@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -214,12 +213,3 @@ def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
         "the plan was made for something else and was forced: scheduler.max_num_seqs: 8 in the plan, 256 now",
     )
     assert fitted(build_plan(Config()), Config(), force=True).warnings == (), "nothing had to be forced"
-
-
-def test_the_json_form_has_all_of_it() -> None:
-    data = json.loads(compare(plan_of("FULL", [1, 2]), plan_of("FULL", [1, 4])).model_dump_json())
-    assert data["kind"] == "plan_difference"
-    assert data["graphs"] == {"old": 2.0, "new": 2.0}
-    assert data["lanes"] == [
-        {"mode": "FULL", "uniform": False, "num_active_loras": 0, "added": [4], "removed": [2], "kept": [1]}
-    ]

@@ -134,15 +134,6 @@ def test_a_saved_plan_reloads_to_an_equal_value(plan: Plan) -> None:
     assert again.model_dump_json() == plan.model_dump_json()
 
 
-def test_the_json_form_is_readable() -> None:
-    data = json.loads(plan_of("FULL", [2], attention_support="UNIFORM_BATCH").model_dump_json())
-    assert data["kind"] == "plan"
-    assert data["mode"] == "FULL_AND_PIECEWISE"
-    assert data["keys"][0][0] == "PIECEWISE"
-    assert data["keys"][0][1]["num_tokens"] == 2
-    assert data["changes"][0]["requested"] == "FULL"
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -190,10 +181,3 @@ def test_the_hash_leaves_out_what_no_capture_depends_on() -> None:
     assert config_hash(config) == config_hash(Config())
     assert build_plan(config).config == build_plan(Config()).config
     assert not {"report", "budget", "traffic"} & set(build_plan(config).config or {})
-
-
-def test_a_plan_names_its_configuration() -> None:
-    plan = plan_of("FULL", [1, 2], seqs=8)
-    assert plan.config is not None
-    assert plan.config["scheduler"]["max_num_seqs"] == 8
-    assert config_hash(Config.model_validate(plan.config)) == plan.config_hash

@@ -39,6 +39,7 @@ WHOLE = "num_tokens,count,num_reqs,uniform,num_active_loras\n8,3,8,true,0\n100,2
         WHOLE.upper().replace("TRUE", "true"),
         '"num_tokens","count","num_reqs","uniform","num_active_loras"\n"8",4,"8",true,0\n100,2,4,0,2\n',
         WHOLE.replace(",", " , "),
+        *(WHOLE.replace(",", separator) for separator in "\t;|"),
         WHOLE.replace("100,2,4", "100.0,2.0,4"),
         "count,uniform,num_tokens,num_active_loras,num_reqs\n4,1,8,0,8\n0,1,9,0,9\n2,0,100,2,4\n",
     ],
@@ -102,25 +103,16 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
 @pytest.mark.parametrize(
     ("text", "line", "message", "remedy"),
     [
-        (HIST, None, "no batch with a count above 0", "Give traffic with a batch"),
         (HIST + "1,0\n2,0\n", None, "no batch with a count above 0", "Give traffic with a batch"),
         (HIST + "1,1\n2,-3\n", 3, "count is '-3', not a whole number from 0 to 9007199254740992", "Correct that row"),
-        (HIST + "1,1.5\n", 2, "count is '1.5', not a whole number", "Correct"),
-        (HIST + "1,nan\n", 2, "count is 'nan', not a whole number", "Correct"),
         (HIST + "1,many\n", 2, "count is 'many', not a whole number", "Correct"),
         (HIST + "1,\n", 2, "count is '', not a whole number", "Correct"),
-        (HIST + "1,1e400\n", 2, "count is '1e400', not a whole number from 0 to", "Correct"),
         (HIST + "1," + "9" * 5000 + "\n", 2, "count is '9999", "Correct"),
         (HIST + "0,1\n", 2, "num_tokens is '0', not a whole number from 1 to 1048576", "Correct"),
-        (HIST + "1048577,1\n", 2, "num_tokens is '1048577', not a whole number", "Correct"),
         (HIST + "1,1\n2\n", 3, "1 fields, but the header has 2", "one value for each column"),
         ("num_token,count\n1,1\n", 1, "unknown column 'num_token' (did you mean 'num_tokens'?)", "num_reqs, uniform"),
-        ("num_tokens, count,colour\n1,1,1\n", 1, "unknown column 'colour'", "a histogram has num_tokens, count, and"),
         ("\nnum_reqs,count\n1,1\n", 2, "column 'num_tokens' is missing", "a histogram has"),
         ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
-        ("num_tokens\tcount\n1\t1\n", 1, "the columns are separated by tabs", "commas, as in num_tokens,count"),
-        ("\nnum_tokens; count;uniform\n1;1;0\n", 2, "the columns are separated by semicolons", "Separate them"),
-        ("TIMESTAMP|ContextTokens|GeneratedTokens\n1|1|0\n", 1, "the columns are separated by bars", "Separate them"),
         ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe', not true or false", "or 1 or 0"),
         ("num_tokens,count,num_reqs\n2,1,3\n", 2, "3 requests have 2 tokens", "Correct that batch"),
         ("num_tokens,count,num_reqs\n2,1,0\n", 2, "num_reqs is '0', not a whole number from 1", "Correct"),
@@ -131,9 +123,7 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
         (JSON + "[1]\n", 2, "[1] is not an object", "one JSON object a line"),
         ('{"num_tokens": 1, "cout": 1}\n', 1, "unknown column 'cout' (did you mean 'count'?)", "a histogram has"),
         ('{"num_tokens": true, "count": 1}\n', 1, "num_tokens is True", "Correct"),
-        ('{"num_tokens": 1, "count": NaN}\n', 1, "count is nan", "Correct"),
         ('{"num_tokens": 1, "count": [1]}\n', 1, "count is [1]", "Correct"),
-        ('{"num_tokens": 1, "count": ' + "9" * 5000 + "}\n", 1, "not JSON", "one JSON object a line"),
         ('{"num_tokens": 1, "count": ' + "[" * 100_000 + "}\n", 1, "not JSON", "one JSON object a line"),
     ],
 )
@@ -151,17 +141,13 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
     ("text", "message", "remedy"),
     [
         (b" \r\n\n", "is empty", "Give a file"),
-        (b"\xef\xbb\xbf", "is empty", "Give a file"),
         (b"num_tokens,count\n1,1\n\xff\xfe\n", "t.txt:3: not UTF-8", "save it as UTF-8"),
         (b"\x1f\x8b\x08\x00\x00", "t.txt:1: not UTF-8", "Unpack it"),
         ("num_tokens,count\n1,1\n".encode("utf-16-le"), "holds NUL bytes", "save it as UTF-8"),
         (b"a,b\n1,2\n", "unknown columns 'a', 'b'", "a histogram has num_tokens, count"),
         (b"1,2\n3,4\n", "the first line holds numbers, not the names of columns", "such as num_tokens,count"),
-        (b"[1, 2]\n", "the first line holds numbers", "such as num_tokens,count"),
-        (b"hello\n", "unknown columns 'hello'", "a request trace has TIMESTAMP"),
         (b'[{"num_tokens": 1, "count": 1}]\n', "unknown columns", "a histogram has"),
         (b"{}\n", "no column has a name", "a Mooncake trace has timestamp"),
-        (b",,\n1,2,3\n", "no column has a name", "a histogram has num_tokens, count"),
         (b'{"kind": "plan"}', "holds a plan, not traffic", "a plan or report is none"),
         (b'{\n"a": 1\n}', "unknown columns 'a'", "a histogram has"),
         (b'{"kind": "traffic"}', "histogram: Field required", "as it was saved"),
@@ -175,34 +161,6 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
 )
 def test_files_that_hold_no_traffic(refused: Any, text: bytes, message: str, remedy: str) -> None:
     refused(text, None, message, remedy)
-
-
-def test_a_missing_file_names_the_nearest_or_those_alike(read: Any, tmp_path: Path) -> None:
-    def remedy(path: Path) -> str:
-        with pytest.raises(TrafficError, match="no such file") as caught:
-            read(path)
-        return caught.value.remedy
-
-    for name in ("azure_2023.csv", "histogram.csv", "plan.json"):
-        (tmp_path / name).touch()
-    assert f"Did you mean {tmp_path / 'azure_2023.csv'}?" in remedy(tmp_path / "azure2023.csv")
-    assert remedy(tmp_path / "nowhere" / "t.csv").startswith(f"There is no folder {tmp_path / 'nowhere'}. Give")
-    assert remedy(tmp_path / "nope.csv").startswith("That folder has azure_2023.csv, histogram.csv. Give")
-    for name in ("it.csv", "synthetic.csv"):
-        (tmp_path / name).touch()
-    named = "That folder has azure_2023.csv, histogram.csv, it.csv and 1 more. Give"
-    assert remedy(tmp_path / "nope.csv").startswith(named)
-    with pytest.raises(TrafficError, match="cannot read"):
-        read(tmp_path)
-
-
-@settings(max_examples=50)
-@given(junk=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_junk_is_refused_as_such(junk: bytes, read: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "junk"
-    path.write_bytes(junk)
-    with pytest.raises(TrafficError):
-        read(path)
 
 
 CELLS = st.text(alphabet='0123456789.,-+eE_ "naif:TZ\r\x1c\u0661', max_size=12)
@@ -301,16 +259,12 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
         (HEAD + "2,1,1\n3,1,1\n2.5,1,1\n", 4, "TIMESTAMP 2.5 is before that of the row above", "Sort the rows"),
         (HEAD + "2023-11-16 18:17:03.5,1,1\n2023-11-16 18:17:03.4,1,1\n", 3, "TIMESTAMP 2023-11-16", "Sort the rows"),
         (HEAD + "yesterday,1,1\n", 2, "TIMESTAMP is 'yesterday', neither a date and time nor seconds", "as in 2023-11"),
-        (HEAD + "2023-13-45 00:00:00,1,1\n", 2, "TIMESTAMP is '2023-13-45 00:00:00', neither", "as in 2023-11"),
-        (HEAD + ",1,1\n", 2, "TIMESTAMP is '', neither", "as in 2023-11"),
-        (HEAD + "nan,1,1\n", 2, "TIMESTAMP is 'nan', neither", "as in 2023-11"),
-        (HEAD + "1,1,1\n1e999,1,1\n", 3, "a timestamp of inf us makes no sense", "Correct"),
+        (HEAD + "1,1,1\n1e999,1,1\n", 3, "TIMESTAMP is '1e999', neither a date and time", "as in 2023-11"),
         (HEAD + "1,1,1\n2023-11-16 18:17:03,1,1\n", 3, "another form than that of the first row", "all of them alike"),
         (HEAD + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03Z,1,1\n", 3, "another form than that of the", "time zone"),
         (HEAD + "1,-1,1\n", 2, "ContextTokens is '-1', not a whole number from 0", "Correct"),
         (HEAD + "1,1,99999999999\n", 2, "GeneratedTokens is '99999999999', not a whole number from 0 to", "Correct"),
         (HEAD.replace("Context", "Prompt") + "1,1,1\n", 1, "unknown column 'PromptTokens'", "a request trace has TIME"),
-        (HEAD.replace("ContextTokens", "ContextToken") + "1,1,1\n", 1, "(did you mean 'ContextTokens'?)", "a request"),
         ("TIMESTAMP,ContextTokens\n1,1\n", 1, "column 'GeneratedTokens' is missing", "a request trace has TIMESTAMP"),
         (NAMED + "1,1,1,2\n", 2, "the request uses an adapter, but the configuration has none", "Add a `lora` section"),
         (
@@ -321,10 +275,8 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
         ),
         (MOON % 5 + MOON % 4, 2, "timestamp 4 is before that of the row above", "Sort the rows"),
         (MOON % '"5"', 1, "timestamp is '5', not a number", "milliseconds"),
-        (MOON % "true", 1, "timestamp is True, not a number", "milliseconds"),
-        (MOON % ("9" * 400), 1, "too large", "milliseconds"),
-        (MOON % "NaN", 1, "a timestamp of nan us makes no sense", "Correct"),
-        (MOON % "1" + MOON % "Infinity", 2, "a timestamp of inf us makes no sense", "Correct"),
+        (MOON % ("9" * 400), 1, "not a number below 1e+14", "milliseconds"),
+        (MOON % "1" + MOON % "Infinity", 2, "not a number below 1e+14", "milliseconds"),
         (
             MOON.replace("output_length", "output") % 1,
             1,
@@ -379,11 +331,6 @@ def test_equal_seeds_give_equal_requests() -> None:
     first, again, other = (made_up(seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.requests != other.requests
-
-
-def test_synthetic_lengths_may_be_fixed() -> None:
-    fixed = made_up(prompt_median=7, prompt_p95=7, output_median=1, output_p95=1)
-    assert {request[1:3] for request in fixed.requests} == {(7, 1)}
 
 
 @pytest.mark.parametrize(

@@ -192,14 +192,6 @@ def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
     assert at_100 == {StepShape(1, 1): 1, decode(1): 9 + 2, StepShape(8, 2): 1}
 
 
-def test_slower_steps_make_larger_batches() -> None:
-    requests = [Request(100.0 * i, 1, 50) for i in range(40)]
-    fast, slow = (
-        simulate(RequestTrace(requests), SchedulerBounds(64, 512), lambda shape, us=us: us) for us in (10.0, 100.0)
-    )
-    assert fast.max_tokens < slow.max_tokens
-
-
 def test_long_requests_cost_no_more_than_short_ones() -> None:
     """A step at a time, this would take hours."""
     found = steps_of([Request(0, 10**9, 10**9), Request(0, 1, 10**9)], SchedulerBounds(2, 1024))
@@ -216,22 +208,6 @@ def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
     assert any("busy 20% of the time" in note for note in traffic.notes)
 
 
-def test_order_of_the_list_does_not_matter() -> None:
-    requests = [Request(50.0 * i, 1 + i, 5) for i in range(9)]
-    assert steps_of(requests, SchedulerBounds(3, 8)) == steps_of(requests[::-1], SchedulerBounds(3, 8))
-
-
-def test_each_batch_is_asked_for_once() -> None:
-    asked: Counter[StepShape] = Counter()
-
-    def step_time(batch: StepShape) -> float:
-        asked[batch] += 1
-        return 10.0
-
-    simulate(RequestTrace([Request(10.0 * i, 4, 5) for i in range(50)]), SchedulerBounds(8, 64), step_time)
-    assert set(asked.values()) == {1}
-
-
 def test_bounds_are_those_of_the_plan() -> None:
     plan = plan_of(spec=2, seqs=4, tokens=128, lora={"max_loras": 3})
     assert SchedulerBounds.of(plan, 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
@@ -246,15 +222,11 @@ def test_bounds_are_those_of_the_plan() -> None:
     [Request(0, 0, 1), Request(0, 1, -1), Request(float("nan"), 1, 1), Request(float("inf"), 1, 1)],
 )
 def test_requests_that_cannot_be(request_: Request) -> None:
+    with pytest.raises(TrafficError, match="nothing: no requests"):
+        simulate(RequestTrace([], "nothing"), SchedulerBounds(1, 1), lambda batch: 1.0)
     with pytest.raises(TrafficError, match="request 1 cannot be") as caught:
         simulate(RequestTrace([Request(0, 1, 1), request_]), SchedulerBounds(1, 1), lambda batch: 1.0)
     assert "a prompt of at least 1 token" in caught.value.remedy
-
-
-def test_no_requests() -> None:
-    with pytest.raises(TrafficError, match="nothing: no requests") as caught:
-        simulate(RequestTrace([], "nothing"), SchedulerBounds(1, 1), lambda batch: 1.0)
-    assert "at least one" in caught.value.remedy
 
 
 @pytest.mark.parametrize("length", [0.0, -1.0, float("nan"), float("inf")])

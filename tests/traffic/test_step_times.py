@@ -195,25 +195,18 @@ SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "poin
         ("", "times: no row of step times", FILES),
         ("mode,num_tokens\nFULL,1\n", "times:1: column 'microseconds' is missing", FILES),
         ("mode,num_tokens,microseconds,color\n", "times:1: unknown column 'color'", FILES),
-        ("mode;num_tokens;microseconds\nFULL;1;5\n", "times:1: the columns are separated by semicolons", FILES),
         (HEADER + "FULL,1\n", "times:2: 2 fields, but the header has 3", "one value for each column"),
         (HEADER + "FULL,1,5\nHALF,1,5\n", "times:3: mode is 'HALF', not a runtime mode", "NONE (or eager), PIECEWISE"),
-        (HEADER + "FULL_AND_PIECEWISE,1,5\n", "times:2: mode is 'FULL_AND_PIECEWISE', not a", "NONE (or eager)"),
         (HEADER + "FULL,,5\n", "times:2: num_tokens is '', not a whole number from 1 to 1048576", "Correct"),
         (HEADER + "FULL,1,0\n", "times:2: microseconds is '0', not a number above 0, 1e+15 at most", "Correct"),
-        (HEADER + "FULL,1,nan\n", "times:2: microseconds is 'nan', not a number above 0", "Correct"),
         (HEADER + "FULL,1,fast\n", "times:2: microseconds is 'fast', not a number above 0", "Correct"),
         (HEADER + "FULL,1,5\nFULL,2,6\nfull,1,7\n", "times:4: full at 1 tokens stands in times:2 already", "one row"),
         ("{", "times: not JSON", FILES),
-        ("[" * 200_000, "times: not JSON", FILES),
         ("[1]", "times: no bench report: it is not an object", FILES),
         ("{}", "times: no bench report: kind", FILES),
-        ('{"kind": "bench"}', "times: no bench report: records", FILES),
         (json.dumps(bench()), "times: no bench report: records", FILES),
         (json.dumps(bench(record(4, 0.0))), "times: no bench report: records.0.eager.median", FILES),
-        (json.dumps(bench(record(4, float("nan")))), "times: no bench report: records.0.eager.median", FILES),
         (json.dumps(bench(record(4, 5, "FULL", -1))), "times: no bench report: records.0.graph.median", FILES),
-        (json.dumps(bench(record(0, 5))), "times: no bench report: records.0.num_tokens", FILES),
         (json.dumps(bench(record(4, 5), record(4, 5, "SIDEWAYS", 1))), "no bench report: records.1.mode", FILES),
         ('{"kind": "step_times"}', "times: damaged step times: source: Field required", FILES),
         (SAVED % "[[2, 5], [1, 6]]", "times: damaged step times: curves.0: FULL: points do not ascend", FILES),
@@ -225,15 +218,6 @@ def test_bad_files(text: str, message: str, remedy: str) -> None:
         StepTimes.parse(text, "times")
     assert message in caught.value.message
     assert remedy in caught.value.remedy
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StepTimeError, match="no such file"):
-        StepTimes.load(tmp_path / "nowhere")
-    path = tmp_path / "bytes"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StepTimeError, match="bytes:1: not UTF-8 text"):
-        StepTimes.load(path)
 
 
 @pytest.mark.parametrize(
