@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run, lanes_of, largest_of, may_serve, stride_of
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape
+from cgplan.units import listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 WIDE = 0.25  # padding, as a share of the tokens that run
@@ -137,7 +138,7 @@ def _unreachable_sizes(plan: Plan) -> Iterator[str]:
         if dead:
             batches = f"multiples of {stride}" if stride > 1 else "batches"
             yield (
-                f"no batch reaches the {count(len(dead), 'graph')} of lane {lane} at {_list(dead)} tokens: it runs "
+                f"no batch reaches the {count(len(dead), 'graph')} of lane {lane} at {listed(dead)} tokens: it runs "
                 f"{batches} up to {most}"
             )
 
@@ -146,17 +147,17 @@ def _uneven_sizes(plan: Plan) -> Iterator[str]:
     """Sizes that hold no whole number of requests of a uniform batch."""
     q, given = plan.query_len, (plan.config or {}).get("compilation", {}).get("cudagraph_capture_sizes")
     if uneven := sorted({key.num_tokens for _, key in plan.keys if key.uniform and key.num_tokens % q}):
-        yield f"sizes {_list(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
+        yield f"sizes {listed(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
     if isinstance(given, list) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
         most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
         rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
         there = sorted({up for up in rounded.values() if up <= most})
         dropped = [size for size, up in rounded.items() if up > most]
-        parts = [f"captured at {_list(there)} instead"] if there else []
-        parts += [f"dropped at {_list(dropped)}, where the next multiple is above the largest"] if dropped else []
+        parts = [f"captured at {listed(there)} instead"] if there else []
+        parts += [f"dropped at {listed(dropped)}, where the next multiple is above the largest"] if dropped else []
         if rounded:
             yield (
-                f"cudagraph_capture_sizes {_list([*rounded])} are not multiples of {q}, tokens of a request: as a list "
+                f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a list "
                 f"they are {' and '.join(parts)}"
             )
 
@@ -227,8 +228,3 @@ def _kind(uniform: bool) -> str:
 def _share(batches: Iterable[tuple[StepShape, float]], run: Run) -> str:
     share = sum(weight for _, weight in batches) / run.traffic.total
     return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"
-
-
-def _list(sizes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sizes[:6]))
-    return shown if len(sizes) <= 6 else f"{shown} and {len(sizes) - 6} more"
