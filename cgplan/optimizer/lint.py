@@ -64,7 +64,6 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
-    """Batches larger than every graph for them, where a graph would have been faster."""
     for uniform in (True, False):
         missed = [(b, weight) for b, weight in run.eager if b.uniform is uniform and _lane_for(plan, b)]
         if missed and (cliff := _cliff(plan, run, max((b for b, _ in missed), key=lambda b: b.num_tokens))):
@@ -75,7 +74,6 @@ def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
 
 
 def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
-    """The largest batch that the scheduler makes, if traffic stays below it and a graph would be faster."""
     seqs, tokens, q = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len
     reqs = min(seqs, tokens // q)
     extremes = [
@@ -116,7 +114,6 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
-    """Traffic that the configuration's scheduler would not make."""
     for what, name, field in (
         ("tokens", "num_tokens", "max_num_batched_tokens"),
         ("requests", "num_reqs", "max_num_seqs"),
@@ -144,7 +141,6 @@ def _unreachable_sizes(plan: Plan) -> Iterator[str]:
 
 
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
-    """Sizes that hold no whole number of requests of a uniform batch."""
     q, given = plan.query_len, (plan.config or {}).get("compilation", {}).get("cudagraph_capture_sizes")
     if uneven := sorted({key.num_tokens for _, key in plan.keys if key.uniform and key.num_tokens % q}):
         yield f"sizes {listed(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
@@ -157,13 +153,12 @@ def _uneven_sizes(plan: Plan) -> Iterator[str]:
         parts += [f"dropped at {listed(dropped)}, where the next multiple is above the largest"] if dropped else []
         if rounded:
             yield (
-                f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a list "
-                f"they are {' and '.join(parts)}"
+                f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a "
+                f"list they are {' and '.join(parts)}"
             )
 
 
 def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
-    """LoRA cases that no batch uses, and batches that no case serves."""
     most = plan.max_loras or 0
     used = {use.lane.num_active_loras for use in run.uses if use.size is not None}
     cases = [key.num_active_loras for _, key in plan.keys]
@@ -197,7 +192,6 @@ def _wide_steps(run: Run) -> Iterator[str]:
 
 
 def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
-    """Graphs of a mode that no batch runs in, and a mode for batches that traffic does not have."""
     used = {use.lane.mode for use in run.uses}
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
         number = sum(key_mode is mode for key_mode, _ in plan.keys)

@@ -219,7 +219,6 @@ def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequ
 
 
 def _unused(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]) -> Iterator[str]:
-    """Warnings about listed sizes that no graph is captured for, and about splits that the route does not look at."""
     compilation = config.compilation
     unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
