@@ -9,6 +9,8 @@ from typer.testing import CliRunner, Result
 
 from cgplan import errors
 from cgplan.cli.main import app
+from cgplan.planning import Plan
+from cgplan.planning.costs import Predicted
 
 MODELS = """
 import pathlib
@@ -111,6 +113,22 @@ def good(*arguments: str) -> Result:
     result = cgplan_command(*arguments)
     assert result.exit_code == 0, result.output
     return result
+
+
+def plan_of(*arguments: str) -> Plan:
+    """The plan that a command prints with ``--json``."""
+    return Plan.model_validate_json(good(*arguments, "--json").stdout)
+
+
+def predicted(*arguments: str) -> Predicted:
+    found = plan_of(*arguments).predicted
+    assert found is not None
+    return found
+
+
+def settings(*values: str) -> tuple[str, ...]:
+    """``--set`` before each value."""
+    return tuple(part for value in values for part in ("--set", value))
 
 
 def refused(error: type[errors.CgplanError], *arguments: str) -> str:

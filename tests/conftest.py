@@ -72,6 +72,12 @@ def quiet_collector() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_dynamo(quiet_collector: None) -> None:
+    """No traces of the test before."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def collector_as_users_have_it(quiet_collector: None) -> Iterator[None]:
     """The collector on and nothing frozen, for tests of what sessions do with it."""
     gc.unfreeze()

@@ -119,3 +119,21 @@ class Attends(nn.Module):
             q, k, v = (part.unflatten(1, (2, 2, 2)) for part in layer(x).chunk(3, dim=1))
             x = x + F.scaled_dot_product_attention(q, k, v).flatten(1).tanh() * 2
         return x * x.sigmoid()
+
+
+class Counting(nn.Module):
+    """A layer whose piece is a method and moves a state on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+
+    @eager_break_during_capture
+    def step(self, x: Tensor) -> Tensor:
+        """Add the state."""
+        self.count += 1
+        return x + self.count * len(x.tolist())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count *= 2
+        return self.step(x * 2) + self.count

@@ -1,4 +1,4 @@
-"""What ranks run on GPUs; see rank_programs.py."""
+"""Programs of ranks on GPUs; see rank_programs.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a test run: functions of the rank, found by name in each process."""
+"""Programs that the ranks of a test run: functions of the rank, found by name in each process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typer.testing import CliRunner
 
+import cgplan
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import is_probing
 from cgplan.backends.tape import TapeBackend
+from cgplan.buffers.static import StaticBuffers
 from cgplan.captures.budget import BudgetGuard
+from cgplan.cli.main import app
 from cgplan.config import Config, load_config
 from cgplan.distributed import (
     AllReduce,
@@ -33,6 +37,7 @@ from cgplan.distributed import (
     open_all_reduce,
     open_ranks,
 )
+from cgplan.distributed.all_reduce import GLOO_DTYPES
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, ModelError, RegistrationError
 from cgplan.models.decoder import Decoder, build, example_batch
@@ -236,12 +241,14 @@ def captures_unlike_inputs(rank: int, kind: str, mode: CUDAGraphMode = CUDAGraph
         reducer.end_pass()
 
 
-def sums_unlike_tensors(rank: int, kind: str) -> Any:
-    """What is raised in the second sum, and the sum of a third one, of equal tensors."""
-    with opened() as (_, reducer):
-        x = torch.ones(4, 32)
-        reducer(x)
-        return tried(lambda: reducer(unlike(rank, kind, x))), reducer(x).unique().tolist()
+def sums_unlike_tensors(rank: int, kinds: list[str]) -> Any:
+    """For each kind: what is raised in a sum of unlike tensors, and the sum of equal ones after it."""
+    x, found = torch.ones(4, 32), []
+    for kind in kinds:
+        with opened() as (_, reducer):
+            reducer(x)
+            found.append((tried(lambda kind=kind: reducer(unlike(rank, kind, x))), reducer(x).unique().tolist()))
+    return found
 
 
 # --- sessions ---
@@ -272,25 +279,8 @@ def unequal_counts(rank: int) -> None:
         capture.run()
 
 
-class Unlike(torch.nn.Module):
-    """Its ranks sum unlike tensors, in warm-ups and in graphs."""
-
-    def __init__(self, reducer: AllReduce, kind: str) -> None:
-        super().__init__()
-        self.inner, self.reducer, self.kind = torch.nn.Identity(), reducer, kind
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.reducer(unlike(self.reducer.rank, self.kind, self.inner(x)))
-
-
-def model_of_unlike_sums(rank: int, kind: str, mode: str) -> None:
-    settings = {"cudagraph_mode": mode, "splitting_modules": ["inner"] if mode == "PIECEWISE" else []}
-    with session(model=lambda reducer: Unlike(reducer, kind), compilation=settings) as (_, _, capture):
-        capture.run()
-
-
 def sums_once_more(rank: int) -> None:
-    """Rank 1 does one all-reduce more in its second forward, later than rank 0 has begun to wait in the next step."""
+    """Rank 1 does one all-reduce more in its second forward, and waits there longer than rank 0 in the next step."""
     calls = []
 
     def model(reducer: AllReduce) -> Any:
@@ -298,7 +288,7 @@ def sums_once_more(rank: int) -> None:
             calls.append(x)
             y = reducer(x)
             if rank == 1 and len(calls) == 2:
-                time.sleep(1)
+                reducer.ranks.timeout += 10
                 reducer(x)
             return y
 
@@ -482,6 +472,239 @@ def several_steps(rank: int) -> list[Said]:
         return [*said, tried(lambda: ranks.agree("breakfast")), tried(lambda: ranks.agree("lunch"))]
 
 
+# --- something goes wrong on one rank ---
+
+
+def once(rank: int, phase: str, times: int = 1) -> Callable[[str], None]:
+    """Trouble on rank 1, so many times."""
+    left = iter(range(times if rank == 1 else 0))  # no state of the model, which a failed capture puts back
+
+    def trouble(where: str) -> None:
+        if where == phase and next(left, None) is not None:
+            time.sleep(0.2)  # the others wait in an all-reduce meanwhile
+            raise ValueError("a defect of the model")
+
+    return trouble
+
+
+def fails_once(rank: int, owner: Any, method: str, error: Exception, *, after: bool = False) -> None:
+    """Have a method raise on rank 1, once: in place of what it does, or after it."""
+    real, left = getattr(owner, method), [1 if rank == 1 else 0]
+
+    def failing(*args: Any) -> Any:
+        is_failing, left[0] = left[0], 0
+        if is_failing and not after:
+            raise error
+        result = real(*args)
+        if is_failing:
+            raise error
+        return result
+
+    setattr(owner, method, failing)
+
+
+def raises_twice(rank: int, phase: str, budget: bool, all_reduce: str = "custom") -> list[Said]:
+    """Rank 1 raises in two captures in a row, then not any more."""
+    settings: dict[str, Any] = {"budget": {"max_graphs": 2}} if budget else {}
+    with session(once(rank, phase, 2), compilation={"all_reduce": all_reduce}, **settings) as (ranks, _, capture):
+        return [tried(capture.run), tried(capture.run), captured_again(capture, ranks)]
+
+
+def no_memory_for_buffers(rank: int) -> Said:
+    """Rank 1 has no memory for static buffers; there is a budget, so all go on without a graph."""
+    fails_once(rank, StaticBuffers, "__init__", torch.OutOfMemoryError("no memory"))
+    with session(budget={"max_graphs": 2}) as (ranks, _, capture):
+        runner = capture.run()
+        check_runner(runner, ranks)
+        runner.close()
+    return "ok", len(runner.plan.keys)
+
+
+def fails_beside_the_capture(rank: int, what: str) -> list[Said]:
+    """Rank 1 fails once before its capture, in its report, or in closing a handle; then all capture again."""
+    with session() as (ranks, _, capture):
+        run: Callable[[], Any] = capture.run
+        if what == "memory":
+            fails_once(rank, TapeBackend, "memory", RuntimeError("the device does not answer"))
+        elif what == "report":
+            fails_once(rank, TapeBackend, "supports", RuntimeError("the driver cannot be asked"))
+        else:
+            run = capture.run().close
+            error = RegistrationError("the handle cannot be closed")
+            fails_once(rank, SharedMemoryTransport, "close", error, after=True)
+        return [tried(run), captured_again(capture, ranks)]
+
+
+def eagerly_instead(rank: int) -> tuple[Said, int]:
+    """After a failed capture all run the model itself; the number of wrong sums."""
+    with session(once(rank, "eager")) as (ranks, reducer, capture):
+        return tried(capture.run), wrong_sums(Doubling(reducer), ranks, 40)
+
+
+def comes_late(rank: int, all_reduce: str) -> tuple[list[Said], list[float]]:
+    """Rank 1 comes to an all-reduce when rank 0 has given up, and both go on; what they say, and wrong sums."""
+    said, wrong = [], []
+    try:
+        with session(compilation={"all_reduce": all_reduce}) as (_, reducer, _):
+            reducer(torch.ones(8))
+            if rank == 1:
+                time.sleep(patience() + 0.5)
+            for turn in range(4):
+                x = torch.full((8,), 10.0 * turn + rank)
+                said.append(tried(lambda x=x: reducer(x)[0].item()))
+                if said[-1][0] == "ok" and said[-1][1] != 20.0 * turn + 1:
+                    wrong.append(said[-1][1])
+    except cgplan.CgplanError as error:
+        said.append((type(error).__name__, error.message))
+    return said, wrong
+
+
+def late_for_a_batch(rank: int) -> list[Said]:
+    """Rank 1 comes to the second batch when the others have given it up; what the batches say. Then all close."""
+    with session(distributed={"data_parallel_sync": True}) as (ranks, _, capture):
+        runner = capture.run()
+        call, said = in_step(runner, ranks), list[Said]()
+        for turn in range(3):
+            if rank == 1 and turn == 1:
+                time.sleep(patience() + 1)
+            said.append(tried(lambda: call(x=torch.ones(2, 8)).isfinite().all().item()))
+        runner.close()
+    return said
+
+
+def several_runners(rank: int) -> tuple[list[Said], str]:
+    """A second capture on the all-reduce of an open runner, and on one of a runner that was dropped; and a remedy."""
+    with session() as (ranks, reducer, capture):
+        runner = capture.run()
+        second = session_of(reducer, config_of(), Doubling(reducer))
+        said = [tried(second.run)]
+        check_runner(runner, ranks)
+        runner.close()
+        said.append(captured_again(second, ranks))
+        check_runner(capture.run(), ranks)
+        del runner
+        gc.collect()
+        try:
+            second.run()
+        except cgplan.CgplanError as error:
+            said.append((type(error).__name__, error.message))
+            remedy = error.remedy
+        config = config_of()
+        with open_all_reduce(config, ranks, reducer.backend) as other:
+            said.append(captured_again(session_of(other, config, Doubling(other)), ranks))
+    return said, remedy
+
+
+class OneSum(torch.nn.Module):
+    """Sums over ranks once, in a dtype; rank 1 runs out of memory in the warm-ups of two rows."""
+
+    def __init__(self, reducer: AllReduce, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.reducer, self.dtype, self.is_short = reducer, dtype, reducer.rank == 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_short and len(x) == 2 and not self.reducer.backend.is_capturing():
+            time.sleep(0.2)  # the others wait in the sum meanwhile
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.ops.cgplan.all_reduce(x.to(self.dtype), self.reducer.number).to(x.dtype)
+
+
+def out_of_memory_beside_a_sum(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[list[int], list[float]]:
+    """A budget drops the key that rank 1 has no memory for; the keys that are left, and sums of several sizes."""
+    settings = {"all_reduce": all_reduce, "cudagraph_capture_sizes": [1, 2, 4]}
+    models = []
+
+    def model(reducer: AllReduce) -> OneSum:
+        models.append(OneSum(reducer, dtype))
+        return models[0]
+
+    with session(model=model, compilation=settings, budget={"memory": "10MiB"}) as (_, _, capture):
+        runner = capture.run()
+        models[0].is_short = False
+        keys = [key.num_tokens for _, key in runner.plan.keys]
+        sums = [runner(x=torch.full((rows, 8), 10.0 * rows + rank)).unique().item() for rows in (4, 1, 2, 3)]
+        runner.close()
+    return keys, sums
+
+
+def dtypes(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[Said, list[torch.dtype]]:
+    """A sum of a dtype that gloo does not take, and then dtypes whose sum is wrong."""
+    with session(compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
+        said, one, two = tried(lambda: reducer(torch.ones(16).to(dtype))), torch.ones(4), torch.full((4,), 2.0)
+        wrong = [dtype for dtype in GLOO_DTYPES if reducer(one.to(dtype)).tolist() != two.to(dtype).tolist()]
+        assert captured_again(capture, ranks) == ("ok", None)
+    return said, wrong
+
+
+def wrong_arguments(rank: int) -> list[Said]:
+    """Rank 1 comes to every other batch without rows, and with wrong arguments; sums are right in those between."""
+    idle = {"x": torch.ones(0, 8), "starts": torch.zeros(1, dtype=torch.int32)}
+    wrong = [
+        {**idle, "other": idle["x"]},
+        {**idle, "starts": torch.tensor(0, dtype=torch.int32)},
+        idle,  # with no memory for its padding
+    ]
+    real, said = torch.cat, list[Said]()
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    metadata = {"starts": {"shape": ["num_reqs + 1"], "dtype": "int32", "pad": "last"}}
+    with session(metadata=metadata, distributed={"data_parallel_sync": True}) as (ranks, _, capture):
+        runner = capture.run()
+        call = in_step(runner, ranks)
+        for turn, given in enumerate(wrong):
+            inputs = [batch(other, turn, (2, 8)) for other in range(ranks.world_size)]
+            right = {"x": inputs[rank], "starts": torch.arange(3, dtype=torch.int32)}
+            torch.cat = no_memory if rank == 1 and given is idle else real
+            said.append(tried(lambda given=given if rank == 1 else right: call(**given)))
+            torch.cat = real
+            torch.testing.assert_close(call(**right), doubled(inputs), rtol=1e-6, atol=1e-6)
+        runner.close()
+    return said
+
+
+def used_after_close(rank: int, all_reduce: str) -> list[Said]:
+    with session(compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
+        runner = capture.run()
+        reducer.close()
+        x = torch.ones(2, 8)
+        said = [tried(lambda: reducer(x)), tried(lambda: runner(x=x))]
+        runner.close()
+    return [*said, tried(lambda: reducer(x)), tried(lambda: ranks.agree("tea"))]
+
+
+def interrupted(rank: int) -> Said:
+    """Rank 1 is interrupted in a step of the registration."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        with session() as (_, _, capture):
+            if rank == 1:
+                SharedMemoryTransport.export = interrupt
+            capture.run()
+
+    return tried(run)
+
+
+class Wrong(Doubling):
+    """Rank 1's graph gives other numbers than its model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + float(self.reducer.rank == 1 and self.reducer.backend.is_capturing())
+
+
+def differs(rank: int) -> list[Said]:
+    """Calls in debug mode, where numbers differ on rank 1."""
+    with session(model=Wrong, compilation={"debug": True}) as (ranks, _, capture):
+        runner = capture.run()
+        said = [tried(lambda: wrong_sums(lambda x: runner(x=x), ranks, 1)) for _ in range(3)]
+        runner.close()
+    return said
+
+
 # --- the decoder, split over ranks ---
 
 
@@ -585,3 +808,12 @@ def data_parallel(
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
     return (ran, runner.stats.record()) if settings.get("stats") else ran
+
+
+# --- commands ---
+
+
+def command(rank: int, *of_ranks: list[str]) -> tuple[int, str, str]:
+    """A command of cgplan, with each rank's arguments: its exit code, and what it prints."""
+    done = CliRunner().invoke(app, of_ranks[rank])
+    return done.exit_code, done.stdout, done.stderr

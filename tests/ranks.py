@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -18,14 +19,14 @@ from cgplan.errors import CgplanError
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runner.session", "rank_programs"]
+    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runner.session", "cgplan.cli.capture", "rank_programs"]
 )
 HANG = "hang"
 
 
 @dataclass
 class Outcome:
-    """How one rank ended: what its function returned, or what it raised, or ``HANG``."""
+    """The end of one rank: the result of its function, its error, or ``HANG``."""
 
     exit_code: int | None = None
     value: Any = None
@@ -60,7 +61,8 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of lost peers
+    gc.freeze()  # sessions collect garbage, and torch's modules would take a third of a second each time
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's messages about lost peers
     try:
         sender.send(("value", target(int(given["RANK"]), *args, **kwargs)))
     except CgplanError as error:
@@ -69,7 +71,7 @@ def _main(
     except BaseException as error:
         sender.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         os._exit(1)
-    os._exit(0)  # as quickly as a crash: what is left to clean up then is a leak
+    os._exit(0)  # as quickly as a crash: memory that is left then is a leak
 
 
 def run_ranks(
@@ -128,8 +130,10 @@ def _receive(receiver: Connection, outcome: Outcome, patience: float) -> None:
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank returned; fails with the traceback of the first that did not."""
+    """The result of every rank; fails with the traceback of the first that did not."""
     for rank, outcome in enumerate(outcomes):
+        if outcome.exit_code is None:  # not started
+            continue
         assert not outcome.error, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]

@@ -60,7 +60,8 @@ def test_captures_dispatches_and_misses_are_logged_once(caplog: pytest.LogCaptur
         runner(x=torch.ones(5, 3))
     assert len(caplog.messages) == 3
     assert "runs as FULL" in caplog.messages[1]
-    assert f"runs as NONE: {MissReason.TOO_LARGE}" in caplog.messages[2]
+    assert "runs as NONE" in caplog.messages[2]
+    assert str(MissReason.TOO_LARGE) in caplog.messages[2]
 
 
 def test_modes_that_cannot_run_a_batch() -> None:

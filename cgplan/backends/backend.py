@@ -1,4 +1,4 @@
-"""The backend protocol: what cgplan needs of a device to capture and replay graphs.
+"""The backend protocol: the operations of a device by which cgplan captures and replays graphs.
 
 Note [Lifetimes]
     A pool is released when the last graph captured into it is reset. Tensors made during a capture live in the pool.
@@ -26,7 +26,7 @@ from cgplan.errors import BackendError, CaptureError
 
 Pool = Any
 Graph = Any
-Feature = Literal["borrow", "driver_bytes"]
+Feature = Literal["driver_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MemoryReading:
 
 
 class GraphBackend(ABC):
-    """Captures what a function launches on a device, and replays it.
+    """Captures the launches of a function on a device, and replays them.
 
     Attributes:
         name: ``cuda``, or ``cpu (tape)``; reports show it beside every figure.
@@ -129,9 +129,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block, see Note [Lifetimes]; ``tensor`` itself, which holds it, where
-        the device cannot do that.
-        """
+        """The same memory without holding its block, see Note [Lifetimes]; a tensor outside of pools as it is."""
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
         """A function that says whether this borrowed tensor, or a view of it, is still held: to free its pool would
@@ -167,7 +165,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def supports(self, feature: Feature) -> bool:
-        """Whether this device can lend memory (``borrow``), or its driver takes memory for graphs."""
+        """``driver_bytes``: whether the driver takes device memory for graphs."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -252,6 +250,14 @@ def gc_paused() -> Iterator[None]:
                 gc.enable()
     finally:
         _lock.release()
+
+
+def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A new tensor on ``storage`` with the layout of ``like``."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    base = empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+    base = base.conj() if like.is_conj() else base
+    return torch._neg_view(base) if like.is_neg() else base
 
 
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:

@@ -1,4 +1,4 @@
-"""The forward context: what a model may know about the batch beyond its arguments."""
+"""The forward context: information about the batch for a model, beyond its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AddressPolicy = Literal["off", "first", "always"]
 
 @dataclass(slots=True)
 class CaptureScope:
-    """What a capture session lends to the graph wrappers inside a model.
+    """Objects that a capture session lends to the graph wrappers inside a model.
 
     Attributes:
         pool: The graph pool that all captures of the session share.
@@ -79,7 +79,7 @@ class ForwardContext:
     derived: dict[str, Any] = field(default_factory=dict)
 
     def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
-        """What ``make`` computes on ``device`` from the metadata, once in a forward: kept in ``derived`` by ``key``."""
+        """``make()``, computed on ``device`` from the metadata, once in a forward: kept in ``derived`` by ``key``."""
         # Values derived before a capture began were not recorded by it: a replay would read the old ones.
         # So a capture that runs in the context of its warm-up derives them again.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

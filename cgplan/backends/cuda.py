@@ -10,8 +10,8 @@ Note [Failed captures]
     well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure,
     and by giving the pool another handle, so that later captures take memory of their own.
     The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
-    graphs of the stream still use. `capture_begin` may leave the same behind, so `begin` checks first for what it is
-    known to refuse. A capture is ended on the stream that it began on, whichever is current by then.
+    graphs of the stream still use. `capture_begin` may leave the same behind, so `begin` first checks for cases that
+    it is known to refuse. A capture is ended on the stream that it began on, even if another is current by then.
 """
 
 from __future__ import annotations
@@ -27,34 +27,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
-
-
-def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory whose storage does not own it."""
-    storage = tensor.untyped_storage()
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    same = empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
-    same = same.conj() if tensor.is_conj() else same
-    return torch._neg_view(same) if tensor.is_neg() else same
-
-
-@cache
-def can_borrow(device: torch.device) -> bool:
-    """Whether this torch makes tensors on memory that they do not own; tried once, on a small tensor."""
-    probe = torch.arange(4, device=device)
-    try:
-        same = unowned(probe[1:])
-        return same.data_ptr() == probe[1:].data_ptr() and same.tolist() == [1, 2, 3]
-    except (AttributeError, RuntimeError, TypeError):
-        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +44,12 @@ class CudaPool:
     see Note [Failed captures]: the next capture gets a new handle. Earlier graphs keep theirs; all are one pool here.
 
     Attributes:
+        backend: The backend that made it.
         handles: Of all memory that it consists of; captures go into the last one.
         ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
     """
 
+    backend: CudaBackend
     handles: tuple[Any, ...] = ()
     graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
     ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -163,7 +144,7 @@ class CudaBackend(GraphBackend):
         self._generators: dict[int, torch.Generator] = {}
 
     def new_pool(self) -> CudaPool:
-        return CudaPool()
+        return CudaPool(self)
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         return sum(segment["total_size"] for segment in segments_of(self.device, pools))
@@ -247,7 +228,7 @@ class CudaBackend(GraphBackend):
         kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
             return Copier(buffers, copy_inputs=copy_inputs)
-        blocks = StagingBlocks(self.device, partial(fence_behind, device=self.device), self.synchronize)
+        blocks = StagingBlocks(partial(fence_behind, device=self.device), self.synchronize)
         return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
@@ -286,9 +267,12 @@ class CudaBackend(GraphBackend):
         return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device != self.device or not self.supports("borrow"):
+        if tensor.device != self.device:
             return tensor
-        return unowned(tensor)
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        unowned: Any = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        return tensor_on(unowned, tensor)
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
         held = StorageWeakRef(tensor.untyped_storage())
@@ -331,8 +315,8 @@ class CudaBackend(GraphBackend):
             finally:
                 torch.cuda.current_stream().wait_stream(self._stream)
 
-    def supports(self, feature: Feature) -> bool:
-        return feature == "driver_bytes" or can_borrow(self.device)
+    def supports(self, feature: Feature) -> bool:  # noqa: ARG002
+        return True
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -49,11 +49,11 @@ class Refusals:
     first: HostSyncError | None = None
     is_on: bool = True
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, operation: str) -> None:
         """Note something that needs the host, and raise HostSyncError."""
         if not self.is_on:
             return
-        message = f"{what} needs the host inside a capture, at {blamed_line()}"
+        message = f"{operation} needs the host inside a capture, at {blamed_line()}"
         self.first = self.first or HostSyncError(message, remedy=_REMEDY)
         if self.raises:
             raise HostSyncError(message, remedy=_REMEDY)
@@ -102,8 +102,8 @@ def probing() -> Iterator[None]:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """A block in which functions under torch.compile run their own code. Under a dispatch mode Dynamo would skip what
-    it compiled, then and ever after.
+    """A block in which functions under torch.compile run their own code. Under a dispatch mode Dynamo would skip its
+    compiled code, then and ever after.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to load it takes seconds

@@ -20,10 +20,10 @@ from threading import get_ident
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
 from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
-from cgplan.backends.tape_recorder import Recorder, Step, replay, tensor_on
+from cgplan.backends.tape_recorder import Recorder, Step, replay
 from cgplan.errors import CaptureError
 
 
@@ -56,6 +56,7 @@ class TapeBackend(GraphBackend):
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit)
+        pool.backend = self
         self._pools[pool] = weakref.WeakSet()
         return pool
 
@@ -139,8 +140,8 @@ class TapeBackend(GraphBackend):
         with gc_paused():
             yield
 
-    def supports(self, feature: Feature) -> bool:
-        return feature == "borrow"  # there is no driver
+    def supports(self, feature: Feature) -> bool:  # noqa: ARG002
+        return False
 
     def synchronize(self) -> None:
         pass  # nothing is ever queued

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
+ALIGNMENT = 64  # bytes, as torch's CPU allocator aligns
 
 
 @dataclass(slots=True)
@@ -42,11 +42,16 @@ class TapePool:
             as a GPU would.
 
     Attributes:
+        backend: The backend that made it.
         aliases: A storage beside each that takes a block now, by the address of the latter.
+        backend: The backend that made it.
     """
+
+    backend: object = None
 
     def __init__(self, limit: int | None = None) -> None:
         self.aliases: dict[int, torch.UntypedStorage] = {}
+        self.backend: object = None
         self._limit = limit
         self._segments: list[_Segment] = []
 
@@ -61,7 +66,7 @@ class TapePool:
         return sum(sum(segment.free.values()) for segment in self._segments)
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes on a block of the pool. Its contents are what was there before."""
+        """A storage of ``nbytes`` bytes on a block of the pool. It still holds its former contents."""
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         spans = [
             (length, index, offset)

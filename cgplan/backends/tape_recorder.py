@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     HostGuard,
@@ -73,7 +74,7 @@ class Recorder(TorchDispatchMode):
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
             with self, HostGuard(self.refusals):  # the call of the operator left the guard around the capture
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        if is_composite(func):  # in inference mode these come whole, and would hide what needs the host
+        if is_composite(func):  # in inference mode these come whole, and would hide host reads
             with self:
                 return func.decompose(*args, **kwargs)
         refuse_host(func, args, kwargs, self.refusals)
@@ -159,15 +160,6 @@ def replay(steps: list[Step]) -> None:
                     slot.copy_(flat[i])
 
 
-def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A new tensor on ``storage`` with the layout of ``like``."""
-    base = torch.empty(0, dtype=like.dtype, device="cpu").set_(
-        storage, like.storage_offset(), like.size(), like.stride()
-    )
-    base = base.conj() if like.is_conj() else base
-    return torch._neg_view(base) if like.is_neg() else base
-
-
 def _loosened(func: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Empty ``out=`` tensors, put on storages that the operator can grow; a block of the pool cannot."""
     named = [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]
@@ -182,7 +174,7 @@ def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
 
 
 def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
-    """Whether an out variant, tried on scratch memory, leaves it as it is laid out and writes what the slots hold.
+    """Whether an out variant, tried on scratch memory, keeps its layout and writes the values of the slots.
 
     Some grow their result on the way, which memory of the pool cannot, or round in another order.
     """

@@ -12,8 +12,6 @@ from cgplan.errors import CgplanError
 
 ALIGNMENT = 16
 LEAST_BYTES = 1 << 16
-# Blocks whose owner was dropped without `close`, by device: it may still read them, so they are kept until it cannot.
-_left_behind: dict[torch.device, list[torch.Tensor]] = {}
 
 
 class Fence(Protocol):
@@ -51,9 +49,10 @@ def allocate_pinned(nbytes: int) -> torch.Tensor:
     return empty_pinned([nbytes], torch.uint8)
 
 
-def _keep(device: torch.device, blocks: list[torch.Tensor]) -> None:
+def _release(wait: Callable[[], None], blocks: list[torch.Tensor]) -> None:
     if blocks:
-        _left_behind.setdefault(device, []).extend(blocks)
+        wait()
+    blocks.clear()
 
 
 class StagingBlocks:
@@ -63,7 +62,6 @@ class StagingBlocks:
     reads it, and that fence is waited for before the block is written again: bytes in flight are never overwritten.
 
     Args:
-        device: Its work reads the blocks.
         new_fence: Makes a fence behind all work that is queued on a stream, given by its handle.
         wait: Waits for all work of the device.
         allocate: Makes a block of so many bytes that the device can read under the host's address.
@@ -71,20 +69,17 @@ class StagingBlocks:
 
     def __init__(
         self,
-        device: torch.device,
         new_fence: Callable[[int], Fence],
         wait: Callable[[], None],
         allocate: Callable[[int], torch.Tensor] = allocate_pinned,
     ) -> None:
-        left = _left_behind.pop(device, None)  # before the wait, which says nothing of blocks left behind during it
-        if left:
-            wait()
         self._new_fence, self._wait, self._allocate = new_fence, wait, allocate
         self._blocks: list[torch.Tensor] = []
         self._fences: list[Fence | None] = [None, None]
         self._turn = self._at = self._end = 0
         self._stream: int | None = None
-        weakref.finalize(self, _keep, device, self._blocks).atexit = False
+        # torch hands freed blocks out again at once, and the device may still read those of an owner that was dropped
+        weakref.finalize(self, _release, wait, self._blocks).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -101,9 +96,7 @@ class StagingBlocks:
 
     def close(self) -> None:
         """Give the blocks back, once the device has read them."""
-        if self._blocks:
-            self._wait()
-        self._blocks.clear()
+        _release(self._wait, self._blocks)
         self._fences = [None, None]
         self._at = self._end = 0
 

@@ -10,40 +10,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cgplan.config import Dim, Input
-from cgplan.errors import BackendError
+from cgplan.errors import BackendError, CaptureMemoryError
 
 
 def torch_dtype(spec: Input) -> torch.dtype:
     """The torch dtype that an input declares."""
     return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
-
-
-def check_dtypes(specs: Mapping[str, Input], device: torch.device) -> None:
-    """Try on one element of each dtype what static buffers do with it, before any is allocated.
-
-    Raises:
-        BackendError: this torch or the device does not have it; names the input.
-    """
-    for name, spec in specs.items():
-        declared = f"input {name!r} is declared as {spec.dtype}"
-        if not hasattr(torch, spec.dtype):
-            raise BackendError(
-                f"{declared}, which torch {torch.__version__} does not have",
-                remedy="Declare a dtype that it has, or install a newer torch.",
-            )
-        try:
-            element = torch.zeros([1], dtype=torch_dtype(spec), device=device)
-            element.fill_(0 if spec.pad == "last" else spec.pad).copy_(
-                torch.zeros([1], dtype=element.dtype, device="cpu")
-            )
-            element.clone()
-        except torch.OutOfMemoryError:  # the buffers will say so
-            return
-        except (RuntimeError, TypeError) as error:
-            raise BackendError(
-                f"{declared}, which {device} does not have: {(str(error).splitlines() or [''])[0]}",
-                remedy="Declare a dtype that it has and convert in the model, or choose another device.",
-            ) from error
 
 
 @dataclass(slots=True)
@@ -72,11 +44,10 @@ class StaticBuffer:
     Attributes:
         spec: The declaration.
         tensor: The memory; its address never changes.
-        row_dim: The dimension that counts rows of the batch, None for a fixed shape.
-        rows: How its rows follow from the batch, None for a fixed shape.
+        row_dim, rows: The dimension that counts rows of the batch, and how; None for a fixed shape.
         marks: How far batches reach; shared by the buffers of a model.
         written: Whether the model itself writes into it, so that padding does not last from one replay to the next.
-        version: torch's count of writes to the memory when it was allocated.
+        version: torch's count of writes to the memory when it was last all padding.
     """
 
     spec: Input
@@ -114,11 +85,10 @@ class StaticBuffer:
         """
         if self.row_dim is None:
             return self.tensor
-        view = self._views.get(rows)
-        if view is None:
+        if rows not in self._views:
             with torch.inference_mode(False):  # for the same reason as the memory
-                view = self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
-        return view
+                self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
+        return self._views[rows]
 
     def pad(self, rows: int, padded_rows: int) -> None:
         """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch reached."""
@@ -143,7 +113,8 @@ class StaticBuffer:
         counted = self.tensor._version != self.version  # torch's operators count writes, kernels of others do not
         before = self.tensor.clone()
         self.clear()
-        self.written = self.written or counted or not torch.equal(_bits(before), _bits(self.tensor))
+        bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (before, self.tensor)]  # NaN equals nothing
+        self.written = self.written or counted or not torch.equal(*bits)
 
 
 class StaticBuffers:
@@ -158,13 +129,30 @@ class StaticBuffers:
         buffers: Each input's memory, by name.
         marks: How far batches reach into them.
         bounds: First address and the one behind the last of each buffer in turns, ascending.
+
+    Raises:
+        CaptureMemoryError: the device has no memory for them.
+        BackendError: this torch or the device lacks the dtype of an input; names the input.
     """
 
     def __init__(self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device) -> None:
         self.marks = Marks()
-        self.buffers = {
-            name: StaticBuffer.allocate(spec, num_tokens, num_reqs, device, self.marks) for name, spec in specs.items()
-        }
+        self.buffers: dict[str, StaticBuffer] = {}
+        for name, spec in specs.items():
+            try:
+                self.buffers[name] = StaticBuffer.allocate(spec, num_tokens, num_reqs, device, self.marks)
+            except (AttributeError, TypeError, RuntimeError) as error:
+                reason = (str(error).splitlines() or [""])[0]
+                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in reason:  # a GPU's, the CPU's
+                    raise CaptureMemoryError(
+                        f"no memory for static buffers of {num_tokens} tokens: {reason}",
+                        remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
+                    ) from error
+                raise BackendError(
+                    f"input {name!r} is declared as {spec.dtype}, which torch {torch.__version__} does not have on "
+                    f"{device}: {reason}",
+                    remedy="Declare a dtype that it has and convert in the model, or install a newer torch.",
+                ) from error
         tensors = [buffer.tensor for buffer in self.buffers.values()]
         # An address lies in a buffer where an odd number of bounds is at its left.
         self.bounds = sorted(at for t in tensors if t.nbytes for at in (t.data_ptr(), t.data_ptr() + t.nbytes))
@@ -192,14 +180,10 @@ class StaticBuffers:
         return [buffer.tensor._version for buffer in self.buffers.values()]
 
     def note_writes(self, before: list[int]) -> bool:
-        """Find the buffers that the model has written into since ``versions`` gave ``before``.
-
-        Returns:
-            Whether there is one that was not known.
+        """Find the buffers that the model has written into since ``versions`` gave ``before``; whether there is a new
+        one.
         """
         now = self.versions()
-        if now == before:
-            return False
         new = [b for b, v, w in zip(self.buffers.values(), before, now, strict=True) if v != w and not b.written]
         for buffer in new:
             buffer.written = True
@@ -239,22 +223,10 @@ class StaticBuffers:
         return self.views(num_tokens, num_reqs)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes: NaN, a good padding for tests, equals nothing."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def example_batch(
     specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """A batch as the `example` keys declare it, for warm-up and bench.
-
-    Args:
-        specs: Declarations by name.
-        num_tokens, num_reqs: The batch.
-        device: Where the tensors are made.
-        seed: Of the random values; equal seeds give equal batches.
-    """
+    """A batch on the device as the `example` keys declare it, for warm-up and bench; equal seeds, equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
     return {name: _example(spec, num_tokens, num_reqs, device, generator) for name, spec in specs.items()}
 

@@ -14,8 +14,7 @@ Note [Giving a key up]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,7 @@ from cgplan.backends import MemoryReading
 from cgplan.captures.budget import NO_GRAPH, BudgetGuard
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
-from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.model_graphs import ModelGraphs, driver_bytes
 from cgplan.captures.together import ALONE, Together
 from cgplan.errors import BudgetError, CaptureError, CaptureMemoryError, ConfigError, ModelError, RankFailedError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
@@ -49,16 +47,16 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphed: The model with its buffers; nothing is captured yet. Its plan is what may be captured.
-        guard: Says what the budget allows.
+        graphed: The model with its buffers; nothing is captured yet.
         asked: The plan that the user asked for.
+        wanted: The part of it that may be captured; the budget does not pay for the rest.
         before: Device memory before anything of the model was allocated.
         together: The sessions of other ranks.
-        progress: Called before each key of the first captures.
+        progress: Called before each key.
 
     Attributes:
-        graphed, asked: As above; ``graphed.plan`` is what is captured now.
-        wanted: What may be captured: all of ``asked``, or what its static buffers hold.
+        graphed, asked, wanted: As above; ``graphed.plan`` is what is captured now.
+        guard: Says what the budget allows.
         failed: Keys that were not captured, by key. They are not tried again until they are taken out.
         history: Records of this generation's captures in order, those of evicted keys included.
         report: What the captures cost, as they are now.
@@ -69,19 +67,24 @@ class CapturedKeys:
     def __init__(
         self,
         graphed: ModelGraphs,
-        guard: BudgetGuard,
         asked: Plan,
+        wanted: Plan,
         before: MemoryReading,
         together: Together = ALONE,
-        progress: Callable[[CaptureProgress], None] = lambda _: None,
+        progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
-        self.graphed, self.asked, self.wanted = graphed, asked, graphed.plan
+        self.graphed, self.asked, self.wanted = graphed, asked, wanted
         self.failed: dict[Key, FailedKey] = {}
         self.history: list[GraphRecord] = []
-        self._guard, self._before, self._together, self._progress = guard, before, together, progress
         self._records: dict[Key, GraphRecord] = {}
-        self._workspace_bytes = 0
-        self._is_new = True  # nothing was ever captured
+        self.guard = BudgetGuard(graphed, self._records, before)
+        self._before, self._together, self._progress = before, together, progress
+        self._environment = describe_environment(graphed.backend, asked.config_hash)
+        left_out = [key for key in asked.keys if key not in set(wanted.keys)]
+        self._left_out = sorted(left_out, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
+        self._loaded_bytes: int | None = None  # that the driver took for kernels
+        self._workspace_bytes: int | None = None  # None: nothing was ever captured
+        self._seconds = 0.0
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -93,25 +96,20 @@ class CapturedKeys:
         failed = self.failed.get(key)
         if failed is not None:
             return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
-        waits = self.graphed.config.compilation.capture_policy == "lazy" and key in self.wanted.keys
+        waits = self._is_lazy and key in self.wanted.keys
         return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
 
-    def retry_failed(self) -> None:
-        """Forget which keys could not be captured."""
-        self.failed.clear()
+    @property
+    def _is_lazy(self) -> bool:
+        return self.graphed.config.compilation.capture_policy == "lazy"
 
-    def check(self, key: Key) -> None:
+    def check(self, key: Key | None = None) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then."""
-        if self.keys or self.graphed.is_invalid:
-            self.graphed.check_addresses(*key, again=True)
-
-    def check_all(self) -> None:
-        """The same where no key is asked for."""
-        self.graphed.check_valid("the runner was captured")
+        self.graphed.check_valid()
         if self.keys:
-            self.check(self.keys[0])
+            self.graphed.check_addresses(*(key or self.keys[0]), again=True)
 
-    # --- at start-up ----------------------------------------------------------------------------------------------
+    # --- captures -------------------------------------------------------------------------------------------------
 
     def capture_first(self, keys: Sequence[Key], start: float) -> None:
         """Capture these keys until the budget stops it, on all ranks, and write the report.
@@ -122,298 +120,216 @@ class CapturedKeys:
             keys: In capture order.
             start: When the session began, by ``time.perf_counter``.
         """
-        graphed, backend = self.graphed, self.graphed.backend
+        graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
         with graphed.keeping_state(), backend.session(), torch.no_grad():
-            self._guard.begin()
-            captured = self._capture(keys, keep_going=False)
-            self._guard.rest()
+            guard.go_on(from_zero=True)
+            self._capture(keys)
+            guard.rest()
             graphed.buffers.restore()
             backend.synchronize()
         self._together.end()
-        inspecting = time.perf_counter()
-        reading = sum(c.reading_seconds for c in captured)
-        shared = captured[0].before[1] if captured else None  # bytes that others had captured into the pool before
-        self._record(captured)
-        captured.clear()
-        end = time.perf_counter()
+        self._seconds = time.perf_counter() - start
+        if keys and not self._records and not self._is_lazy:  # the buffers are of no use either
+            graphed.allocate_buffers(0)
         backend.release_cached()
-        self._is_new = not self._records
-        self._seal(shared, end - start, end - inspecting + reading)
-
-    def without_buffers(self, graphed: ModelGraphs) -> None:
-        """Go on with a model whose buffers hold no key, as none was captured."""
-        self.graphed = graphed
-        self._seal(None, self.report.session_seconds, self.report.inspection_seconds)
-
-    def _seal(self, shared: int | None, seconds: float, inspection_seconds: float) -> None:
-        graphed, backend, before = self.graphed, self.graphed.backend, self._before
-        config, pool, after = graphed.config, graphed.pools.nbytes, backend.memory()
-        graphed.plan = restricted(self.wanted, tuple(self._records), config)
+        taken = driver_bytes(backend, self._before, backend.memory())
+        if taken is not None:
+            self._loaded_bytes = taken - sum(record.driver_bytes or 0 for record in self._records.values())
+        self._note_workspace()
         graphed.seal()
-        if backend.supports("driver_bytes") and self._records:
-            grown = after.reserved - before.reserved - (pool - (pool if shared is None else shared))
-            self._workspace_bytes = max(grown - graphed.buffers.nbytes, 0)
-        self.report = CaptureReport(
-            environment=describe_environment(backend, self.asked.config_hash),
-            plan=graphed.plan,
-            records=tuple(self._records.values()),
-            pool_bytes=pool,
-            static_bytes=graphed.buffers.nbytes,
-            workspace_bytes=self._workspace_bytes,
-            driver_bytes=driver_bytes(backend, before, after),
-            free_before=before.free,
-            free_after=after.free,
-            session_seconds=seconds,
-            inspection_seconds=inspection_seconds,
-            split=graphed.route.describe(),
-            looked_at=graphed.looked_at,
-            state=graphed.state,
-            borrowed_outputs=backend.supports("borrow"),
-            warnings=(*graphed.plan.warnings, *self._warnings()),
-        )
-
-    def close_session(self, left_out: Sequence[Key], skipped: Sequence[Key]) -> None:
-        """Add to the report what the budget did not allow, and what other ranks say."""
-        used = self.report.graph_bytes - self._guard.shared_bytes
-        refused = (NO_GRAPH,) if (left_out or skipped) and not self.report.records else ()
-        found = {
-            "budget": self._guard.record(left_out, skipped, used),
-            "warnings": (*self.report.warnings, *refused),
-        }
-        self._first = self.report = self._together.completed(self.report.model_copy(update=found))
-        self._update(0.0)
-
-    def _warnings(self) -> list[str]:
-        graphed, warnings = self.graphed, list[str]()
-        config, model = graphed.config, graphed.model
-        if empty := [r.descriptor for r in self._records.values() if r.nodes == 0]:
-            names = ", ".join(map(str, empty))
-            warnings.append(f"graphs without any kernel: {names}; does the model run on this device?")
-        if graphed.returns_nothing:
-            warnings.append("the model returned no tensor: is there a return in its forward?")
-        if isinstance(model, torch.nn.Module) and model.training:
-            warnings.append(
-                "the model is in training mode: dropout and batch norm run as in training; call .eval() before the "
-                "capture"
-            )
-        with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
-        if config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
-            warnings.append(
-                "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
-                "padding reaches real rows is not checked"
-            )
-        if not graphed.backend.supports("borrow"):
-            warnings.append("this torch cannot borrow outputs: each graph holds its own output memory")
-        return warnings + graphed.route.warnings() + graphed.notes
-
-    # --- between batches ------------------------------------------------------------------------------------------
+        self._write_report()
+        self.report = self._together.completed(self.report)
 
     def capture(
-        self, keys: Collection[Key], *, evicted: Collection[Key] = (), from_zero: bool = False
+        self, keys: Collection[Key], *, evicted: Collection[Key] = (), renew: bool = False, from_zero: bool = False
     ) -> tuple[Key, ...]:
-        """Give up some keys, then capture others, the largest first. Failures are remembered, and do not raise.
+        """Give up some keys between batches, then capture others, the largest first. Failures are remembered, and do
+        not raise.
 
         Args:
             keys: Keys to capture, as far as they are among ``wanted``, have no graph and have not failed before.
             evicted: Keys to give up before.
+            renew: Give all up, and begin a new generation.
             from_zero: Whether the budget's seconds count from 0 again.
 
         Returns:
             The keys that were captured.
         """
-        with self._changes(from_zero):
-            self._evict(evicted)
-            new = [key for key in self._possible(keys) if key not in self._records]
-            self._capture_recorded(new)
-        return tuple(key for key in new if key in self._records)
-
-    def begin_again(self, keys: Collection[Key]) -> tuple[Key, ...]:
-        """Begin a new generation: all graphs are freed, and these keys captured into new pools, largest first.
-
-        Returns:
-            The keys that were captured.
-        """
-        with self._changes(from_zero=True):
-            keys = self._possible(keys)
-            self._free_all()
-            self._capture_recorded(keys)
-        return tuple(self._records)
-
-    @contextmanager
-    def _changes(self, from_zero: bool) -> Iterator[None]:
         start = time.perf_counter()
-        self._guard.go_on(from_zero=from_zero)
+        self.guard.go_on(from_zero=from_zero)
         try:
             with self.graphed.captures_again():
-                yield
-        finally:
-            self._guard.rest()
-            self._update(time.perf_counter() - start)
-
-    def _possible(self, keys: Collection[Key]) -> tuple[Key, ...]:
-        """Those of the keys that are wanted and have not failed, in capture order."""
-        wanted = set(self.wanted.keys)
-        return capture_order(key for key in keys if key in wanted and key not in self.failed)
-
-    def _capture_recorded(self, keys: Sequence[Key]) -> None:
-        """Capture keys one by one, so that an interrupt leaves those before it with their records."""
-        graphed, backend, pools = self.graphed, self.graphed.backend, self.graphed.pools
-        for key in keys:
-            if self._is_new:
-                backend.release_cached()
-            before, pool_before = backend.memory(), pools.nbytes
-            try:
-                self._record(self._capture([key], keep_going=True))
-            finally:
-                if key not in self._records:
-                    self._give_up(key)
-            if key not in self._records:
-                if pools.is_private and pools.nbytes > pool_before and self._records:  # Note [Giving a key up]
-                    kept = capture_order(self._records)
+                if self._workspace_bytes is None:
+                    self.guard.start_in_service()
+                if renew:
                     self._free_all()
-                    self._capture_recorded(kept)
-                continue
-            if self._is_new and backend.supports("driver_bytes"):
-                backend.release_cached()
-                reserved = backend.memory().reserved - graphed.copied_bytes
-                self._workspace_bytes = max(reserved - before.reserved - (pools.nbytes - pool_before), 0)
-            self._is_new = False
+                elif evicted:
+                    self._evict(evicted)
+                wanted = set(self.wanted.keys) - set(self.failed) - set(self._records)
+                new = capture_order(key for key in keys if key in wanted)
+                self._capture(new, in_service=True)
+        finally:
+            self.guard.rest()
+            self._seconds += time.perf_counter() - start
+            self._write_report()
+        return tuple(key for key in new if key in self._records)
 
-    # --- the loop -------------------------------------------------------------------------------------------------
-
-    def _capture(self, keys: Sequence[Key], *, keep_going: bool, again: bool = False) -> list[CapturedKey]:
+    def _capture(self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False) -> None:
         """Capture keys in order, as far as the budget allows.
 
         Args:
             keys: What to capture.
-            keep_going: Whether a key that cannot be captured, or that the budget refuses, is remembered in ``failed``
-                and the next one tried; the caller frees what is left of it. Else its error is raised, and the budget
-                ends the loop.
+            in_service: Whether a key that cannot be captured, or that the budget refuses, is remembered in ``failed``
+                and the next one tried. Else its error is raised, and the budget ends the loop.
             again: Whether these are keys that were captured before.
         """
-        graphed, guard, together = self.graphed, self._guard, self._together
-        captured: list[CapturedKey] = []
+        pools = self.graphed.pools
         for index, key in enumerate(keys):
-            if together.any(guard.stop_before(key)):
-                if not keep_going:
-                    break
+            if self._together.any(self.guard.stop_before(key)):
+                if not in_service:
+                    return
                 self._refuse(key)
                 continue
-            self._progress(CaptureProgress(index, len(keys), *key))
+            if self._progress is not None:
+                self._progress(CaptureProgress(index, len(keys), *key))
+            grown = pools.nbytes
             try:
-                captured.append(capture_key(graphed, key, in_service=keep_going))
-            except (CaptureError, ModelError, ConfigError, RankFailedError) as error:
-                self._note_failure(key, error, keep_going=keep_going)
-            else:
-                if not together.any(guard.add(captured[-1], 0 if keep_going else len(keys) - index - 1)):
+                if self._capture_one(key, len(keys) - index - 1, in_service=in_service):
                     continue
-                captured.pop()
-                if keep_going:
-                    self._refuse(key)
-            if not keep_going:  # Note [Giving a key up]
-                before = tuple(c.key for c in captured)
-                captured.clear()
-                guard.forget()
-                graphed.drop_all()
-                together.dropped()
-                if before:
-                    return [] if again else self._capture(before, keep_going=False, again=True)
-        return captured
+            except BaseException:
+                if in_service:
+                    self._give_up(key)
+                raise
+            self._give_up(key)
+            before = capture_order(self._records)
+            if not in_service or (before and pools.is_private and pools.nbytes > grown):  # Note [Giving a key up]
+                self._free_all()
+                self._together.dropped()
+                if before and not again:
+                    self._capture(before, in_service=in_service, again=not in_service)
+            if before and not in_service:
+                return
 
-    def _note_failure(self, key: Key, error: Exception, *, keep_going: bool) -> None:
-        """Remember why a key failed; raise again what ends the loop."""
-        ran_out = isinstance(error, CaptureMemoryError | RankFailedError)  # the second: another rank has said the first
-        if keep_going and not isinstance(error, RankFailedError):
-            self.failed[key] = FailedKey(
-                mode=key[0], descriptor=key[1], error=type(error).__name__, detail=str(getattr(error, "message", error))
-            )
-        elif keep_going or not ran_out or not self._guard.active:
-            raise error
-        drop_locals(error)
-        if not keep_going:
-            if isinstance(error, CaptureMemoryError):
-                self._guard.ran_out(key)
-            self._together.any(True, because=error)
+    def _capture_one(self, key: Key, remaining: int, *, in_service: bool) -> bool:
+        """Whether a key was captured, and the budget lets it stay."""
+        try:
+            record = self._records[key] = self.graphed.capture_key(key, in_service=in_service)
+        except (CaptureError, ModelError, ConfigError, RankFailedError) as error:
+            ran_out = isinstance(error, CaptureMemoryError | RankFailedError)  # here, or on another rank
+            if in_service and not isinstance(error, RankFailedError):
+                self._fail(key, type(error).__name__, error.message)
+            elif in_service or not (ran_out and self.guard.active):
+                raise
+            drop_locals(error)
+            if not in_service:
+                if isinstance(error, CaptureMemoryError):
+                    self.guard.ran_out(key)
+                self._together.any(True, because=error)
+            return False
+        if self._together.any(self.guard.overshoots(key, 0 if in_service else remaining)):
+            if in_service:
+                self._refuse(key)
+            return False
+        self.history.append(record)
+        if in_service and self._workspace_bytes is None:
+            self._note_workspace()
+        return True
 
     def _refuse(self, key: Key) -> None:
-        stop = self._guard.stops[-1]
-        self.failed[key] = FailedKey(
-            mode=key[0], descriptor=key[1], error=BudgetError.__name__, detail=f"{stop.limit}: {stop.detail}"
-        )
+        stop = self.guard.stops[-1]
+        self._fail(key, BudgetError.__name__, f"{stop.limit}: {stop.detail}")
 
-    def _record(self, captured: Sequence[CapturedKey]) -> None:
-        for done in captured:
-            self._records[done.key] = record = done.record(self.graphed.backend)
-            self.history.append(record)
-
-    def _evict(self, keys: Collection[Key]) -> None:
-        if not keys:
-            return
-        try:
-            self.graphed.evict(keys)
-        finally:  # where it was interrupted, those that are gone are not dispatched to
-            for key in keys:
-                if not self.graphed.holds(key):
-                    self._records.pop(key, None)
-        self._guard.release(keys, self.graphed.pools.nbytes)
+    def _fail(self, key: Key, error: str, detail: str) -> None:
+        self.failed[key] = FailedKey(mode=key[0], descriptor=key[1], error=error, detail=detail)
 
     def _give_up(self, key: Key) -> None:
-        """Free what there is of a key that could not be captured."""
-        self.graphed.scope.entries.clear()
-        self.graphed.evict([key])
+        """Free what there is of a key that could not be captured, or may not stay."""
+        self._evict([key])
         self.graphed.backend.release_cached()
-        self._guard.release([key], self.graphed.pools.nbytes)
+
+    def _evict(self, keys: Collection[Key]) -> None:
+        self.graphed.evict(keys)
+        for key in keys:
+            self._records.pop(key, None)
 
     def _free_all(self) -> None:
         """Begin a new generation, with no graph yet."""
         self._evict(tuple(self._records))
         self.graphed.pools.renew()
-        self._guard.forget(in_service=True)
         self.history.clear()
 
-    def _update(self, seconds: float) -> None:
-        """Bring plan and report up to date, after so many seconds of changes."""
-        graphed, first = self.graphed, self._first
-        config, backend, pools = graphed.config, graphed.backend, graphed.pools
-        graphed.plan = self._with_buffers(restricted(self.wanted, tuple(self._records), config))
-        records = tuple(self._records[key] for key in graphed.plan.keys)
-        driver = first.driver_bytes
-        if driver is not None:  # of what kernels took, nothing comes back
-            driver += sum(record.driver_bytes or 0 for record in records) - first.graph_driver_bytes
-        skipped = tuple(key for key in self.wanted.keys if key not in self._records)
-        lazy = config.compilation.capture_policy == "lazy"
-        self.report = first.model_copy(
-            update={
-                "plan": graphed.plan,
-                "records": records,
-                "pool_bytes": pools.nbytes,
-                "workspace_bytes": self._workspace_bytes,
-                "driver_bytes": driver,
-                "free_after": backend.memory().free if seconds else self.report.free_after,
-                "session_seconds": self.report.session_seconds + seconds,
-                "split": graphed.route.describe(),
-                "capture_policy": config.compilation.capture_policy,
-                "pool": pools.policy,
-                "generation": pools.generation,
-                "waiting": sum(key not in self.failed for key in skipped) if lazy else 0,
-                "failed": tuple(self.failed.values()),
-                "looked_at": graphed.looked_at,
-                "state": graphed.state,
-                "warnings": tuple(text for text in first.warnings if text != NO_GRAPH or not records),
-            }
-        )
-        if seconds and first.budget is not None:
-            used = self.report.graph_bytes - self._guard.shared_bytes
-            budget = self._guard.record(first.budget.left_out, () if lazy else skipped, used)
-            self.report = self.report.model_copy(update={"budget": budget})
+    # --- the report -----------------------------------------------------------------------------------------------
 
-    def _with_buffers(self, plan: Plan) -> Plan:
-        """The plan, with what the static buffers take as its prediction where they were made for a larger size."""
-        predicted, graphed = plan.predicted, self.graphed
-        if predicted is None or not plan.keys or graphed.most_tokens == plan.max_capture_size:
-            return plan
-        known = predicted.model_copy(update={"static_bytes": graphed.buffers.nbytes})
-        return plan.model_copy(update={"predicted": known})
+    def _note_workspace(self) -> None:
+        if self._records:
+            graphed = self.graphed
+            graphed.backend.release_cached()
+            outside = self.guard.outside_bytes() if graphed.backend.supports("driver_bytes") else 0
+            self._workspace_bytes = max(outside - graphed.buffers.nbytes, 0)
+
+    def _write_report(self) -> None:
+        """Bring plan and report up to date with the graphs that are there."""
+        graphed, guard = self.graphed, self.guard
+        backend, pools, compilation = graphed.backend, graphed.pools, graphed.config.compilation
+        for key in [key for key in self._records if not graphed.holds(key)]:  # an interrupt came after it was freed
+            del self._records[key]
+        plan = restricted(self.wanted, tuple(self._records), graphed.config)
+        if plan.predicted is not None and plan.keys and graphed.most_tokens != plan.max_capture_size:
+            predicted = plan.predicted.model_copy(update={"static_bytes": graphed.buffers.nbytes})
+            plan = plan.model_copy(update={"predicted": predicted})
+        graphed.plan = plan
+        records = tuple(self._records[key] for key in plan.keys)
+        missing = tuple(key for key in self.wanted.keys if key not in self._records)
+        skipped = () if self._is_lazy else missing
+        no_graph = (NO_GRAPH,) if (self._left_out or skipped) and not records else ()
+        driver = None if self._loaded_bytes is None else self._loaded_bytes + sum(r.driver_bytes or 0 for r in records)
+        report = CaptureReport(
+            environment=self._environment,
+            plan=plan,
+            records=records,
+            pool_bytes=pools.nbytes,
+            static_bytes=graphed.buffers.nbytes,
+            workspace_bytes=self._workspace_bytes or 0,
+            driver_bytes=driver,
+            free_before=self._before.free,
+            free_after=backend.memory().free,
+            session_seconds=self._seconds,
+            inspection_seconds=graphed.inspection_seconds,
+            split=graphed.route.describe() if graphed.most_tokens else None,
+            borrowed_outputs=True,
+            capture_policy=compilation.capture_policy,
+            pool=pools.policy,
+            generation=pools.generation,
+            waiting=sum(key not in self.failed for key in missing) if self._is_lazy else 0,
+            failed=tuple(self.failed.values()),
+            warnings=(*plan.warnings, *self._warnings(), *no_graph),
+            looked_at=graphed.looked_at,
+            state=graphed.state,
+        )
+        if guard.active:
+            budget = guard.record(self._left_out, skipped, report.graph_bytes - guard.shared_bytes)
+            report = report.model_copy(update={"budget": budget})
+        self.report = report
+
+    def _warnings(self) -> list[str]:
+        graphed, warnings = self.graphed, list[str]()
+        if empty := [record.descriptor for record in self._records.values() if record.nodes == 0]:
+            names = ", ".join(map(str, empty))
+            warnings.append(f"graphs without any kernel: {names}; does the model run on this device?")
+        if graphed.returns_nothing:
+            warnings.append("the model returned no tensor: is there a return in its forward?")
+        if isinstance(graphed.model, torch.nn.Module) and graphed.model.training:
+            warnings.append(
+                "the model is in training mode: dropout and batch norm run as in training; call .eval() before the "
+                "capture"
+            )
+        with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
+        if graphed.config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
+            warnings.append(
+                "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
+                "padding reaches real rows is not checked"
+            )
+        return warnings + graphed.route.warnings() + graphed.notes
 
 
 __all__ = ["CaptureProgress", "CapturedKeys"]

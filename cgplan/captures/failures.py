@@ -9,7 +9,6 @@ import torch
 
 from cgplan.backends.blame import blamed_line
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.units import format_bytes
 
 # What torch says when a capturing stream is asked for something that needs the host.
@@ -26,21 +25,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def drop_locals(error: BaseException) -> None:
     """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so memory."""
-    passed: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
+    passed, waiting = list[BaseException](), [error]
     while waiting:
         found = waiting.pop()
-        if found is None or any(found is other for other in passed):  # an error can be its own cause
-            continue
-        passed.append(found)
-        traceback.clear_frames(found.__traceback__)
-        waiting += [found.__cause__, found.__context__]
+        if not any(found is other for other in passed):  # an error can be its own cause
+            passed.append(found)
+            traceback.clear_frames(found.__traceback__)
+            waiting += [cause for cause in (found.__cause__, found.__context__) if cause is not None]
 
 
 def explain_failure(
     error: Exception,
-    mode: CUDAGraphMode,
-    descriptor: BatchDescriptor,
+    key: str,
     *,
     capturing: bool,
     free: int | None,
@@ -51,26 +47,25 @@ def explain_failure(
 
     Args:
         error: The error that was raised.
-        mode, descriptor: The key.
+        key: The key in words.
         capturing: Whether the capture had begun; before it, the model ran eagerly.
         free: Bytes of device memory that were free then, None if not known.
         host_sync: The operator that needs the host, as the look ahead of the capture named it.
         all_freed: Whether the failure ends a session, which gives up what it captured before.
     """
-    key = f"{mode} {descriptor}"
-    where = blamed_line(error.__traceback__)
+    where, text = blamed_line(error.__traceback__), _first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
         freed = "; everything captured in this session was freed" if all_freed else ""
         had = "" if free is None else f" with {format_bytes(free)} free on the device"
         return CaptureMemoryError(
-            f"out of memory at {key}{had}{freed}: {_first_line(error)}",
+            f"out of memory at {key}{had}{freed}: {text}",
             remedy="Lower compilation.max_cudagraph_capture_size, give fewer cudagraph_capture_sizes or LoRA cases, "
             "or leave more memory free (a smaller KV cache, say).",
         )
+    needs_host = any(phrase in str(error) for phrase in _HOST_PHRASES)
     if isinstance(error, CaptureError):
-        swallowed = type(error) is CaptureError and any(phrase in error.message for phrase in _HOST_PHRASES)
-        found = host_sync if swallowed else None  # a forward that caught the error, and launched nothing more
-        told = error if found is None else found
+        is_plain = type(error) is CaptureError  # a forward that caught the error, and launched nothing more
+        told = host_sync if is_plain and needs_host and host_sync is not None else error
         return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
     if isinstance(error, CgplanError):
         return error
@@ -82,16 +77,16 @@ def explain_failure(
             remedy="Hold it in an attribute of the model, where cgplan finds it, or pass it to "
             "backend.register_generator before the capture.",
         )
-    if any(phrase in str(error) for phrase in _HOST_PHRASES):
-        if host_sync is not None:
-            return HostSyncError(f"capture of {key}: {host_sync.message}", remedy=host_sync.remedy)
+    if needs_host and host_sync is not None:
+        return HostSyncError(f"capture of {key}: {host_sync.message}", remedy=host_sync.remedy)
+    if needs_host:
         return HostSyncError(
-            f"capture of {key}: an operator needs the host, at {where}: {_first_line(error)}",
+            f"capture of {key}: an operator needs the host, at {where}: {text}",
             remedy="Keep the value on the device (torch.where, masked_fill), compute it before the graph, or keep this "
             "part out of it.",
         )
     return CaptureError(
-        f"capture of {key} failed, at {where}: {type(error).__name__}: {_first_line(error)}",
+        f"capture of {key} failed, at {where}: {type(error).__name__}: {text}",
         remedy="The same forward ran eagerly; look for what it does only under capture. --traceback shows more.",
     )
 

@@ -1,23 +1,26 @@
-"""A model together with its graphs and the memory that they read: what a session fills and a runner calls."""
+"""ModelGraphs: a model with its graphs and the memory that they read. A session fills it, and a runner calls it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
+from cgplan.captures.failures import explain_failure
+from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
-from cgplan.errors import AddressError, CaptureMemoryError, InputError
-from cgplan.graphs.ambient import AmbientState, number_of
+from cgplan.errors import AddressError, CaptureError, InputError
+from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
 from cgplan.graphs.footprint import Footprint, examine, look
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool, RunnerPools
@@ -27,12 +30,10 @@ from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
 from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
-from cgplan.reports.records import StateRecord
+from cgplan.reports.records import GraphRecord, StateRecord
 
 
 class _Metadata(dict[str, Any]):
-    """The forward context's metadata; a name that is not declared is answered with those that are."""
-
     def __missing__(self, name: str) -> Any:
         raise InputError(
             f"the model reads metadata {name!r}, which is not declared",
@@ -41,34 +42,41 @@ class _Metadata(dict[str, Any]):
 
 
 class _Unchecked(CUDAGraphOptions):
-    """Of the runner's own wrapper: static buffers do not move; what may is looked at in check_addresses."""
-
     def policy(self, scope: CaptureScope | None) -> Literal["off"]:  # noqa: ARG002
-        return "off"
+        return "off"  # static buffers do not move, and check_addresses looks at the model
+
+
+def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
+    """Free memory lost in between that torch's allocator did not reserve; None where there is no driver."""
+    if not backend.supports("driver_bytes") or after.free is None or before.free is None:
+        return None
+    return (before.free - after.free) - (after.reserved - before.reserved)
 
 
 class ModelGraphs:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
-    Attributes:
+    Args:
         plan, config: The keys, and how to capture them.
+        model: Called with the declared inputs by name.
         backend: The device.
+        pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
+        state: The objects whose state counts; absent: the model.
+        together: The sessions of other ranks.
+
+    Attributes:
+        plan: The keys that may be captured, and later those that are.
         most_tokens: Tokens of the largest key that the static buffers hold.
-        pools: Where it is captured.
-        wrapper: Holds the FULL graphs; in other modes it passes through.
-        buffers: Static buffers for the largest key.
-        scope: The pool of the key that is captured, and whether capturing is still allowed.
+        scope: The pool of the key that is captured, its entries, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
         outputs: How the model's outputs are checked and cut.
         returns_nothing: Whether the model's output held no tensor.
-        model: As it was given.
-        roots: The objects that are looked at for state, by name: the model, or those that were given as ``state``.
+        roots: The objects that are looked at for state, by name.
         generators: The random generators that the model draws from, but for the default one.
-        footprints: Findings of the looks ahead of the captures, by mode.
         looked_at: One line on what the last captures looked at.
         state: Places that the last captures wrote, and whether they were put back.
         notes: Warnings for the report.
-        before_free: Called before graphs are freed: other ranks may read their memory.
+        inspection_seconds: Time of the captures that went into reading memory and counting nodes.
         is_alone: Whether no other rank runs the same forwards beside this one.
     """
 
@@ -80,154 +88,75 @@ class ModelGraphs:
         backend: GraphBackend,
         pool: GraphPool | None = None,
         state: Sequence[object] | None = None,
+        together: Together = ALONE,
     ) -> None:
-        self.plan = plan
-        self.config = config
-        self.backend = backend
-        self.most_tokens = plan.max_capture_size
+        self.plan, self.config, self.model, self.backend = plan, config, model, backend
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
-        self.buffers = self._allocate_buffers()  # before the route, which may change modules until `free`
-        self.model = model
+        self.allocate_buffers(plan.max_capture_size)  # before the route, which may change modules until `free`
         self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
         self.generators: tuple[torch.Generator, ...] = ()
-        self.footprints: dict[CUDAGraphMode, Footprint] = {}
-        self.looked_at = ""
-        self.state: tuple[StateRecord, ...] = ()
-        self.returns_nothing = False
         rows = config.model.output_rows if config.model else "num_tokens"
         self.outputs = OutputRows(rows, plan.query_len, config.compilation.outputs == "clone")
+        self.returns_nothing = False
+        self.looked_at = ""
+        self.state: tuple[StateRecord, ...] = ()
         self.notes: list[str] = []
-        self.before_free: Callable[[], None] = lambda: None
-        self.is_alone = True
+        self.inspection_seconds = 0.0
+        self.is_alone, self._together = together is ALONE, together
         self._kept: ModelState | None = None  # while captures may change the model
-        self._sealed: ModelState | None = None  # what graphs rely on
+        self._sealed: ModelState | None = None  # the state that graphs rely on
         self._has_captured = True
         self._volatile: set[str] = set()
-        self._looked: set[CUDAGraphMode] = set()
-        self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+        self._footprints: dict[CUDAGraphMode, Footprint] = {}  # of the looks since the model's state was recorded
+        self._checked: set[Key] = set()
         self._moved: str | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
         self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
 
+    def allocate_buffers(self, tokens: int) -> None:
+        """Make static buffers for batches of that size. Raises CaptureMemoryError and BackendError."""
+        specs = {**self.config.inputs, **self.config.metadata}
+        self.most_tokens = tokens
+        self.buffers = StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
+
+    # --- captures -------------------------------------------------------------------------------------------------
+
     @contextmanager
-    def keeping_state(self) -> Iterator[None]:
+    def keeping_state(self) -> Iterator[ModelState]:
         """A block of captures, or of other runs that no batch asked for: the model is as it was after it, see Note
         [What is put back] in model_state.py. A block inside a block is part of it.
         """
         if self._kept is not None:
-            yield
+            yield self._kept
             return
-        self.backend.synchronize()
-        self._kept = kept = ModelState.of(self.roots, self.backend.device)
+        backend = self.backend
+        lost: tuple[type[Exception], ...] = (RuntimeError,)
+        backend.synchronize()
+        self._kept = kept = ModelState.of(self.roots, backend.device)
         self._use_generators(kept.generators)
-        self._looked.clear()
+        self._footprints.clear()
         try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # a device that is lost says so by the error that is under way
-                self._restore(kept)
-            raise
-        else:
-            self._restore(kept)
+            yield kept
+            lost = ()
         finally:
             self._kept = None
-
-    def _restore(self, kept: ModelState) -> None:
-        self.backend.synchronize()
-        kept.restore()
-        self.backend.synchronize()  # the next batch may come on another stream
-        self._kept = None
-        self._volatile |= kept.volatile
-        self.looked_at = kept.summary()
-        self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
-        if not self.scope.is_open:
-            self.seal()
+            with suppress(*lost):  # a device that is lost says so by the error that is under way
+                backend.synchronize()
+                kept.restore()
+                backend.synchronize()  # the next batch may come on another stream
+                self._volatile |= kept.volatile
+                self.looked_at = kept.summary()
+                self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
+                if not self.scope.is_open:
+                    self.seal()
 
     @property
     def copied_bytes(self) -> int:
         """Bytes on the device of the copies that the state will be restored from."""
         return 0 if self._kept is None else self._kept.copied()
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the model has parts under torch.compile, as far as the walk sees; inside ``keeping_state``."""
-        return self._kept is not None and self._kept.is_compiled
-
-    def noting_capture(self) -> AbstractContextManager[None]:
-        """A block that captures one key, after its warm-ups; inside ``keeping_state``."""
-        assert self._kept is not None
-        return self._kept.noting_capture()
-
-    def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Look at the forward, once for each mode, ahead of its warm-ups; inside ``keeping_state``.
-
-        Raises CaptureError as ``footprint.examine``.
-        """
-        if mode in self._looked:
-            return
-        assert self._kept is not None
-        self._looked.add(mode)
-        views, route, limit = self.views(descriptor), self.route, self.copy_limit()
-        run = partial(self._run, self.model, CUDAGraphMode.NONE, descriptor, views)
-        if mode is CUDAGraphMode.PIECEWISE and route.name == "wrappers":  # Python code runs on each replay
-            found = look(run, self._kept, limit, part="eager piece")
-        else:
-            is_whole, ops = mode is CUDAGraphMode.FULL, self.config.compilation.splitting_ops
-            split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if route.name == "ops" and not is_whole else ()
-            found, notes = examine(run, self._kept, list(views.values()), limit, eager_ops=split, is_whole=is_whole)
-            self.notes += [note for note in notes if note not in self.notes]
-        self.footprints[mode] = found
-        if mode is CUDAGraphMode.PIECEWISE and route.name in ("modules", "wrappers"):
-            route.operators = found.operators
-        self._use_generators(tuple(found.generators.values()))
-
-    def _calls_breaks(self) -> bool:
-        if not any_breaks():
-            return False
-        _, smallest = self.plan.keys[-1]
-        run = partial(self._run, self.model, CUDAGraphMode.NONE, smallest, self.views(smallest))
-        with self.keeping_state():
-            assert self._kept is not None
-            return look(run, self._kept, self.copy_limit()).breaks
-
-    def copy_limit(self) -> int:
-        """Bytes of copies of the model's state that may lie on the device."""
-        limit = self.config.compilation.state_copy
-        return (self.backend.memory().free or 4 << 30) // 4 if limit is None else limit
-
-    def _use_generators(self, found: Sequence[torch.Generator]) -> None:
-        known = set(map(number_of, self.generators))
-        new = [generator for generator in found if number_of(generator) not in known]
-        self.generators += tuple(new)
-        for generator in new:
-            self.backend.register_generator(generator)
-
-    def _allocate_buffers(self) -> StaticBuffers:
-        tokens = self.most_tokens
-        specs = {**self.config.inputs, **self.config.metadata}
-        try:
-            return StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one from the CPU's allocator
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            raise CaptureMemoryError(
-                f"no memory for static buffers of {tokens} tokens: {str(error).splitlines()[0]}",
-                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
-            ) from error
-
-    def seal(self) -> None:
-        """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
-        self.scope.is_open = False
-        policy = self.config.compilation.address_policy
-        if self._kept is None and (self._has_captured or self._sealed is None) and policy != "off":
-            self._sealed = ModelState.of(self.roots, self.backend.device)
-            self._sealed.volatile |= self._volatile
-            if policy == "first":  # each check is a walk
-                self._sealed.let_go()
-            self._has_captured = False
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
@@ -244,6 +173,127 @@ class ModelGraphs:
         finally:
             self.seal()
 
+    def capture_key(self, key: Key, *, in_service: bool = False) -> GraphRecord:
+        """Warm up and capture one key, inside the backend's session. The model is as it was afterwards, and
+        ``scope.entries`` holds the key's graphs until the next one.
+
+        Args:
+            key: What is captured.
+            in_service: Whether a key that fails leaves the others as they are; for the message.
+
+        Raises:
+            CaptureError: the key could not be captured; its subclasses say why.
+            ModelError: the model failed before its capture began.
+        """
+        (mode, descriptor), backend, scope, capturing = key, self.backend, self.scope, False
+        scope.pool, scope.entries = self.pools.of(key), []
+        with self.keeping_state() as kept, ExitStack() as stack:
+            try:
+                start = time.perf_counter()
+                self.look(mode, descriptor)
+                # A capture between two batches does not change later random numbers.
+                stack.enter_context(random_state_kept(backend.device, self.generators))
+                # Compiled parts are compiled by a run ahead of the capture, never in it.
+                for _ in range(self.config.compilation.cudagraph_num_of_warmups or int(kept.is_compiled)):
+                    self.warm_up(mode, descriptor)
+                backend.synchronize()
+                warm = time.perf_counter()
+                before, pool_before = backend.memory(), self.pools.nbytes
+                read = time.perf_counter()
+                capturing = True
+                with kept.noting_capture():
+                    output = self.run_graphed(mode, descriptor, self.views(descriptor))
+            except Exception as error:
+                footprint = self._footprints.get(mode)
+                failure = explain_failure(
+                    error,
+                    f"{mode} {descriptor}",
+                    capturing=capturing,
+                    free=backend.memory().free,
+                    host_sync=None if footprint is None else footprint.host_sync,
+                    all_freed=not in_service,
+                )
+                raise failure from (error if failure is not error else error.__cause__)
+            self.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
+            self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
+            if not scope.entries:
+                raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy())
+            done = time.perf_counter()
+            scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
+            after, pool_after = backend.memory(), self.pools.nbytes
+            nodes = [backend.num_nodes(graph) for entry in scope.entries for graph in entry.segments]
+            counts = tuple(n for n in nodes if n is not None)
+            counted = len(counts) == len(nodes)
+            self.inspection_seconds += (read - warm) + (time.perf_counter() - done)
+            return GraphRecord(
+                mode=mode,
+                descriptor=descriptor,
+                graphs=len(nodes),
+                nodes=sum(counts) if counted else None,
+                eager_pieces=sum(entry.eager_pieces for entry in scope.entries),
+                pool_growth=pool_after - pool_before,
+                driver_bytes=driver_bytes(backend, before, after),
+                warmup_seconds=warm - start,
+                capture_seconds=sum(entry.capture_seconds for entry in scope.entries),
+                segment_nodes=counts if counted else (),
+            )
+
+    def _remedy(self) -> str:
+        if self.route.name == "wrappers":
+            return (
+                "With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
+                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY."
+            )
+        return (
+            "Outside of eager pieces the forward computed nothing on the padding values of the capture: name fewer of "
+            "them, or choose FULL or NONE. Where it has functions under eager_break_during_capture that it did not "
+            "call then, set piecewise: modules."
+        )
+
+    def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Look at the forward, once for each mode, ahead of its warm-ups; inside ``keeping_state``.
+
+        Raises CaptureError as ``footprint.examine``.
+        """
+        if mode in self._footprints:
+            return
+        assert self._kept is not None
+        views, route = self.views(descriptor), self.route
+        run = partial(self._run, self.model, CUDAGraphMode.NONE, descriptor, views)
+        is_piecewise = mode is CUDAGraphMode.PIECEWISE
+        if is_piecewise and route.name == "wrappers":  # Python code runs on each replay
+            found = look(run, self._kept, self.copy_limit(), part="eager piece")
+        else:
+            ops = self.config.compilation.splitting_ops
+            split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_piecewise and route.name == "ops" else ()
+            inputs, options = list(views.values()), {"eager_ops": split, "is_whole": not is_piecewise}
+            found, notes = examine(run, self._kept, inputs, self.copy_limit(), **options)
+            self.notes += [note for note in notes if note not in self.notes]
+        self._footprints[mode] = found
+        if is_piecewise and route.name in ("modules", "wrappers"):
+            route.operators = found.operators
+        self._use_generators(tuple(found.generators.values()))
+
+    def _calls_breaks(self) -> bool:
+        if not any_breaks():
+            return False
+        _, smallest = self.plan.keys[-1]
+        run = partial(self._run, self.model, CUDAGraphMode.NONE, smallest, self.views(smallest))
+        with self.keeping_state() as kept:
+            return look(run, kept, self.copy_limit()).breaks
+
+    def copy_limit(self) -> int:
+        """Bytes of copies of the model's state that may lie on the device."""
+        limit = self.config.compilation.state_copy
+        return (self.backend.memory().free or 4 << 30) // 4 if limit is None else limit
+
+    def _use_generators(self, found: Sequence[torch.Generator]) -> None:
+        known = set(map(number_of, self.generators))
+        for generator in found:
+            if number_of(generator) not in known:
+                self.generators += (generator,)
+                self.backend.register_generator(generator)
+
     def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """Run what a key captures, without capturing; where a trace is captured, it is found or made here. Returns the
         output.
@@ -252,6 +302,19 @@ class ModelGraphs:
         with autocast_cache(on=not is_full and self.route.name == "wrappers"):  # wrappers turn it off for themselves
             call = self.route.whole if is_full else self.route.warm
             return self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+
+    def seal(self) -> None:
+        """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
+        self.scope.is_open = False
+        policy = self.config.compilation.address_policy
+        if self._kept is None and (self._has_captured or self._sealed is None) and policy != "off":
+            self._sealed = ModelState.of(self.roots, self.backend.device)
+            self._sealed.volatile |= self._volatile
+            if policy == "first":  # each check is a walk
+                self._sealed.let_go()
+            self._has_captured = False
+
+    # --- graphs ---------------------------------------------------------------------------------------------------
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
         """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose
@@ -263,35 +326,8 @@ class ModelGraphs:
         entry = None if wrapper is None else wrapper.entries.get(descriptor)
         return entry if entry is not None and entry.scope is self.scope else None
 
-    def evict(self, keys: Collection[Key]) -> None:
-        """Free the graphs of these keys; the plan stays as it is.
-
-        A graph whose output somebody still holds is freed when nobody does any more: on the next change, or by
-        ``sweep``. Its numbers are no longer valid all the same.
-        """
-        self.backend.synchronize()
-        for wrapper in self.scope.wrappers:
-            mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
-            for output, free in wrapper.take_out(self.scope, mine):
-                self._retired.append(([], free))  # freed by the next sweep, should anything come between here
-                self._retired[-1] = (self._watch(output), free)
-                del output  # or the sweep below would find it held, by this function
-        self._checked.difference_update(keys)
-        self.sweep()
-        for key in keys:
-            self.pools.drop(key)
-
-    def drop_all(self) -> None:
-        """Free all graphs and their pools; more can be captured."""
-        self.backend.synchronize()
-        for wrapper in self.scope.wrappers:
-            wrapper.reset(self.scope)
-        self.scope.entries, self.scope.wrappers = [], []
-        self.backend.release_cached()
-        self.pools.renew()
-
     def holds(self, key: Key) -> bool:
-        """Whether a graph of that key is there."""
+        """Whether there is a graph of that key, in whichever wrapper."""
         mode, descriptor = key
         return any(
             entry.scope is self.scope and entry.descriptor == descriptor
@@ -300,8 +336,24 @@ class ModelGraphs:
             for entry in wrapper.entries.values()
         )
 
-    def _watch(self, output: Any) -> list[Callable[[], bool]]:
-        return [self.backend.watch(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    def evict(self, keys: Collection[Key]) -> None:
+        """Free the graphs of these keys; the plan stays as it is.
+
+        A graph whose output somebody still holds is freed when nobody does any more: on the next change, or by
+        ``sweep``. Its numbers are no longer valid all the same.
+        """
+        self.backend.synchronize()
+        self.scope.entries = []
+        for wrapper in self.scope.wrappers:
+            mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
+            for output, free in wrapper.take_out(self.scope, mine):
+                self._retired.append(([], free))  # freed by the next sweep, should anything come between here
+                self._retired[-1] = ([self.backend.watch(tensor) for tensor in output], free)
+                del output  # or the sweep below would find it held, by this function
+        self._checked.difference_update(keys)
+        self.sweep()
+        for key in keys:
+            self.pools.drop(key)
 
     def sweep(self) -> None:
         """Free evicted graphs whose outputs nobody holds, and give memory back."""
@@ -315,16 +367,52 @@ class ModelGraphs:
             self._retired = waiting
             self.backend.release_cached()
 
-    @property
-    def is_invalid(self) -> bool:
-        """Whether ``invalidate`` was called."""
-        return self._moved is not None
+    def drop_all(self) -> None:
+        """Free all graphs and their pools at once; more can be captured."""
+        self.backend.synchronize()
+        self._reset()
+        self.backend.release_cached()
+        self.pools.renew()
+
+    def _reset(self) -> None:
+        for wrapper in self.scope.wrappers:
+            wrapper.reset(self.scope)
+        self.scope.entries, self.scope.wrappers = [], []
+
+    def free(self) -> None:
+        """Free graphs, pool and static buffers."""
+        together, self._together = self._together, ALONE  # other ranks wait for it once
+        with ExitStack() as stack:  # memory is freed whatever the steps before it raise
+            stack.callback(self._free)
+            stack.callback(together.release)
+            self.backend.synchronize()
+
+    def _free(self) -> None:
+        self._reset()
+        for _, free in self._retired:
+            free()
+        self._retired = []
+        self.pools.close()
+        self.scope.pool, self.scope.is_open = None, False
+        self.buffers.buffers.clear()
+        self.route.remove()
+        self.backend.release_cached()
+
+    # --- checks ---------------------------------------------------------------------------------------------------
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved. Raises InputError for what is no name."""
         if not isinstance(name, str) or not name:
             raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
         self._moved, self._sealed = name, None  # which may hold the old memory
+
+    def check_valid(self) -> None:
+        """Raise AddressError after ``invalidate``."""
+        if self._moved is not None:
+            raise AddressError(
+                f"the model was captured before {self._moved!r} moved: a replay would use the old memory",
+                remedy="Call runner.recapture().",
+            )
 
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
@@ -335,23 +423,15 @@ class ModelGraphs:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
         ``compilation.address_check`` says, or ``again``.
         """
-        key = (mode, descriptor)
-        self.check_valid(f"{mode} {descriptor} was captured")
-        policy = self.config.compilation.address_policy
-        if policy == "off" or (policy == "first" and not again and key in self._checked):
+        key, policy, sealed = (mode, descriptor), self.config.compilation.address_policy, self._sealed
+        self.check_valid()
+        is_known = key in self._checked and not again
+        if policy == "off" or sealed is None or (is_known and (policy == "first" or sealed.holds())):
             return
-        if self._sealed is None or (key in self._checked and not again and self._sealed.holds()):
-            return
-        self._sealed.refuse_moved(f"{mode} {descriptor}", self.roots, may_grow=True)
+        sealed.refuse_moved(f"{mode} {descriptor}", self.roots, may_grow=True)
         self._checked.add(key)
 
-    def check_valid(self, what: str) -> None:
-        """After ``invalidate`` raise AddressError, whose message begins with ``what``."""
-        if self._moved is not None:
-            raise AddressError(
-                f"{what} before {self._moved!r} moved: a replay would use the old memory",
-                remedy="Call runner.recapture().",
-            )
+    # --- runs -----------------------------------------------------------------------------------------------------
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
         """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
@@ -360,41 +440,19 @@ class ModelGraphs:
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """What the key's graph reads, by name."""
+        """The tensors that the key's graph reads, by name."""
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own code on these tensors."""
-        return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
+        """The model's own code on these tensors; parts under torch.compile find the code that warm-ups compiled."""
+        with autocast_cache(on=self.route.name == "wrappers"):
+            return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
     def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         self._has_captured |= self.scope.is_open
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
         return self._run(call, mode, descriptor, tensors)
-
-    def free(self) -> None:
-        """Free graphs, pool and static buffers."""
-        try:
-            self.backend.synchronize()
-        finally:
-            before, self.before_free = self.before_free, lambda: None  # other ranks wait for it once
-            try:
-                before()
-            finally:
-                self._free()
-
-    def _free(self) -> None:
-        for wrapper in self.scope.wrappers:
-            wrapper.reset(self.scope)
-        for _, free in self._retired:
-            free()
-        self._retired = []
-        self.pools.close()
-        self.scope.pool, self.scope.is_open, self.scope.entries, self.scope.wrappers = None, False, [], []
-        self.buffers.buffers.clear()
-        self.route.remove()
-        self.backend.release_cached()
 
     def _run(
         self,

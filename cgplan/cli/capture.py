@@ -34,7 +34,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import budget_of
 from cgplan.reports import Report
-from cgplan.reports.records import check_peers
+from cgplan.reports.records import check_baselines
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
@@ -42,19 +42,12 @@ from cgplan.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of a capture or bench.
+    """Arguments of a capture or bench."""
 
-    Attributes:
-        config: The YAML file; ``overrides`` win over it.
-        plan: A saved plan to capture in place of the one that follows from the configuration; None: that one.
-        force: Capture the saved plan although it was made for something else.
-        output: File for the report, None for none.
-    """
-
-    config: Path
+    config: Path  # the YAML file; overrides win over it
     overrides: Sequence[str | Override]
-    plan: Path | None
-    force: bool
+    plan: Path | None  # a saved plan to capture in place of the one that follows from the configuration
+    force: bool  # capture the saved plan although it was made for something else
     output: Path | None
     as_json: bool
 
@@ -64,7 +57,7 @@ def run_capture(request: Request) -> None:
 
 
 def run_bench(request: Request, against: Sequence[str], seed: int | None) -> None:
-    against = check_peers(against)
+    against = check_baselines(against)
     if against and has_ranks():
         raise ConfigError(
             "--against measures one process, and torchrun has started several",

@@ -28,31 +28,16 @@ _REMEDY = "Give a file that `cgplan capture --output` wrote, or one of the words
 
 
 class Priced(NamedTuple):
-    """Costs of graphs.
-
-    Attributes:
-        costs: With notes on them that are for the caller to show; None where nothing is known.
-        machine: The machine that they were measured on, None where not on a GPU.
-        failed: Keys that the report says could not be captured, and why.
-    """
+    """Costs of graphs, None where nothing is known; their notes are for the caller to show."""
 
     costs: GraphCosts | None
-    machine: Machine | None = None
-    failed: Mapping[Key, str] = MappingProxyType({})
+    machine: Machine | None = None  # with the GPU that they were measured on
+    failed: Mapping[Key, str] = MappingProxyType({})  # keys that the report says could not be captured, and why
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
-    """Costs of graphs from a file, which is read once as it may be a pipe, or from the model.
-
-    Args:
-        loaded: The configuration; its model is built for ``estimate`` and ``measure``.
-        given: ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are really captured on the
-            configured device, and freed), the path of a capture report, or None for no costs.
-
-    Raises:
-        ReportError: the file is not a capture report, or has no graph of a mode that the configuration asks for.
-        ConfigError: there is no model to estimate or measure.
-        CaptureError, ModelError, BackendError: as a capture does.
+    """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are really captured on
+    the configured device, and freed) or the path of a capture report, which is read once as it may be a pipe.
     """
     if given is None:
         return Priced(None)

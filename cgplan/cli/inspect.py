@@ -42,11 +42,8 @@ def inspect_config(
     costs: str | None = None,
     everything: bool = False,
 ) -> None:
-    """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too.
-
-    With ``split`` the pieces of its model are shown, with ``costs`` (as for ``costs_of``) the predicted cost by lane
-    and LoRA case. Raises ConfigError and PlanError; for the split ModelError and CaptureError, for costs the errors of
-    ``costs_of``.
+    """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too. With
+    ``split`` the pieces of its model, with ``costs`` (see ``costs_of``) the predicted cost by lane and LoRA case.
     """
     loaded = read_config(path, overrides)
     plan = within_count(build_plan(loaded.config), loaded.config)
@@ -95,7 +92,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
 
 def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
-    """Show vLLM's captures for its own options, see ``read_vllm``. Raises ConfigError and PlanError."""
+    """Show vLLM's captures for its own options, see ``read_vllm``."""
     from cgplan.planning.engines import read_vllm
 
     read = read_vllm(text, **options)
@@ -110,7 +107,6 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
 
 
 def inspect_report(path: Path, *, as_json: bool) -> None:
-    """Show a saved report or plan. Raises ReportError."""
     if path.suffix in (".yaml", ".yml"):
         raise ReportError(
             f"{path} is not a saved report", remedy=f"For a configuration: cgplan inspect --config {path}"

@@ -26,29 +26,23 @@ class SchemaFormat(StrEnum):
     markdown = "markdown"
 
 
-def _not_empty(value: Any) -> Any:
-    if value is not None and str(value).strip() in ("", "."):  # an empty path is the current folder
-        raise BadParameter("it is empty; leave the option out, or give it a value")
-    return value
-
-
 ConfigOption = Option("--config", "-c", metavar="FILE", help="The YAML configuration.")
 Config = Annotated[Path, ConfigOption]
 OptionalConfig = Annotated[Path | None, ConfigOption]
 OVERRIDE = "Override a value by its dotted key; the value is YAML. May be repeated."
 Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help=OVERRIDE)]
 SAVE = "Also save the result as JSON in this file."
-Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", callback=_not_empty, help=SAVE)]
+Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help=SAVE)]
 AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
 SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
-PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", callback=_not_empty, help=SAVED_PLAN)]
+PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", help=SAVED_PLAN)]
 Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
 COSTS = "What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures."
 Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
 DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
-Device = Annotated[str | None, Option("--device", metavar="DEVICE", callback=_not_empty, help=DEVICE)]
+Device = Annotated[str | None, Option("--device", metavar="DEVICE", help=DEVICE)]
 SHORT_FOR = {  # options by the key that they set
     "device": "device",
     "debug": "compilation.debug",
@@ -101,11 +95,14 @@ def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
     """The values of ``--set`` and of the options that are short for one."""
     from cgplan.config import Override
 
-    given = {name: value for name, value in short.items() if value is not None}
-    return [
-        *(overrides or ()),
-        *(Override(f"{SHORT_FOR[name]}={value}", f"--{name.replace('_', '-')}") for name, value in given.items()),
-    ]
+    settings: list[str | Override] = [*(overrides or ())]
+    for name, value in short.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is not None and not str(value).strip():
+            raise BadParameter(f"{option} is empty; leave it out, or give it a value")
+        if value is not None:
+            settings.append(Override(f"{SHORT_FOR[name]}={value}", option))
+    return settings
 
 
 @app.command(
@@ -180,24 +177,18 @@ def plan_(
     overrides: Overrides = None,
     traffic: Annotated[
         Path | None,
-        Option(metavar="FILE", callback=_not_empty, help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
+        Option(metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
     ] = None,
     speedup: Annotated[float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")] = 1.0,
-    step_times: Annotated[
-        Path | None, Option(metavar="FILE", callback=_not_empty, help="Step times: a bench report, or a table.")
-    ] = None,
+    step_times: Annotated[Path | None, Option(metavar="FILE", help="Step times: a bench report, or a table.")] = None,
     costs: Costs = None,
     max_graphs: Annotated[int | None, Option(help="Short for --set budget.max_graphs=N.")] = None,
-    memory: Annotated[
-        str | None, Option(metavar="BYTES", callback=_not_empty, help="Short for --set budget.memory=2GiB.")
-    ] = None,
-    capture_time: Annotated[
-        str | None, Option(metavar="TIME", callback=_not_empty, help="Short for --set budget.capture_time=30s.")
-    ] = None,
+    memory: Annotated[str | None, Option(metavar="BYTES", help="Short for --set budget.memory=2GiB.")] = None,
+    capture_time: Annotated[str | None, Option(metavar="TIME", help="Short for --set budget.capture_time=30s.")] = None,
     engine: Annotated[
         EngineName | None, Option("--emit", help="Print the plan for an engine, and nothing else.")
     ] = None,
-    plot: Annotated[Path | None, Option(metavar="FILE", callback=_not_empty, help="Draw it: an SVG or PNG.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
     output: Output = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,

@@ -114,11 +114,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def failures_reported(show_traceback: bool = False) -> Iterator[None]:
-    """Turn any error of the block into a message and an exit code.
-
-    Args:
-        show_traceback: Show where the error was raised, and its causes, before the message.
-    """
+    """Turn any error of the block into a message and an exit code; on request its traceback stands before them."""
     try:
         yield
     except (typer.BadParameter, BrokenPipeError):  # typer ends the program: in silence where a pipe's reader has gone
@@ -154,24 +150,21 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A block that gets ``step(index, total, what)``, to be called before each of ``total`` steps: a line that changes
-    on a terminal, about ten lines elsewhere.
-
-    Args:
-        doing: The work under way, such as "capture"; nothing is shown where it is empty.
+    """A block that gets ``step(index, total, name)``, to be called before each of ``total`` steps: one changing line
+    on a terminal, about ten lines elsewhere, nothing where ``doing`` (such as "capture") is empty.
     """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True)
 
-    def line(index: int, total: int, what: str) -> None:
+    def line(index: int, total: int, name: str) -> None:
         first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
         if doing and (first_of_its_tenth or index == total - 1):
-            note(f"{doing} {index + 1}/{total}: {what}")
+            note(f"{doing} {index + 1}/{total}: {name}")
 
     if not doing or not console.is_terminal:
         yield line
         return
     with console.status(doing) as status:
-        yield lambda index, total, what: status.update(Text(f"{doing} {index + 1}/{total}: {what}"))
+        yield lambda index, total, name: status.update(Text(f"{doing} {index + 1}/{total}: {name}"))

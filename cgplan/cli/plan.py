@@ -40,18 +40,7 @@ def run_plan(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Make a plan; save it, show it, or emit it for an engine. Raises the errors of each step.
-
-    Args:
-        path, overrides: The configuration. Without traffic its list or ladder decides.
-        traffic: A file of traffic; None: the configuration's.
-        speedup: How much faster than recorded the requests of a trace arrive.
-        step_times: A saved bench report or a table of step times; None: the stated default.
-        costs: As for ``costs_of``.
-        output, plot: Files for the plan and its picture.
-        engine: Print the plan for it, and nothing else.
-        as_json: Print JSON, and nothing else.
-    """
+    """Make a plan, then save it, show it, or emit it for an engine. Without traffic the list or ladder decides."""
     loaded = read_config(path, overrides)
     if plot is not None:
         check_plot_path(plot)
@@ -85,7 +74,6 @@ def run_plan(
 
 
 def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
-    """Show what changes from one saved plan to another. Raises ReportError."""
     difference = compare(read_plan(old), read_plan(new))
     if as_json:
         typer.echo(difference.model_dump_json(indent=2))

@@ -16,15 +16,12 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
 MOST_NAMED = 3  # files beside a missing one
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
-    """Text of a UTF-8 file, without a byte order mark.
-
-    Args:
-        path: The file.
-        error: Raised, with the path, if the file is missing, a folder, not readable, or not UTF-8 text.
-        remedy: The file to give instead.
+    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder, not readable, or
+    not UTF-8 text; ``remedy`` says which file to give instead.
     """
     path = Path(path)
     try:

@@ -9,19 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from cgplan.errors import ConfigError
 
 Path_ = tuple[str | int, ...]
 MOST_SHOWN = 200  # characters of a value in a message
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
-_IN_OUR_WORDS = ("value_error", "contradiction")  # raised by validators of the configuration
-
-
-def contradiction(message: str, *keys: str) -> PydanticCustomError:
-    """For a validator to raise: two values of its section, by the names of their keys, that cannot both stand."""
-    return PydanticCustomError("contradiction", "{message}", {"message": message, "keys": keys})
 
 
 def explain(
@@ -32,13 +26,10 @@ def explain(
     lines: Mapping[Path_, int] = _NOWHERE,
     origins: Mapping[str, str] = _NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with one message a key, for a ValidationError of ``data``.
+    """A ConfigError with one message a key, for a ValidationError of ``data`` from a file or class, ``source``.
 
-    Args:
-        source: The file, or the name of the class that was to be made.
-        root: The class that was to be made; its fields are the valid names.
-        lines: Line of each key, where it came from a file.
-        origins: Where each dotted key came from.
+    The fields of ``root`` are the valid names; ``lines`` has the line of each key in the file, ``origins`` the origin
+    of each dotted key.
     """
     by_path: dict[Path_, list[ErrorDetails]] = {}  # a union complains several times about one value
     for detail in error.errors():
@@ -46,14 +37,17 @@ def explain(
     messages = [
         _message(path, details, root, lines, origins)
         for path, details in by_path.items()
-        if any(d["type"] in _IN_OUR_WORDS for d in details)
+        if any(d["type"] == "value_error" for d in details)
         or not any(other[: len(path)] == path and other != path for other in by_path)
     ]
     if len(messages) > 1:
         message = f"{source}:" + "".join(f"\n  - {text}" for text in messages)
     else:
         message = messages[0] if messages[0].startswith("--") else f"{source}: {messages[0]}"
-    return ConfigError(message, remedy=_remedy(error, origins))
+    remedy = "Correct the value; docs/config-reference.md describes each key."
+    if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
+        remedy = "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan schema` completes them."
+    return ConfigError(message, remedy=remedy)
 
 
 def _real_path(detail: ErrorDetails, data: Any) -> Path_:
@@ -85,7 +79,7 @@ def _message(
             where = "--set "
         elif option.startswith("--"):  # it has one key, and stands for that
             where, key = "", option
-    ours = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] in _IN_OUR_WORDS]
+    ours = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] == "value_error"]
     if ours:
         return f"{where}{key}{': ' if key else ''}{ours[0]}"
     if detail["type"] == "extra_forbidden":
@@ -125,16 +119,3 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
-
-
-def _remedy(error: ValidationError, origins: Mapping[str, str]) -> str:
-    details = error.errors()
-    if any(detail["type"] == "extra_forbidden" for detail in details):
-        return "Correct or remove the key; docs/config-reference.md lists all, `cgplan schema` gives editor completion."
-    for detail in details:
-        if detail["type"] == "contradiction":
-            names = [".".join(map(str, (*detail["loc"], key))) for key in detail["ctx"]["keys"]]
-            in_file = [name for name in names if not origins.get(name, "--").startswith("--")]
-            if len(in_file) == 1:  # the other one came by an option, which is the newer wish
-                return f"Add --set {in_file[0]}=null, which takes back what {origins[in_file[0]]} says."
-    return "Correct the value; docs/config-reference.md describes each key."

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic._internal._model_construction import ModelMetaclass
 
-from cgplan.config.messages import contradiction, explain
+from cgplan.config.messages import explain
 from cgplan.config.values import (
     DIMENSION,
     Attention,
@@ -325,11 +325,9 @@ class CompilationConfig(Section):
             raise ValueError("use_inductor_graph_partition needs compiler: inductor")
         sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
-            raise contradiction(
+            raise ValueError(
                 f"max_cudagraph_capture_size is {maximum}, but the largest of cudagraph_capture_sizes is {max(sizes)}; "
-                "remove one of the two",
-                "max_cudagraph_capture_size",
-                "cudagraph_capture_sizes",
+                "remove one of the two, or take one back with --set KEY=null"
             )
         return self
 

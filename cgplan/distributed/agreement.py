@@ -56,22 +56,9 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
-    """Rank 0's plan, on all ranks, checked against its hash.
-
-    Args:
-        ranks: All ranks.
-        plan: This rank's; only rank 0's counts.
-
-    Raises:
-        RankMismatchError: a rank reads the plan differently.
-    """
-    text, digest = ranks.broadcast("broadcasting the plan", (plan.model_dump_json(), plan_digest(plan)))
-    found = Plan.from_json(text)
-    compare(
-        ranks.agree("comparing the plan", value={"the plan's hash": plan_digest(found), "hash as sent": digest}),
-        "Install the same version of cgplan on all ranks.",
-    )
-    return found
+    """Rank 0's plan, on all ranks; ``RankedCapture`` compares its hash. Raises as ``Ranks.agree``."""
+    value = plan.model_dump_json() if ranks.rank == 0 else None
+    return Plan.from_json(ranks.agree("broadcasting the plan", value=value)[0])
 
 
 def plan_digest(plan: Plan) -> str:

@@ -269,7 +269,7 @@ def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
 
 def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group: int) -> None:
     found = _at(group)
-    if x.device.type == "cpu" and found.backend.is_capturing():  # a capture runs nothing; what a tape computes is lost
+    if x.device.type == "cpu" and found.backend.is_capturing():  # a capture runs nothing; a tape's results are lost
         out.copy_(x)
     else:
         found.run(x, out, row)

@@ -17,7 +17,7 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
-from cgplan.config import Config
+from cgplan.config import Config, DistributedConfig
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry, Registration
@@ -63,8 +63,7 @@ class CustomAllReduce(AllReduce):
         transport: How ranks reach each other's memory; the all-reduce owns it.
         signal_bytes: Of the memory through which ranks signal to each other.
         fallback: For tensors that the kernels cannot take.
-        max_bytes: Largest tensor that the kernels take.
-        table_rows: All-reduces in all graphs, at most.
+        settings: The largest tensor that the kernels take, and the number of all-reduces in all graphs.
 
     Attributes:
         registry: Of the graphs' buffers.
@@ -79,15 +78,14 @@ class CustomAllReduce(AllReduce):
         transport: MemoryTransport,
         signal_bytes: int,
         fallback: AllReduce,
-        max_bytes: int,
-        table_rows: int,
+        settings: DistributedConfig,
     ) -> None:
         super().__init__(ranks, backend, fallback)
-        self._transport, self._max_bytes = transport, max_bytes
-        self.registry = GraphBufferRegistry(ranks, transport, backend.device, table_rows)
+        self._transport, self._max_bytes = transport, settings.all_reduce_max_size
+        self.registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
         self._own = transport.empty(signal_bytes)
         self._addresses = self.registry.open_block("signals", self._own)  # of all ranks' signals
-        self._staging = transport.empty(max_bytes)
+        self._staging = transport.empty(self._max_bytes)
         row = self.registry.open_block("staging buffers", self._staging)
         self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
 
@@ -164,18 +162,16 @@ class CudaAllReduce(CustomAllReduce):
     all-reduce lie behind the signals.
     """
 
-    def __init__(
-        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
-    ) -> None:
+    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig) -> None:
         from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
 
         self._one_shot, self._two_shot = one_shot, two_shot
         self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
         self._most = ONE_SHOT_BYTES[ranks.world_size]
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
-        slice_bytes = -(-max_bytes // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
+        slice_bytes = -(-settings.all_reduce_max_size // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
         transport, nbytes = CudaIpcTransport(ranks.device), self._signal_bytes + slice_bytes
-        super().__init__(ranks, backend, transport, nbytes, fallback, max_bytes, table_rows)
+        super().__init__(ranks, backend, transport, nbytes, fallback, settings)
         device = ranks.device
         self._signals = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
@@ -212,7 +208,7 @@ class CudaAllReduce(CustomAllReduce):
             self._error.copy_(self._aborted, non_blocking=True)
 
     def check(self) -> None:
-        """Raise what the error word says. Waits for the device."""
+        """Raise the error of the error word. Waits for the device."""
         from cgplan.distributed.triton_kernels import TIMED_OUT, UNREGISTERED
 
         code = int(self._error.item())
@@ -241,11 +237,9 @@ class CpuAllReduce(CustomAllReduce):
     each rank, of its input's dtype and shape, written before the first barrier, compared before the second.
     """
 
-    def __init__(
-        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int, table_rows: int
-    ) -> None:
+    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig) -> None:
         words = (1 + _RECORD) * ranks.world_size
-        super().__init__(ranks, backend, SharedMemoryTransport(), 8 * words, fallback, max_bytes, table_rows)
+        super().__init__(ranks, backend, SharedMemoryTransport(), 8 * words, fallback, settings)
         self._signals: list[Any] = [(ctypes.c_uint64 * words).from_address(address) for address in self._addresses]
         self._count = 0
 
@@ -257,7 +251,7 @@ class CpuAllReduce(CustomAllReduce):
             RegistrationError: the row is not written: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
             AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
-                let a rank read what another one has not written yet.
+                let a rank read memory that another one has not written yet.
         """
         addresses = row.tolist()
         if not all(addresses):
@@ -347,11 +341,10 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
             if ranks.rank == 0:
                 logger.warning("custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name)
             return collective
-    most, rows = config.distributed.all_reduce_max_size, config.distributed.table_rows
     if wanted == "symm_mem":
-        return SymmetricAllReduce(ranks, backend, collective, most)
+        return SymmetricAllReduce(ranks, backend, collective, config.distributed.all_reduce_max_size)
     kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
-    return kind(ranks, backend, collective, most, rows)
+    return kind(ranks, backend, collective, config.distributed)
 
 
 def _why_not(wanted: str, ranks: Ranks) -> str:
@@ -359,12 +352,12 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
     on_cpu = ranks.device.type == "cpu"
     if on_cpu and wanted == "symm_mem":
         return "symmetric memory needs GPUs"
-    if not ranks.on_one_machine:
+    if len({presence.host for presence in ranks.presences}) > 1:
         return "the ranks are on several machines"
     if on_cpu or wanted == "symm_mem":
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
-        return f"{ranks.world_size} ranks are none of {', '.join(map(str, ONE_SHOT_BYTES))}"
+        return f"{ranks.world_size} ranks, where kernels exist for {', '.join(map(str, ONE_SHOT_BYTES))}"
     for module, package in (("triton", "triton"), ("cuda", "cuda-bindings")):
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed"

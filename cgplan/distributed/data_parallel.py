@@ -25,7 +25,7 @@ from cgplan.runner.runner import GraphRunner
 
 @dataclass(frozen=True, slots=True)
 class AgreedBatch:
-    """What all ranks run.
+    """The size and mode that all ranks run.
 
     Attributes:
         mode: The weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL.
@@ -39,7 +39,7 @@ class AgreedBatch:
 
 
 class DataParallelRunner:
-    """A runner whose batches are padded to what all ranks have agreed on. Not for use from several threads.
+    """A runner whose batches are padded to the size that all ranks have agreed on. Not for use from several threads.
 
     A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding, and gets outputs of 0
     rows. The runner's statistics count each batch as this rank gave it, one of 0 rows not at all, and, as of
@@ -50,7 +50,7 @@ class DataParallelRunner:
         ranks: All ranks; making the runner is a step of all of them.
 
     Attributes:
-        last: What the last batch was run as.
+        last: Size and mode of the last batch.
     """
 
     def __init__(self, runner: GraphRunner, ranks: Ranks) -> None:
@@ -82,7 +82,7 @@ class DataParallelRunner:
         if refused:
             raise RankFailedError(
                 f"rank {refused - 1} refused its batch",
-                remedy="Look at what that rank raised; the next batch can be run.",
+                remedy="Look at the error of that rank; the next batch can be run.",
             )
         agreed = self.last = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
         output = self._run(agreed, route, inputs, is_idle)

@@ -9,7 +9,7 @@ Note [Steps]
     them. torchrun ends the other ranks when one is killed; without torchrun they end after the timeout.
 
 Note [Teardown]
-    What ranks share is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
+    Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
     rank closes the handles that it has opened of the others' memory; (3) a step: no rank reads my memory any more;
     (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
     Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
@@ -88,11 +88,6 @@ class Ranks:
         self._steps = 0
         self._has_announced = self.is_closed = False
 
-    @property
-    def on_one_machine(self) -> bool:
-        """Whether all ranks run on the same host."""
-        return len({presence.host for presence in self.presences}) == 1
-
     def new_group(self) -> Any:
         """Another gloo group of all ranks; all of them call it."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
@@ -162,10 +157,6 @@ class Ranks:
             error = raised
         self.agree(name, error=error)
 
-    def broadcast(self, step: str, value: Any) -> Any:
-        """Rank 0's value, on all ranks. Raises as ``agree``."""
-        return self.agree(step, value=value if self.rank == 0 else None)[0]
-
     def leave(self, error: BaseException) -> None:
         """Take part in no further step, because of an error; the others raise it at their next step."""
         if self.lost is None:
@@ -177,7 +168,7 @@ class Ranks:
             self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that ends this rank or without one; see Note [Teardown] for what comes before.
+        """Leave, with the error that ends this rank or without one; see Note [Teardown] for the steps before.
 
         Without an error it waits for the others. Raises RankFailedError where one of them failed.
         """

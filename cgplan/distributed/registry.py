@@ -34,7 +34,7 @@ SUM_ALIKE = "Every rank has to sum as many tensors, of the same shapes and dtype
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What one rank registered.
+    """One rank's registered buffers.
 
     Attributes:
         rows: Table rows: captured all-reduces.
@@ -167,7 +167,7 @@ class GraphBufferRegistry:
         return found
 
     def close(self) -> None:
-        """Close what ``open_block`` opened, between two steps; then the blocks may be freed."""
+        """Close the blocks of ``open_block``, between two steps; then they may be freed."""
         self.unregister()
         bases, self._blocks = self._blocks, []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")

@@ -84,7 +84,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a rank tells the others of itself.
+    """Host and device of a rank.
 
     Attributes:
         host: Its machine.
@@ -115,13 +115,18 @@ def absent_from(
 ) -> list[str]:
     """Wait until every rank's key is set; returns the ranks whose key is not set after ``timeout`` seconds.
 
-    ``meanwhile`` is called again and again; an exception of it ends the wait.
+    ``meanwhile`` is called again and again; a CgplanError of it ends the wait, unless all keys have been set by then.
     """
     deadline, pause = time.monotonic() + timeout, 0.0005
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
             return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        meanwhile()
+        try:
+            meanwhile()
+        except CgplanError:  # a rank has left: perhaps after this step
+            if store.check(list(keys)):
+                break
+            raise
         time.sleep(pause)
         pause = min(1.5 * pause, 0.02)
     return []
@@ -136,7 +141,7 @@ def part(store: Any, place: Place, seconds: float) -> None:
 
 
 def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Presence]]:
-    """The common store, and what every rank tells of itself, once all have come.
+    """The common store, and every rank's presence, once all have come.
 
     Raises:
         RendezvousError: a rank did not come within the timeout, or came twice.

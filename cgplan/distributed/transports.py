@@ -20,7 +20,7 @@ class ExportedMemory:
     Attributes:
         handle: Of the allocation that holds it: plain values, equal for all addresses of one allocation.
         offset: Bytes from the allocation's base to the address.
-        nbytes: Of the whole allocation, which is what a peer maps.
+        nbytes: Of the whole allocation, which a peer maps.
     """
 
     handle: Any

@@ -89,11 +89,10 @@ class Footprint:
 
 
 class Look(TorchDispatchMode):
-    """The mode of a look.
+    """The mode of a look at a model in ``state``, where storages are copied before they are written, up to ``limit``
+    bytes on their device.
 
     Args:
-        state: The model before the look; storages are copied there before they are written.
-        limit: Bytes of copies on the device, see ``ModelState.save_written``.
         part: The part that code outside of wrappers and eager pieces belongs to.
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
@@ -324,14 +323,11 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
 def examine(
     call: Callable[[], object], state: ModelState, inputs: Sequence[torch.Tensor], limit: int, **options: Any
 ) -> tuple[Footprint, list[str]]:
-    """Look at a forward ahead of its capture, see Note [Rebound state].
+    """Look at a forward ahead of its capture, see Note [Rebound state]: the footprint, and warnings for the report.
 
     Args:
         call, state, limit, options: As for ``look``.
         inputs: Arguments of the forward, which the model may keep.
-
-    Returns:
-        The footprint, and warnings for the report.
 
     Raises:
         CaptureError: graph code reads state that it binds again, or sets the state of a random generator.

@@ -12,9 +12,10 @@ Note [What is looked at]
 Note [What is put back]
     What each run of a capture changes (look, warm-ups, capture: a counter, a KV cache, an attribute that is bound
     again) gets back what it was. What the runs before a capture changed and the capture itself left alone was made
-    once, on first use: a table, a flag that says so. The graph was captured with it, so it stays, and the report names
-    it. Where no capture succeeds, all is put back. A storage is copied before the first operator that writes to it:
-    on its device up to a limit, then on the host up to a bound; what is larger still is named as not kept.
+    once, on first use: a table, also in a dict that has one for each size, or a flag. The graph was captured with it,
+    so it stays, and the report names it. Where no capture succeeds, all is put back. A storage is copied before the
+    first operator that writes to it: on its device up to a limit, then on the host up to a bound; what is larger still
+    is named as not kept.
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ _PLAIN = frozenset(
 )
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
-_OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
+_OPAQUE_MODULES = (
+    "typing",
+    "threading",
+    "_thread",
+    "logging",
+    "weakref",
+    "torch._",
+    "cgplan.graphs",
+    "cgplan.piecewise",
+)
 _FOREIGN = frozenset({"torch", "cgplan", "numpy", *sys.stdlib_module_names})  # packages whose code is not entered
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the __dict__ of each module
@@ -441,11 +451,10 @@ class ModelState:
         for path, (value, base, before) in self._contents.items():
             if not issubclass(base, dict):
                 if base.__len__(value) != len(before):
-                    found[path, "contents"] = tuple(base.__iter__(value))
+                    found[path, "items"] = tuple(base.__iter__(value))
             elif is_short or dict.__len__(value) != len(before):
                 known = set(map(id, before))
-                if new := tuple(pair for pair in dict.items(value) if id(pair[0]) not in known):
-                    found[path, "contents"] = new
+                found |= {(path, ("key", id(pair[0]))): pair for pair in dict.items(value) if id(pair[0]) not in known}
         for key, saved in self._saved.items():
             version = _version_of(saved.tensor)
             if version is not None and version != saved.version:
@@ -457,8 +466,12 @@ class ModelState:
         """A block that captures one key, after its warm-ups; see Note [What is put back]."""
         warm = self._changes()
         yield
-        for token, value in self._changes().items():
-            self._once[token] = self._once.get(token, True) and token in warm and _equal(value, warm[token])
+        after = self._changes()
+        grown = {path for path, kind in after.keys() - warm.keys() if isinstance(kind, tuple)}
+        for (path, kind), value in after.items():
+            is_first = path not in grown or not isinstance(kind, tuple)  # else a dict grows in captures, too
+            is_same = (path, kind) in warm and _equal(value, warm[path, kind])
+            self._once[path, kind] = self._once.get((path, kind), is_first) and is_same
 
     def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
         """Copy the model's storages that an operator is about to write, unless that was done; ``limit`` bytes of copies
@@ -513,7 +526,7 @@ class ModelState:
                 self.outcome[saved.path] = saved.storage.nbytes(), saved.kept
                 if saved.copy is not None and saved.storage.nbytes() == saved.copy.nbytes():
                     saved.storage.copy_(saved.copy)
-        for path, kind in sorted(changes, key=lambda token: token[1] != "contents"):  # lengths come first
+        for path, kind in sorted(changes, key=lambda token: token[1] != "items"):  # lengths come first
             now = changes[path, kind]
             if self._once.get((path, kind)):
                 self.outcome[path] = now[0].nbytes if kind == "bound" and _is_tensor(now[0]) else 0, "new"
@@ -521,14 +534,13 @@ class ModelState:
                 self.volatile.add(path)
                 with suppress(LookupError, AttributeError, TypeError):  # a tuple cannot change
                     self.places[path].container[self.places[path].key] = self.places[path].value
-            elif kind == "contents":
+            elif kind == "items":
                 value, base, before = self._contents[path]
-                if issubclass(base, dict):
-                    for key, _ in now:
-                        base.__delitem__(value, key)
-                else:
-                    base.clear(value)
-                    base.extend(value, before)
+                base.clear(value)
+                base.extend(value, before)
+            elif isinstance(kind, tuple):  # a key that is new
+                value, base, _ = self._contents[path]
+                base.__delitem__(value, now[0])
 
 
 def _is_tensor(value: Any) -> bool:

@@ -30,12 +30,11 @@ PoolPolicy = Literal["shared", "per_mode", "per_graph"]
 
 
 class PoolUse:
-    """Who runs the graphs of a pool: one call at a time, on one stream at a time.
+    """Whose call runs graphs of a pool: one call at a time, on one stream at a time.
 
     Attributes:
         acquire, release: Of the lock that each call takes; it is never waited for.
-        stream: Handle of the stream of the last call; None before the first one.
-        user: The runner of the last call, by name.
+        stream, user: Handle of the stream of the last call, None before the first one, and its runner, by name.
         is_shared: Whether several runners use the pool.
     """
 

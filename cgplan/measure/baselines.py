@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,8 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.reports.records import OURS, CaptureReport, PeerRecord, PeersRecord, Timing, WayRecord
+from cgplan.piecewise.trace import with_own_code
+from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, CaptureReport, Timing, WayRecord
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
@@ -89,24 +89,57 @@ class BenchBatch:
 
 
 @dataclass(slots=True)
-class Ready:
-    """A baseline that is prepared. All by size.
+class Way:
+    """One way to run the model, with its figures by size.
 
     Attributes:
-        calls: Run the batch; the values of its tensors may change from call to call.
+        record: Its costs, or why it failed.
+        undo: Gives its memory back.
+        calls: Run a batch; the values of its tensors may change from call to call.
         first: Seconds of the first call, with the compilation and recording that happen in it.
+        times: Microseconds: device, latency, host.
+        results: Records of a report.
         note: For the reader of its figures.
     """
 
+    record: WayRecord
+    undo: ExitStack = field(default_factory=ExitStack)
     calls: dict[int, Call] = field(default_factory=dict)
     first: dict[int, float] = field(default_factory=dict)
+    times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
+    results: dict[int, BaselineRecord] = field(default_factory=dict)
     note: str | None = None
 
+    @property
+    def stays_ready(self) -> bool:  # Note [Graphs of several baselines in one process]
+        return self.record.name == "reduce-overhead"
 
-def ours(bench: Comparison, undo: ExitStack) -> Ready:
+    def attempt(self, action: Callable[..., None], *args: Any) -> None:
+        """Do something with it, unless it failed before. An error frees it and becomes its record."""
+        if self.record.failure is not None:
+            return
+        try:
+            action(self, *args)
+        except Exception as error:
+            drop_locals(error)
+            with suppress(Exception):
+                self.close()
+            # A long message loses its middle: the reason may stand at either end.
+            text = error.message if isinstance(error, CgplanError) else f"{type(error).__name__}: {error}"
+            line, half = " ".join((text.splitlines() or [""])[0].split()), LONGEST_REASON // 2
+            if len(line) > LONGEST_REASON:
+                line = f"{line[: half - 3]} ... {line[2 - half :]}"
+            self.record = WayRecord(name=self.record.name, failure=line)
+
+    def close(self) -> None:
+        self.calls.clear()
+        self.undo.close()
+
+
+def ours(bench: Comparison, way: Way) -> None:
     """The runner itself, captured again."""
     runner = bench.runner
-    undo.callback(runner.suspend)
+    way.undo.callback(runner.suspend)
     runner.recapture()
 
     def call_of(batch: BenchBatch) -> Call:
@@ -121,15 +154,15 @@ def ours(bench: Comparison, undo: ExitStack) -> Ready:
 
         return run
 
-    return bench.first_calls(call_of)
+    bench.first_calls(way, call_of)
 
 
-def eager(bench: Comparison, _: ExitStack) -> Ready:
+def eager(bench: Comparison, way: Way) -> None:
     """The model's own code."""
-    return bench.first_calls(lambda batch: lambda: batch.run(bench.runner.model))
+    bench.first_calls(way, lambda batch: lambda: batch.run(bench.runner.model))
 
 
-def bare(bench: Comparison, undo: ExitStack) -> Ready:
+def bare(bench: Comparison, way: Way) -> None:
     """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay, and nothing else."""
     backend, model = bench.runner.backend, bench.runner.model
     pool, captured = backend.new_pool(), dict[int, tuple[Any, dict[str, torch.Tensor], Any]]()
@@ -147,7 +180,7 @@ def bare(bench: Comparison, undo: ExitStack) -> Ready:
             except Exception as error:  # torch's own, which may name no operator
                 found = look(lambda: batch.run(model, static), ModelState.of({}, backend.device))  # noqa: B023
                 raise found.host_sync or error from None
-            undo.callback(backend.reset, graph)
+            way.undo.callback(backend.reset, graph)
             captured[batch.size] = graph, static, output
 
     def call_of(batch: BenchBatch) -> Call:
@@ -163,13 +196,13 @@ def bare(bench: Comparison, undo: ExitStack) -> Ready:
 
         return run
 
-    return bench.first_calls(call_of)
+    bench.first_calls(way, call_of)
 
 
-def make_graphed_callables(bench: Comparison, undo: ExitStack) -> Ready:
+def make_graphed_callables(bench: Comparison, way: Way) -> None:
     """``torch.cuda.make_graphed_callables``: one for each size in one pool, without gradients, torch's own warm-ups."""
     graphed, pool = dict[int, Callable[..., Any]](), torch.cuda.graph_pool_handle()
-    undo.callback(graphed.clear)
+    way.undo.callback(graphed.clear)
     for batch in sorted(bench.batches, key=lambda b: -b.size):
 
         def forward(*given: torch.Tensor, batch: BenchBatch = batch) -> Any:
@@ -183,10 +216,10 @@ def make_graphed_callables(bench: Comparison, undo: ExitStack) -> Ready:
         function, tensors = graphed[batch.size], tuple(batch.tensors.values())
         return lambda: function(*tensors)
 
-    return bench.first_calls(call_of)
+    bench.first_calls(way, call_of)
 
 
-def reduce_overhead(bench: Comparison, undo: ExitStack) -> Ready:
+def reduce_overhead(bench: Comparison, way: Way) -> None:
     """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each call.
 
     Each size is compiled from an empty cache. Tensors that the model holds are marked static, as parameters are:
@@ -199,15 +232,12 @@ def reduce_overhead(bench: Comparison, undo: ExitStack) -> Ready:
     for tensor in ModelState.of({"model": model}, device).tensors:
         if tensor.device == device and not hasattr(tensor, _STATIC) and not isinstance(tensor, torch.nn.Parameter):
             torch._dynamo.mark_static_address(tensor, guard=False)
-            undo.callback(delattr, tensor, _STATIC)
+            way.undo.callback(delattr, tensor, _STATIC)
 
-    def forward(**inputs: torch.Tensor) -> Any:
-        return model(**inputs)
-
-    own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+    own = with_own_code(model)
     compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
-    undo.callback(reset_cudagraph_trees)
-    undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
+    way.undo.callback(reset_cudagraph_trees)
+    way.undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
 
     def call_of(batch: BenchBatch) -> Call:
         def run() -> Any:
@@ -219,14 +249,13 @@ def reduce_overhead(bench: Comparison, undo: ExitStack) -> Ready:
     counters = torch._dynamo.utils.counters["inductor"]
     before, limits = counters["cudagraph_skips"], {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-        ready = bench.first_calls(call_of, 2)  # the first compiles and warms up, the second records
+        bench.first_calls(way, call_of, 2)  # the first compiles and warms up, the second records
     if skipped := counters["cudagraph_skips"] - before:
-        ready.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
-    return ready
+        way.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
 
 
-# Each prepares all sizes, calls each once, and pushes on the stack what gives the memory back.
-BASELINES: dict[str, Callable[[Comparison, ExitStack], Ready]] = {
+# Each prepares all sizes, calls each once, and pushes on ``way.undo`` what gives the memory back.
+BASELINES: dict[str, Callable[[Comparison, Way], None]] = {
     OURS: ours,
     "eager": eager,
     "bare": bare,
@@ -242,7 +271,7 @@ def bench_baselines(
     *,
     seed: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-) -> PeersRecord:
+) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
     The runner is closed and captured again, twice: first each way is prepared with nothing else ready, which gives its
@@ -260,7 +289,7 @@ def bench_baselines(
     seed = random.SystemRandom().randrange(1 << 16) if seed is None else seed
     order, repeats = random.Random(seed), runner.config.report.repeats
     rounds = min(MOST_ROUNDS, repeats)
-    ways = [_Contender(WayRecord(name=name)) for name in (OURS, *against)]
+    ways = [Way(WayRecord(name=name)) for name in (OURS, *against)]
     steps = itertools.count()
 
     def step(text: str) -> None:
@@ -274,7 +303,7 @@ def bench_baselines(
             step(f"{way.record.name}, alone")
             way.attempt(bench.price)
             if not way.stays_ready:
-                way.attempt(_Contender.close)
+                way.attempt(Way.close)
         for way in ways:
             step(f"{way.record.name}, beside the others")
             if not way.stays_ready:
@@ -287,8 +316,8 @@ def bench_baselines(
         for way in ways:  # after all calls: a graph whose memory another one took would show here
             way.attempt(bench.compare)
         for way in ways[1:]:
-            way.attempt(_Contender.close)
-    return PeersRecord(
+            way.attempt(Way.close)
+    return BaselinesRecord(
         seed=seed,
         rounds=rounds,
         repeats=rounds * bench.repeats,
@@ -297,38 +326,6 @@ def bench_baselines(
         ways=tuple(w.record for w in ways),
         records=tuple(w.results[batch.size] for batch in batches for w in ways if w.record.failure is None),
     )
-
-
-@dataclass(slots=True)
-class _Contender:
-    """One way to run the model, with its figures by size: (device, latency, host) in microseconds, and its records."""
-
-    record: WayRecord
-    ready: Ready = field(default_factory=Ready)
-    undo: ExitStack = field(default_factory=ExitStack)
-    first: dict[int, float] = field(default_factory=dict)
-    times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
-    results: dict[int, PeerRecord] = field(default_factory=dict)
-
-    @property
-    def stays_ready(self) -> bool:  # Note [Graphs of several baselines in one process]
-        return self.record.name == "reduce-overhead"
-
-    def attempt(self, action: Callable[..., None], *args: Any) -> None:
-        """Do something with it, unless it failed before. An error frees it and becomes its record."""
-        if self.record.failure is not None:
-            return
-        try:
-            action(self, *args)
-        except Exception as error:
-            drop_locals(error)
-            with suppress(Exception):
-                self.close()
-            self.record = WayRecord(name=self.record.name, failure=_reason(error))
-
-    def close(self) -> None:
-        self.ready = Ready()
-        self.undo.close()
 
 
 class Comparison:
@@ -373,42 +370,43 @@ class Comparison:
             tensor.copy_(before)
         self._state.restore()
 
-    def first_calls(self, call_of: Callable[[BenchBatch], Call], times: int = 1) -> Ready:
+    def first_calls(self, way: Way, call_of: Callable[[BenchBatch], Call], times: int = 1) -> None:
         """Run each batch as often as it takes until its calls are as they will be from then on."""
-        ready, synchronize = Ready(), self.runner.backend.synchronize
+        synchronize = self.runner.backend.synchronize
         for batch in self.batches:
-            call = ready.calls[batch.size] = call_of(batch)
+            call = way.calls[batch.size] = call_of(batch)
             self.restore()
             synchronize()
             start = time.perf_counter()
             for _ in range(times):
                 call()
             synchronize()
-            ready.first[batch.size] = time.perf_counter() - start
-        return ready
+            way.first.setdefault(batch.size, time.perf_counter() - start)
 
-    def prepare(self, way: _Contender) -> None:
+    def prepare(self, way: Way) -> None:
         self.restore()
-        way.ready = BASELINES[way.record.name](self, way.undo)
+        BASELINES[way.record.name](self, way)
 
-    def price(self, way: _Contender) -> None:
+    def price(self, way: Way) -> None:
         """Seconds and memory with nothing else ready."""
         name, backend = way.record.name, self.runner.backend
         if name in ("make_graphed_callables", "reduce-overhead") and backend.device.type != "cuda":
             raise BackendError(f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU.")
         if name == "make_graphed_callables":  # a capture that fails in it leaves torch's allocator unusable
-            with ExitStack() as trial:
+            trial = Way(WayRecord(name="bare"))
+            try:
                 bare(self, trial)
+            finally:
+                trial.close()
         before, start = used_bytes(backend), time.perf_counter()
         self.prepare(way)
         seconds, taken = time.perf_counter() - start, used_bytes(backend) - before
         if name == OURS:
             self.captured = self.runner.report
-        way.first = way.ready.first
-        way.record = WayRecord(name=name, ready_seconds=seconds, memory_bytes=taken, note=way.ready.note)
+        way.record = WayRecord(name=name, ready_seconds=seconds, memory_bytes=taken, note=way.note)
 
-    def measure(self, way: _Contender, size: int) -> None:
-        call, backend = way.ready.calls[size], self.runner.backend
+    def measure(self, way: Way, size: int) -> None:
+        call, backend = way.calls[size], self.runner.backend
         self.restore()
         for _ in range(2):  # after another baseline, caches hold its data
             call()
@@ -417,11 +415,11 @@ class Comparison:
         for kept, more in zip(way.times.setdefault(size, ([], [], [])), (queued, latency, host), strict=True):
             kept.extend(more)
 
-    def compare(self, way: _Contender) -> None:
+    def compare(self, way: Way) -> None:
         for size in self._outputs:
             difference, reason = self._deviation(size, way)
             device, latency, host = map(timing, way.times[size])
-            way.results[size] = PeerRecord(
+            way.results[size] = BaselineRecord(
                 name=way.record.name,
                 num_tokens=size,
                 device=device,
@@ -432,12 +430,12 @@ class Comparison:
                 not_comparable=reason,
             )
 
-    def _deviation(self, size: int, way: _Contender) -> tuple[float | None, str | None]:
+    def _deviation(self, size: int, way: Way) -> tuple[float | None, str | None]:
         """The largest difference of a call's result from the model's own, or why there is none."""
         if size in self._unsteady:
             return None, _UNSTEADY
         with random_state_kept(self.runner.backend.device, self._state.generators):
-            found = deviation(self._run(way.ready.calls[size], self._seed), self._outputs[size])
+            found = deviation(self._run(way.calls[size], self._seed), self._outputs[size])
             self.restore()
         if found is None:
             return None, _UNLIKE
@@ -465,11 +463,3 @@ def used_bytes(backend: GraphBackend) -> int:
 def timing(values: Sequence[float]) -> Timing:
     """Median and 99th percentile of some times."""
     return Timing(median=float(np.median(values)), p99=float(np.percentile(values, 99)))
-
-
-def _reason(error: Exception) -> str:
-    """One short line. A long message loses its middle: the reason may stand at either end."""
-    text = error.message if isinstance(error, CgplanError) else f"{type(error).__name__}: {error}"
-    line = " ".join((text.splitlines() or [""])[0].split())
-    half = LONGEST_REASON // 2
-    return line if len(line) <= LONGEST_REASON else f"{line[: half - 3]} ... {line[2 - half :]}"

@@ -13,7 +13,7 @@ from cgplan.captures.failures import explain_eager_failure
 from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
-from cgplan.reports.records import BenchRecord, BenchReport, Timing, check_peers
+from cgplan.reports.records import BenchRecord, BenchReport, Timing, check_baselines
 from cgplan.runner.runner import GraphRunner
 
 
@@ -40,7 +40,7 @@ def bench(
         ConfigError: an unknown name in ``against``.
         ModelError: the model failed eagerly.
     """
-    against = check_peers(against)
+    against = check_baselines(against)
     sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
     records, first = list[BenchRecord](), list[BenchBatch]()
     for index, size in enumerate(sizes):

@@ -21,9 +21,9 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.key import CapturedKey, capture_key, driver_bytes
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
+from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import Plan
@@ -61,20 +61,19 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
     try:
         with graphed.keeping_state(), backend.session(), torch.no_grad():
             for key in keys:
-                captured = capture_key(graphed, key)
+                captured = graphed.capture_key(key)
                 first = captured.warmup_seconds + captured.capture_seconds
                 graphed.drop_all()
                 if backend.supports("driver_bytes"):
                     outside = backend.memory().reserved - reserved - graphed.buffers.nbytes - graphed.copied_bytes
                     workspace = max(workspace, outside)
-                captured = capture_key(graphed, key)
+                captured = graphed.capture_key(key)
                 seconds[key] = captured.warmup_seconds + captured.capture_seconds
-                nodes[key] = captured.record(backend).nodes
+                nodes[key] = captured.nodes
                 once += max(first - seconds[key], 0.0)
-                (mode, descriptor), (_, pool_bytes) = key, captured.after
+                mode, descriptor = key
                 most = pools[mode].get(descriptor.num_tokens, 0)  # of the LoRA cases
-                pools[mode][descriptor.num_tokens] = max(most, pool_bytes)
-                del captured
+                pools[mode][descriptor.num_tokens] = max(most, graphed.pools.nbytes)
                 graphed.drop_all()
             rates = _driver_rates(graphed, keys)
             graphed.buffers.restore()
@@ -101,7 +100,7 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
 
 def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without a driver."""
-    backend, scope, held = graphed.backend, graphed.scope, list[CapturedKey]()
+    backend, scope, held = graphed.backend, graphed.scope, list[CUDAGraphEntry]()
     rates = {mode: 0.0 for mode, _ in keys}
     if not backend.supports("driver_bytes"):
         return rates
@@ -114,17 +113,17 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
             while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
                 # Wrappers capture a key again for another scope; the pool is the same.
                 graphed.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
-                captured = capture_key(graphed, key)
-                held.append(captured)
-                growth = max(driver_bytes(backend, captured.before[0], captured.after[0]) or 0, 0)
-                nodes, nbytes = nodes + (captured.record(backend).nodes or 1), nbytes + growth
+                captured = graphed.capture_key(key)
+                held += graphed.scope.entries
+                growth = max(captured.driver_bytes or 0, 0)
+                nodes, nbytes = nodes + (captured.nodes or 1), nbytes + growth
                 chunks, since = chunks + (growth > 0), since + (nbytes > 0)
                 readings.append((nodes, nbytes))
             rates[mode] = bytes_per_node(readings)
         return rates
     finally:
         graphed.drop_all()  # wrappers know the last graphs alone
-        for graph in (graph for captured in held for entry in captured.entries for graph in entry.segments):
+        for graph in (graph for entry in held for graph in entry.segments):
             backend.reset(graph)
         backend.release_cached()
         graphed.scope = scope

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +38,7 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
 from cgplan.piecewise.breaks import break_at_modules
 from cgplan.piecewise.split import split_graph
+from cgplan.piecewise.trace import with_own_code
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.pricing.allocator import Allocation
@@ -145,10 +146,7 @@ class AllocationLog(TorchDispatchMode):
 
             return run
 
-        def forward(**inputs: Any) -> Any:
-            return model(**inputs)
-
-        own = FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+        own = with_own_code(model)
         try:
             torch.compile(own, backend=backend, fullgraph=True, dynamic=False)(**inputs)
         finally:

@@ -133,7 +133,6 @@ class BreakableCUDAGraphCapture:
         _active.capture = self
         try:
             self._state = AmbientState.now(self._backend.device.type)
-            self._backend.supports("borrow")  # probed now: inside a capture the probe could not wait for the device
             # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
             # destroyed while another one is captured makes that capture invalid.
             self._others = list(_living)

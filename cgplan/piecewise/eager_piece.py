@@ -20,7 +20,8 @@ Note [State that a piece leaves behind]
 Note [Tensor objects]
     A function of the user gets new tensor objects on the memory of the capture in each run, in new tuples, lists and
     dicts, so that it may change them (``transpose_``, ``pop``). Operators of a trace change no object, and get the same
-    ones each time. ``Tensor.data`` makes an object in two thirds of the time of ``detach()``.
+    ones each time. ``detach()`` shares the count of writes, which tells the runner what a piece writes into; ``.data``
+    would not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
 
-_LEAF = tree_flatten(None)[1]
+_LEAF, _EMPTY = tree_flatten(None)[1], tree_flatten(())[1]
+_DATA = vars(torch._C.TensorBase)["data"].__get__  # a new tensor object on the same memory
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # slots and values
 
@@ -86,7 +88,7 @@ class EagerPiece:
         """Run on the arguments of the capture and keep them."""
         modules = modules_reached(self._function, args, kwargs)
         before, given = _attributes(modules), _places((args, kwargs))
-        self._call = self._with_arguments(args, kwargs)
+        self._keep_arguments(args, kwargs)
         with autocast_cache(on=True):
             result = self._function(*args, **kwargs)
         rest = iter(given)  # values may be taken out of lists and dicts
@@ -157,7 +159,9 @@ class EagerPiece:
             self._results.append(Copied(slot, slot.shape, slot.dtype, slot.device))
             copies.append((slot, leaf.detach()))
         self._sharing = _sharing(self._flat, sharing)
-        self._is_single = self._spec == _LEAF
+        self._only = None  # the whole result, in the common cases
+        if not self._bound and self._spec in (_LEAF, _EMPTY):
+            self._only = self._results[0] if self._results else Constant((), None)
         self._is_flat = self._spec.type is tuple and len(handed) == self._spec.num_children
         for i, (module, name, value, _) in enumerate(self._bound):
             slot = self._new_slot(value)
@@ -179,63 +183,68 @@ class EagerPiece:
 
         Raises CaptureError if they are not what they were at capture; the function's own errors pass.
         """
-        result = self._call()
-        kept = self._results
-        if self._is_single:
-            values: Sequence[Any] = (result,)
-        elif self._is_flat and type(result) is tuple and len(result) == len(kept):
-            values = result
-        else:
+        for i, make in self._makers:
+            self._args[i] = make()
+        for name, make in self._named_makers:
+            self._kwargs[name] = make()
+        result = self._function(*self._args, **self._kwargs)
+        only = self._only
+        if only is None or not only.fits(result):
+            self._deliver(result)
+        elif type(only) is Copied:
+            only.slot.copy_(result.detach() if result.requires_grad else result)
+
+    def _deliver(self, result: Any) -> None:
+        values: Sequence[Any] = result
+        if not (self._is_flat and type(result) is tuple and len(result) == len(self._results)):
             values, spec = tree_flatten(result)
             if spec != self._spec:
                 raise self._changed(f"the structure {spec}", f"{self._spec}")
         copies = Copies()
-        for place, value in zip(kept, values, strict=True):
+        for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
                 raise self._changed(described(value), f"{place}")
-            if type(place) is Copied:
+            if isinstance(place, Copied):
                 copies.append((place.slot, value))
         if self._sharing:
             for was, now in zip(self._sharing, _sharing(values, [i for i, *_ in self._sharing]), strict=True):
                 if was != now:
                     found = f"{described(values[now[0]])}, which does not share memory with other results as it did,"
-                    raise self._changed(found, f"{kept[now[0]]}, in one memory with another result")
+                    raise self._changed(found, f"{self._results[now[0]]}, in one memory with another result")
         for module, name, _, slot in self._bound:
             value = getattr(module, name, None)
             if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
                 copies.append((slot, value))
-        fill(copies, together=not self._sharing)
+        if copies:
+            fill(copies, together=not self._sharing)
 
-    def _with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-        """The function as one without arguments, see Note [Tensor objects].
-
-        Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
+    def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
         piece reads them. Other objects are held; a list without captured tensors stays the same list, whoever edits it.
         """
         inside = {id(t) for t in tensors_in((args, kwargs)) if self._backend.in_pool(t, self._pool)}
 
-        def made(node: Any) -> Callable[[], Any]:
+        def maker(node: Any) -> Callable[[], Any] | None:
+            """Makes the argument for each run; None if it is the same object each time."""
             if type(node) is torch.Tensor and node.layout is torch.strided:
-                # Borrowing loses these bits.
-                if id(node) in inside and not node.is_conj() and not node.is_neg():
+                if id(node) in inside and not node.is_conj() and not node.is_neg():  # borrowing loses these bits
                     node = self._backend.borrow(node)
-                kept = node.detach()
-                return lambda: kept.data
-            if any(id(leaf) in inside for leaf in tree_leaves(node)):
-                if type(node) is dict:
-                    items = {key: made(value) for key, value in node.items()}
-                    return lambda: {key: make() for key, make in items.items()}
-                if type(node) in (tuple, list) or is_namedtuple_instance(node):
-                    parts, build = list(map(made, node)), getattr(node, "_make", type(node))
-                    return lambda: build([make() for make in parts])
-            return lambda: node
+                return partial(_DATA, node.detach())
+            if not any(id(leaf) in inside for leaf in tree_leaves(node)):
+                return None
+            if type(node) is dict:
+                items = {key: maker(value) or partial(_itself, value) for key, value in node.items()}
+                return lambda: {key: make() for key, make in items.items()}
+            if type(node) in (tuple, list) or is_namedtuple_instance(node):
+                parts, build = [maker(v) or partial(_itself, v) for v in node], getattr(node, "_make", type(node))
+                return lambda: build([make() for make in parts])
+            return None
 
-        function, given = self._function, list(map(made, args))
-        named = {name: made(value) for name, value in kwargs.items()}
-        if self._is_traced:
-            assert not named
-            return partial(function, *(make() for make in given))
-        return lambda: function(*[make() for make in given], **{name: make() for name, make in named.items()})
+        makers = {key: make for key, value in (*enumerate(args), *kwargs.items()) if (make := maker(value))}
+        self._args = [makers[i]() if i in makers else value for i, value in enumerate(args)]
+        self._kwargs = {name: makers[name]() if name in makers else value for name, value in kwargs.items()}
+        self._makers = [] if self._is_traced else [(i, makers[i]) for i in range(len(args)) if i in makers]
+        self._named_makers = [(name, makers[name]) for name in kwargs if name in makers]
 
     def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
@@ -264,7 +273,6 @@ class Copied(NamedTuple):
     device: torch.device
 
     def fits(self, value: Any) -> bool:
-        """Whether shape, dtype and device are those of the capture."""
         if not isinstance(value, torch.Tensor) or value.shape != self.shape:
             return False
         return value.dtype is self.dtype and value.device == self.device
@@ -280,7 +288,6 @@ class PassThrough(NamedTuple):
     facts: tuple[Any, ...]
 
     def fits(self, value: Any) -> bool:
-        """Whether ``value`` is that memory again."""
         return isinstance(value, torch.Tensor) and value.data_ptr() == self.address and _facts(value) == self.facts
 
     def __str__(self) -> str:
@@ -291,11 +298,13 @@ class Constant(NamedTuple):
     """A value that is not a tensor: the segments were captured with it."""
 
     value: Any
-    numbers: str
+    numbers: str | None
 
     def fits(self, value: Any) -> bool:
         """Whether ``value`` is equal, with the numbers in its attributes; NaN equals NaN."""
         mine = self.value
+        if mine is value and self.numbers is None:
+            return True
         if _numbers_in(value) != self.numbers:
             return False
         try:
@@ -316,6 +325,10 @@ def fill(copies: Copies, *, together: bool) -> None:
         slot.copy_(value.detach() if value.requires_grad else value)
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 def described(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, torch.Tensor):
@@ -324,11 +337,11 @@ def described(value: Any) -> str:
     return f"{value!r:.200}"
 
 
-def _numbers_in(value: Any) -> str:
-    """Numbers, flags and strings in the attributes of an object, to compare."""
+def _numbers_in(value: Any) -> str | None:
+    """Numbers, flags and strings in the attributes of an object, to compare; None if it has no attributes."""
     held = getattr(value, "__dict__", None)
     if not isinstance(held, dict):
-        return ""
+        return None
     return repr({name: item for name, item in held.items() if item is None or isinstance(item, int | float | str)})
 
 

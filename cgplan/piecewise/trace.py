@@ -65,7 +65,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 guard = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
                 found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
 
-        own = _with_own_code(model)
+        own = with_own_code(model)
         self._code = own.__code__
         self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)(own)
         # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
@@ -237,7 +237,7 @@ def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
     splitter.compiled.clear()
 
 
-def _with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls the model and has a code object of its own.
 
     Dynamo keeps what it compiled with the code object: there it would stay as long as the model's class, and after

@@ -10,7 +10,7 @@ from rich.text import Text
 from cgplan.reports.capture_tables import environment_rows, rank_table
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, stacked, titled
 from cgplan.reports.plan_tables import head_rows
-from cgplan.reports.records import OURS, BenchReport, Environment, PeerRecord, PeersRecord
+from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, BenchReport, Environment
 from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
 
@@ -90,7 +90,7 @@ def _queued(report: BenchReport) -> RenderableType | None:
     return titled("Calls that follow one another without waiting, time of each", table)
 
 
-def _against_baselines(measured: PeersRecord, environment: Environment) -> list[RenderableType]:
+def _against_baselines(measured: BaselinesRecord, environment: Environment) -> list[RenderableType]:
     """Time and memory until each way is ready, and times by size with their ratios to cgplan's."""
     lost = f"memory of pools on {environment.backend}" if environment.is_tape else "device memory"
     took = measured.capture_seconds
@@ -117,7 +117,7 @@ def _against_baselines(measured: PeersRecord, environment: Environment) -> list[
         Column("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or "", left=True),
     )
 
-    def ratio(name: str, record: PeerRecord) -> float | None:
+    def ratio(name: str, record: BaselineRecord) -> float | None:
         ours = measured.of(OURS, record.num_tokens)
         return None if ours is None else getattr(record, name).median / getattr(ours, name).median
 

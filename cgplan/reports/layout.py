@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from io import StringIO
-from itertools import pairwise, zip_longest
+from itertools import pairwise, product, zip_longest
 from operator import methodcaller
 from textwrap import wrap
 from typing import Any
@@ -61,19 +61,12 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        title: Its heading; may have several lines.
-        value: Dotted path of attributes and indices in a row, or a function of the row. None on the way is a dash.
-        format: Text of a value that is not None.
-        left: Text stands left and may go on in the next line; numbers stand right, in one line.
-    """
-
-    title: str
-    value: str | Callable[[Any], Any]
+    title: str  # may have several lines
+    value: str | Callable[[Any], Any]  # dotted path of attributes and indices, or a function of the row; None: a dash
     format: Callable[[Any], str] = str
-    left: bool = False
+    left: bool = False  # text, which may go on in the next line; numbers stand right, in one line
 
     def cell(self, row: Any) -> str:
         if callable(self.value):
@@ -88,12 +81,7 @@ class Column:
 
 class Grid:
     """A table of rows under a ruled heading, fitted to the console: where the whole is too wide, headings and then
-    texts go on in further lines, and words stay whole.
-
-    Args:
-        rows: The columns take their values from them.
-        columns: From left to right; None is left out.
-        gap: Blanks between columns.
+    texts go on in further lines, and words stay whole. A column that is None is left out.
     """
 
     def __init__(self, rows: Iterable[Any], *columns: Column | None, gap: int = 2) -> None:
@@ -121,9 +109,7 @@ class Grid:
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
         words = [[word for cell in column for word in cell.split()] for column in cells]
         none: list[list[str]] = [[] for _ in cells]  # a word that is longer than its column then runs over
-        loose = [(whole, cells), (broken, cells), (whole, words), (broken, words)]
-        tight = [(broken, cells, 1), (broken, words, 1), (broken, none, 1)]
-        for titles, kept, gap in [*((titles, kept, self._gap) for titles, kept in loose), *tight]:
+        for gap, kept, titles in [*product((self._gap, 1), (cells, words), (whole, broken)), (1, none, broken)]:
             least, widths = [], []
             for i, (column, title) in enumerate(zip(self._columns, titles, strict=True)):
                 pieces = kept[i] if column.left and i else cells[i]  # the first column and numbers stay whole

@@ -24,34 +24,22 @@ _MARGIN = 10  # columns left of the axis
 
 
 class ParetoPlot(NamedTuple):
-    """Expected step time by number of graphs.
+    """Expected step time by number of graphs."""
 
-    Attributes:
-        curve: (graphs, microseconds): the best expected step with so many graphs; at least one.
-        points: (name, graphs, microseconds) of ladders beside it, and of the plan that was chosen.
-    """
-
-    curve: Sequence[tuple[int, float]]
-    points: Sequence[tuple[str, int, float]] = ()
+    curve: Sequence[tuple[int, float]]  # (graphs, microseconds): the best step with so many graphs; at least one
+    points: Sequence[tuple[str, int, float]] = ()  # (name, graphs, microseconds) of ladders, and of the plan
 
 
 class Bar(NamedTuple):
-    """One capture size: the share of its rows that are padding, and of all steps that run at it, from 0 to 1.
-
-    ``steps`` is None for all bars where there is no traffic.
-    """
+    """One capture size; shares from 0 to 1."""
 
     name: str
-    padding: float
-    steps: float | None = None
+    padding: float  # of its rows
+    steps: float | None = None  # of all steps; None for all bars where there is no traffic
 
 
 def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
-    """The curve in ASCII: ``*`` is the curve, letters are the points, with a legend below.
-
-    The numbers of graphs stand on a logarithmic axis: the first few graphs matter most. Points that fall on the same
-    place share a letter, and the legend says with which other one.
-    """
+    """The curve in ASCII over a logarithmic axis of graphs, with a letter for each place that has points."""
     points = plot.points[: len(LEGEND_MARKS)]
     every_x = sorted({graphs for graphs, _ in (*plot.curve, *(point[1:] for point in points))})
     every_y = [microseconds for _, microseconds in (*plot.curve, *(point[1:] for point in points))]
@@ -119,7 +107,7 @@ def check_plot_path(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise OutputPathError(
             f"cannot draw {path}: a picture ends in {' or '.join(SUFFIXES)}",
-            remedy=f"Name it {path.with_suffix(SUFFIXES[0]).name}, say.",
+            remedy=f"Name it {path.stem or 'plan'}{SUFFIXES[0]}, say.",
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise OutputPathError(
@@ -128,10 +116,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def picture(path: Path, pareto: ParetoPlot | None, bars: Sequence[Bar]) -> bytes:
-    """The plots that are there, below one another, in the format that the suffix of ``path`` names.
-
-    Raises OutputPathError as check_plot_path does. Nothing is written.
-    """
+    """The plots that are there, below one another, in the format that the suffix of ``path`` names."""
     check_plot_path(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -283,7 +283,7 @@ class BenchRecord(KeyRecord):
 
 
 OURS = "cgplan"
-PEERS = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
+BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class WayRecord(Record):
@@ -296,7 +296,7 @@ class WayRecord(Record):
     note: str | None = None  # how to read the figures
 
 
-class PeerRecord(Record):
+class BaselineRecord(Record):
     """One way of running a batch of one size, unpadded; all ways have the same tensors."""
 
     name: str
@@ -309,7 +309,7 @@ class PeerRecord(Record):
     not_comparable: str | None = None  # why there is no deviation
 
 
-class PeersRecord(Record):
+class BaselinesRecord(Record):
     """All ways, cgplan first, measured in one process on the same model and tensors."""
 
     seed: int  # of the random order
@@ -318,20 +318,20 @@ class PeersRecord(Record):
     capture_seconds: float | None  # cgplan's capture session, a part of its ready_seconds; None if it failed
     keys: int  # graphs that cgplan captured; baselines made one for each size
     ways: tuple[WayRecord, ...]
-    records: tuple[PeerRecord, ...]  # by size, in the order of ways
+    records: tuple[BaselineRecord, ...]  # by size, in the order of ways
 
-    def of(self, name: str, num_tokens: int) -> PeerRecord | None:
+    def of(self, name: str, num_tokens: int) -> BaselineRecord | None:
         return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
 
 
-def check_peers(names: Iterable[str]) -> tuple[str, ...]:
+def check_baselines(names: Iterable[str]) -> tuple[str, ...]:
     """Baselines by name, each once, in the order given. Raises ConfigError for an unknown name."""
     found = tuple(dict.fromkeys(name.strip() for name in names))
     for name in found:
-        if name not in PEERS:
-            near = [m for spelt in (name.replace("_", "-"), name) for m in difflib.get_close_matches(spelt, PEERS, n=1)]
+        if name not in BASELINE_NAMES:
+            near = difflib.get_close_matches(name, BASELINE_NAMES, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            remedy = f"{hint}Choose among {', '.join(PEERS)}."
+            remedy = f"{hint}Choose among {', '.join(BASELINE_NAMES)}."
             raise ConfigError(f"unknown baseline {name!r} to bench against", remedy=remedy)
     return found
 
@@ -345,7 +345,7 @@ class BenchReport(ShownRecord):
     capture: CaptureReport  # memory and time of the graphs
     repeats: int  # timed calls of each size and way
     records: tuple[BenchRecord, ...]  # one for each size
-    peers: PeersRecord | None = None  # other ways to run the same model, where they were asked for
+    peers: BaselinesRecord | None = None  # other ways to run the same model, where they were asked for
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]

@@ -43,10 +43,9 @@ class GraphRunner:
     """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
 
     It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
-    ``clone``: new tensor objects on graph memory, which the next call of this runner overwrites. With
-    ``capture_policy: lazy`` a call may capture the key that its batch asks for; ``replan`` exchanges the graphs of an
-    adaptive runner. Not for use from several threads, and on one stream at a time: a call from another stream is
-    an error while the stream of the last call still has work.
+    ``clone``: new tensor objects on graph memory, which the next call of this runner overwrites. Not for use from
+    several threads, and on one stream at a time: a call from another stream is an error while the stream of the last
+    call still has work.
 
     Args:
         live: The model with its graphs.
@@ -396,8 +395,7 @@ class GraphRunner:
     def invalidate(self, name: str) -> None:
         """Say that memory which the graphs use has moved (a KV cache that was allocated again, say).
 
-        Calls that a graph would serve raise AddressError with that name until ``recapture``; so does leaving a block of
-        staged buffers that is under way. The name is a label for that message alone: all graphs are out of use.
+        Until ``recapture``, calls and staged blocks that a graph would serve raise AddressError with that name.
         Raises InputError for an empty name, CgplanError if the runner is closed.
         """
         self._check_open()
@@ -410,9 +408,8 @@ class GraphRunner:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
 
         The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. No call comes in between, of another member of the pool neither. Raises as CaptureSession.run
-        does; the runner is then closed, and cannot capture again. Raises CgplanError, and changes nothing, if a call is
-        under way.
+        no longer valid. Raises as CaptureSession.run does; the runner is then closed. Raises CgplanError, and changes
+        nothing, if a call is under way.
         """
         with self._use.held(self._name):
             if self._state == "closed":
@@ -442,7 +439,7 @@ class GraphRunner:
             CgplanError: a call is under way.
         """
         with self._use.held(self._name):
-            self._demand.live.retry_failed()
+            self._demand.live.failed.clear()
             self._forget_calls()
 
     def replan(
@@ -455,9 +452,8 @@ class GraphRunner:
     ) -> ReplanReport:
         """Plan again for the batches that were asked for, inside the budget, and exchange the graphs for those.
 
-        Sizes that the new plan lacks are evicted; new ones are captured, the largest first, into the pools that are
-        there, or all into new ones, see Note [Generations] in pools.py. Outputs that were handed out are no longer
-        valid. A key that cannot be captured does not raise: ``report.failed`` of the runner says why.
+        Outputs that were handed out are no longer valid. A key that cannot be captured does not raise:
+        ``report.failed`` of the runner says why. See Note [Generations] in pools.py.
 
         Args:
             traffic: What to plan for; absent: the batches since the last replan.

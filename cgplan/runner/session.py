@@ -8,14 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.buffers.static import check_dtypes
-from cgplan.captures.budget import BudgetGuard, fitting
+from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, CaptureProgress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
-from cgplan.errors import CaptureMemoryError, ConfigError, ModelError, PlanError
+from cgplan.errors import CaptureMemoryError, ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
@@ -40,9 +39,6 @@ class CaptureSession:
         together: The sessions of other ranks, where several processes capture one model.
         state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one;
             absent: the model.
-
-    Raises:
-        ModelError: ``model`` cannot be called. ConfigError: ``progress`` cannot.
     """
 
     def __init__(
@@ -58,25 +54,9 @@ class CaptureSession:
         together: Together = ALONE,
         state: Sequence[object] | None = None,
     ) -> None:
-        if not callable(model):
-            raise ModelError(
-                f"the model is {model!r:.100}, which cannot be called",
-                remedy="Pass the nn.Module or function itself; only a configuration names one as `file.py:build`.",
-            )
-        if progress is not None and not callable(progress):
-            raise ConfigError(
-                f"progress is {progress!r:.100}, which cannot be called",
-                remedy="Pass a function of a CaptureProgress, or leave it out.",
-            )
-        self._plan = plan
-        self._model = model
-        self._backend = backend
-        self._config = config
-        self._progress = progress or (lambda _: None)
-        self._pool = pool
-        self._name = name
-        self._together = together
-        self._state = state
+        self._plan, self._model, self._backend, self._config = plan, model, backend, config
+        self._progress, self._pool, self._name = progress, pool, name
+        self._together, self._state = together, state
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
@@ -89,14 +69,25 @@ class CaptureSession:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and OutputShapeError say why);
                 everything of this session is freed and the model runs as before.
             ModelError: the model failed before its capture began.
-            BackendError: torch or the device lacks the dtype of an input; nothing was allocated.
+            BackendError: torch or the device lacks the dtype of an input.
+            PlanError: the plan was made from another configuration.
             ConfigError: graphs on demand were asked for with several ranks.
             DistributedError: with other ranks, one of them failed; all raise it.
             CgplanError: a call of another member of the pool is under way.
         """
         config, use = self._config, PoolUse() if self._pool is None else self._pool.use
-        self._check_plan()
-        policy = config.compilation.capture_policy
+        made, own, policy = self._plan.config_hash, config_hash(config), config.compilation.capture_policy
+        if made != own and self._together is ALONE:
+            raise PlanError(
+                f"the plan was made from configuration {made}, not from {own}",
+                remedy="Pass build_plan(config) of the same configuration.",
+            )
+        if made != own:
+            raise PlanError(
+                f"the plan of all ranks was made from configuration {made}; this rank has {own}",
+                remedy="Start all ranks from one file; agree_on_setup(), called before agree_on_plan(), names the "
+                "setting that differs.",
+            )
         if policy != "eager" and self._together is not ALONE:
             raise ConfigError(
                 f"capture_policy is {policy}, and several ranks capture together",
@@ -107,79 +98,47 @@ class CaptureSession:
             captured = self._captured(self._plan, () if lazy else None)
             return GraphRunner(captured, self._captured, use, self._name)
 
-    def _check_plan(self) -> None:
-        """Raise PlanError unless the plan is of this configuration."""
-        made, own = self._plan.config_hash, config_hash(self._config)
-        if made == own:
-            return
-        if self._together is ALONE:
-            raise PlanError(
-                f"the plan was made from configuration {made}, not from {own}",
-                remedy="Pass build_plan(config) of the same configuration.",
-            )
-        raise PlanError(
-            f"the plan of all ranks was made from configuration {made}; this rank has {own}",
-            remedy="Start all ranks from one file; agree_on_setup(), called before agree_on_plan(), names the setting "
-            "that differs.",
-        )
-
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
         """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
         for no more.
         """
-        backend, config = self._backend, self._config
+        backend, config, together = self._backend, self._config, self._together
         graphed: ModelGraphs | None = None
+
+        def opened(plan: Plan) -> ModelGraphs:
+            return ModelGraphs(plan, config, self._model, backend, self._pool, self._state, together)
+
         try:
-            check_dtypes({**config.inputs, **config.metadata}, backend.device)
             backend.release_cached()
             before, start = backend.memory(), time.perf_counter()
-            free = self._together.begin(asked, before.free)
-            plan, left_out = fitting(asked, config, free) if keys is None else (asked, ())
-            guard = BudgetGuard(config, plan, backend, before)
-            graphed = self._open(plan, guard)
-            captured = CapturedKeys(graphed, guard, asked, before, self._together, self._progress)
-            captured.capture_first([key for key in graphed.plan.keys if keys is None or key in keys], start)
-            skipped: tuple[Key, ...] = ()
-            if keys is None:
-                skipped = tuple(key for key in plan.keys if key not in set(captured.keys))
-                captured.wanted = graphed.plan
-                if captured.wanted.keys == () != plan.keys and graphed.most_tokens:  # the buffers are of no use either
+            free = together.begin(asked, before.free)
+            plan = fitting(asked, config, free) if keys is None else asked
+            try:
+                graphed = opened(plan)
+            except CaptureMemoryError as error:
+                if not plan.keys or all(limit is None for limit in vars(config.budget).values()):
+                    raise
+                drop_locals(error)
+            ran_out = graphed is None
+            if together.any(ran_out):
+                if graphed is not None:
                     graphed.free()
-                    graphed = self._new(restricted(plan, (), config))
-                    captured.without_buffers(graphed)
-            captured.close_session(left_out, skipped)
+                graphed = opened(restricted(plan, (), config))
+            assert graphed is not None
+            wanted = plan if keys is None else graphed.plan
+            captured = CapturedKeys(graphed, asked, wanted, before, together, self._progress)
+            if ran_out:
+                captured.guard.ran_out(plan.keys[0])
+            captured.capture_first([key for key in graphed.plan.keys if keys is None or key in keys], start)
         except BaseException as error:
             drop_locals(error)
-            failure = self._together.failed(error)
+            failure = together.failed(error)
             if graphed is not None:
                 graphed.free()
             if failure is error:
                 raise
             raise failure from error
         return captured
-
-    def _open(self, plan: Plan, guard: BudgetGuard) -> ModelGraphs:
-        """The model with buffers for the plan; for no key, if there is a budget and no memory for them on some rank."""
-        graphed: ModelGraphs | None = None
-        try:
-            graphed = self._new(plan)
-        except CaptureMemoryError as error:
-            if not guard.active or not plan.keys:
-                raise
-            drop_locals(error)
-            guard.ran_out(plan.keys[0])
-        refused = self._together.any(graphed is None)
-        if graphed is not None and refused:
-            graphed.free()
-        if graphed is None or refused:
-            graphed = self._new(restricted(plan, (), self._config))
-        guard.static_bytes, guard.copied_bytes = graphed.buffers.nbytes, lambda: graphed.copied_bytes
-        return graphed
-
-    def _new(self, plan: Plan) -> ModelGraphs:
-        graphed = ModelGraphs(plan, self._config, self._model, self._backend, self._pool, self._state)
-        graphed.before_free, graphed.is_alone = self._together.release, self._together is ALONE
-        return graphed
 
 
 def describe_split(

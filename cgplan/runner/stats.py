@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -93,14 +93,9 @@ class StatsRecord(BaseModel):
 class RunnerStats:
     """What calls were answered with.
 
-    Args:
-        plan: Of the runner.
-
     Attributes:
         plan: What is captured now.
-        captures: Keys captured so far.
-        evictions: Keys whose graphs were freed to make room for others.
-        failures: Captures that failed, or that the budget did not allow, while batches were served.
+        captures, evictions, failures: As in StatsRecord.
         timed_calls: Calls, not staged blocks, whose time was taken.
         timed_nanoseconds: The sum of their times on the host: from entry to return, in which the device may lag behind.
         until_timed: Calls until the next one that is timed.
@@ -108,13 +103,9 @@ class RunnerStats:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.captures = len(plan.keys)
-        self.evictions = 0
-        self.failures = 0
-        self.timed_calls = 0
-        self.timed_nanoseconds = 0
+        self.captures, self.evictions, self.failures = len(plan.keys), 0, 0
+        self.timed_calls = self.timed_nanoseconds = self._resets = 0
         self._counts: dict[Asked, BatchCount] = {}
-        self._resets = 0
         self.time_every = 16
 
     @property
@@ -207,17 +198,19 @@ class RunnerStats:
         call ``reset`` after each.
         """
         rows = _added(((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts)
-        cells = [COLUMNS, *(
-            (str(tokens), str(padded), str(padded - tokens), str(mode), str(calls))
-            for (tokens, padded, mode), calls in sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
-        )]  # fmt: skip
-        widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+        cells = [
+            COLUMNS,
+            *(
+                tuple(map(str, (tokens, padded, padded - tokens, mode, calls)))
+                for (tokens, padded, mode), calls in sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
+            ),
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
         lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-        return "\n".join([
-            "**CUDAGraph Config Settings:**", "", f"- Mode: {self.plan.mode}",
-            f"- Capture sizes: {list(self.plan.capture_sizes)}", "", "**CUDAGraph Stats:**", "", *lines, "",
-        ])  # fmt: skip
+        settings = f"- Mode: {self.plan.mode}\n- Capture sizes: {list(self.plan.capture_sizes)}"
+        head = f"**CUDAGraph Config Settings:**\n\n{settings}\n\n**CUDAGraph Stats:**\n\n"
+        return head + "\n".join(lines) + "\n"
 
     def record(self) -> StatsRecord:
         """The numbers as they are now."""
@@ -288,17 +281,24 @@ def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
     return total
 
 
-_COUNTERS = {  # name: (description, labels beside `runner`)
-    "replays": (
-        "Calls that a graph served, by its key.",
+_COUNTERS: tuple[tuple[str, str, tuple[str, ...], Callable[[RunnerStats], Iterable[tuple[Sequence[object], int]]]], ...]
+_COUNTERS = (  # name, description, labels beside `runner`, and (values of these labels, count)
+    (
+        "replays", "Calls that a graph served, by its key.",
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
+        lambda stats: (
+            ((m, d.num_tokens, d.num_reqs or "", str(d.uniform).lower(), d.num_active_loras), n)
+            for (m, d), n in stats.replays.items()
+        ),
     ),
-    "eager_calls": ("Calls that ran eagerly, by the reason.", ("reason",)),
-    "tokens": ("Tokens of batches, and rows of padding besides.", ("kind",)),
-    "captures": ("Keys that were captured.", ()),
-    "evictions": ("Captured keys whose graphs were freed.", ()),
-    "capture_failures": ("Keys that could not be captured.", ()),
-}
+    ("eager_calls", "Calls that ran eagerly, by the reason.", ("reason",),
+     lambda stats: (((reason,), n) for reason, n in stats.eager.items())),
+    ("tokens", "Tokens of batches, and rows of padding besides.", ("kind",),
+     lambda stats: ((("real",), stats.real_tokens), (("padding",), stats.padded_rows))),
+    ("captures", "Keys that were captured.", (), lambda stats: (((), stats.captures),)),
+    ("evictions", "Captured keys whose graphs were freed.", (), lambda stats: (((), stats.evictions),)),
+    ("capture_failures", "Keys that could not be captured.", (), lambda stats: (((), stats.failures),)),
+)  # fmt: skip
 
 
 class StatsCollector:
@@ -326,28 +326,15 @@ class StatsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All families; sizes and modes are labels."""
-        counters = {
-            name: self._core.CounterMetricFamily(f"cgplan_{name}", about, labels=["runner", *labels])
-            for name, (about, labels) in _COUNTERS.items()
-        }
+        for name, about, labels, rows in _COUNTERS:
+            family = self._core.CounterMetricFamily(f"cgplan_{name}", about, labels=["runner", *labels])
+            for runner, stats in self._runners.items():
+                for values, count in rows(stats):
+                    family.add_metric([runner, *map(str, values)], count)
+            yield family
         host = self._core.SummaryMetricFamily(
             "cgplan_host_seconds", "Host time of the calls that were timed, until they returned.", labels=["runner"]
         )
         for runner, stats in self._runners.items():
-            rows: dict[str, list[tuple[list[str], int]]] = {
-                "replays": [
-                    ([str(mode), str(d.num_tokens), "" if d.num_reqs is None else str(d.num_reqs),
-                      str(d.uniform).lower(), str(d.num_active_loras)], calls)
-                    for (mode, d), calls in stats.replays.items()
-                ],
-                "eager_calls": [([str(reason)], calls) for reason, calls in stats.eager.items()],
-                "tokens": [(["real"], stats.real_tokens), (["padding"], stats.padded_rows)],
-                "captures": [([], stats.captures)],
-                "evictions": [([], stats.evictions)],
-                "capture_failures": [([], stats.failures)],
-            }  # fmt: skip
-            for name, found in rows.items():
-                for labels, value in found:
-                    counters[name].add_metric([runner, *labels], value)
             host.add_metric([runner], stats.timed_calls, stats.timed_nanoseconds / 1e9)
-        yield from (*counters.values(), host)
+        yield host

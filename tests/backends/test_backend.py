@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -20,47 +19,31 @@ from cgplan.errors import BackendError, CaptureError, HostSyncError
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 
-def ramp(*shape: int, device: Any) -> Tensor:
-    return torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32).reshape(shape)
-
-
-def test_state_of_a_model_moves_on_with_each_replay(backend: GraphBackend) -> None:
-    norm = nn.BatchNorm1d(3, device=backend.device)
-    twin = nn.BatchNorm1d(3, device=backend.device)
-    x = ramp(4, 3, device=backend.device)
-    graph, out = capture(backend, lambda: norm(x), warmups=0)
-    same(dict(norm.state_dict()), dict(twin.state_dict()))  # the capture itself ran nothing
-    for _ in range(2):
-        backend.replay(graph)
-        with torch.no_grad():
-            wanted = twin(x)
-        same(out, wanted)
-    same(dict(norm.state_dict()), dict(twin.state_dict()))
-
-
 # --- what a capture itself changes: nothing -------------------------------------------------------------------
 
 
 def test_a_capture_runs_nothing_and_each_replay_does(backend: GraphBackend) -> None:
+    """Running statistics are written by operators whose schema does not say so."""
     counter, log = torch.zeros(3, device=backend.device), torch.zeros(2, 3, device=backend.device)
+    norm, twin = (nn.BatchNorm1d(3, device=backend.device) for _ in range(2))
+    x = torch.arange(12.0, device=backend.device).reshape(4, 3)
 
-    def forward() -> Tensor:
+    def forward() -> tuple[Tensor, Tensor]:
         counter.add_(1)
         log[1].copy_(counter)
-        return counter * 10
+        return counter * 10, norm(x)
 
     graph, out = capture(backend, forward, warmups=0)
-    same(counter, torch.zeros_like(counter))
-    same(log, torch.zeros_like(log))
-    for done in (1, 2, 3):
+    for done in (0, 1, 2, 3):
+        same((counter, log[1]), (torch.full_like(counter, done), torch.full_like(counter, done)))
+        same(dict(norm.state_dict()), dict(twin.state_dict()))
         backend.replay(graph)
-        same(counter, torch.full_like(counter, done))
-        same(log[1], counter)
-        same(out, counter * 10)
+        with torch.no_grad():
+            same(out, (counter * 10, twin(x)))
 
 
 def test_a_capture_leaves_another_graphs_output_alone(backend: GraphBackend) -> None:
-    """Memory of the pool that somebody holds counts as outside memory, too."""
+    """Memory of the pool that is held counts as outside memory, too."""
     pool, x = backend.new_pool(), torch.ones(4, device=backend.device)
     first, held = capture(backend, lambda: x * 2, pool)
     backend.replay(first)
@@ -126,15 +109,6 @@ def test_a_parameter_that_moved_leaves_the_graph_on_the_old_memory(backend: Grap
     same(out, torch.full_like(out, 60))
 
 
-def test_a_new_tensor_under_the_old_name_is_not_seen(backend: GraphBackend) -> None:
-    given = {"x": torch.ones(3, device=backend.device)}
-    kept = given["x"]
-    graph, out = capture(backend, lambda: given["x"] * 2)
-    given["x"] = torch.full((3,), 100.0, device=backend.device)
-    backend.replay(graph)
-    same(out, kept * 2)
-
-
 def test_branches_and_numbers_of_the_python_code_are_frozen(backend: GraphBackend) -> None:
     x, state = torch.ones(3, device=backend.device), {"negative": False, "scale": 2.0, "calls": 0}
 
@@ -164,25 +138,19 @@ def test_a_borrowed_output_is_overwritten_by_the_next_replay(backend: GraphBacke
     same(borrowed, torch.full_like(x, 3))
 
 
-def test_a_held_output_is_kept(backend: GraphBackend) -> None:
-    pool, x = backend.new_pool(), torch.ones(4, device=backend.device)
-    first, held = capture(backend, lambda: x * 2, pool)
-    second, other = capture(backend, lambda: x * 3, pool)
-    backend.replay(first)
-    backend.replay(second)
-    same(held, torch.full_like(x, 2))
-    same(other, torch.full_like(x, 3))
-
-
-def test_borrowing_what_is_outside_the_pool_or_a_view(backend: GraphBackend) -> None:
-    x = ramp(4, 3, device=backend.device)
+def test_borrowing_keeps_layout_conjugation_and_sign(backend: GraphBackend) -> None:
+    x = torch.arange(4.0, device=backend.device)
     assert backend.borrow(x).data_ptr() == x.data_ptr()
-    graph, out = capture(backend, lambda: (x * 2).t()[1:, ::2])
-    borrowed = backend.borrow(out)
+
+    def forward() -> tuple[Tensor, ...]:
+        made = torch.polar(x, x).conj()
+        return made, made.imag, (x * 2).view(2, 2).t()[1:, ::2]
+
+    graph, parts = capture(backend, forward, warmups=0)
     backend.replay(graph)
-    same(borrowed, (x * 2).t()[1:, ::2])
-    assert borrowed.stride() == out.stride()
-    assert not borrowed.requires_grad
+    borrowed = [backend.borrow(part) for part in parts]
+    same(tuple(borrowed), forward())
+    assert [part.stride() for part in borrowed] == [part.stride() for part in parts]
 
 
 def test_memory_is_reused_inside_a_graph(backend: GraphBackend) -> None:
@@ -217,12 +185,15 @@ def test_a_smaller_graph_fits_into_the_pool_of_a_larger_one(backend: GraphBacken
         same(out, torch.full((rows, 256), 257.0, device=backend.device))
 
 
-def test_a_held_output_costs_the_next_graph_its_memory(backend: GraphBackend) -> None:
+def test_a_held_output_is_kept_and_costs_the_next_graph_its_memory(backend: GraphBackend) -> None:
     pool, x = backend.new_pool(), torch.ones(8 * MIB, device=backend.device)
-    _, held = capture(backend, lambda: x * 2, pool, warmups=0)
+    first, held = capture(backend, lambda: x * 2, pool, warmups=0)
     before = backend.pool_bytes(pool)
-    capture(backend, lambda: x * 3, pool, warmups=0)
+    second, other = capture(backend, lambda: x * 3, pool, warmups=0)
     assert backend.pool_bytes(pool) - before >= held.nbytes
+    backend.replay(first)
+    backend.replay(second)
+    same((held[:4], other[:4]), (torch.full_like(held[:4], 2), torch.full_like(held[:4], 3)))
 
 
 # --- the life of a graph --------------------------------------------------------------------------------------
@@ -302,19 +273,6 @@ def test_an_exception_inside_a_capture_leaves_no_trace(backend: GraphBackend) ->
     same(out, torch.full_like(x, 2))
 
 
-def test_an_exception_leaves_earlier_graphs_of_the_pool_alone(backend: GraphBackend) -> None:
-    pool, x = backend.new_pool(), torch.ones(1000, device=backend.device)
-    graph, out = capture(backend, lambda: x * 5, pool)
-    with pytest.raises(OwnError):
-        capture(backend, lambda: failing(x), pool, warmups=0)
-    backend.replay(graph)
-    same(out, x * 5)
-    later, other = capture(backend, lambda: x * 7, pool)
-    backend.replay(later)
-    same(other, x * 7)
-    same(out, x * 5)
-
-
 def test_memory_that_runs_out_is_told_and_given_back(backend: GraphBackend) -> None:
     x = torch.ones(MIB, device=backend.device)
     if isinstance(backend, TapeBackend):
@@ -346,29 +304,25 @@ def test_sessions_hold_the_garbage_collector_still_and_restore_it(backend: Graph
     with pytest.raises(OwnError), backend.session():
         raise OwnError
     assert gc.isenabled()
-    frozen = gc.get_freeze_count()
     gc.disable()
     try:
         with backend.session():
             pass
-        assert not gc.isenabled(), "who had it off keeps it off"
+        assert not gc.isenabled(), "a caller that had it off keeps it off"
     finally:
         gc.enable()
-    assert gc.get_freeze_count() - frozen < 1000, "objects that stay frozen are garbage for ever"
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    with backend.session():
-        pass
-    assert gc.get_freeze_count() >= frozen, "what the caller froze stays frozen"
-    gc.unfreeze()
 
 
-def test_sessions_of_two_threads_take_turns() -> None:
-    backend, entered = TapeBackend(), threading.Event()
+def test_sessions_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And wait for a bounded time: an eager piece that waits for a thread which opens a session would never end."""
+    backend, entered, said = TapeBackend(), threading.Event(), list[CaptureError]()
 
     def other() -> None:
-        with backend.session():
-            entered.set()
+        try:
+            with backend.session():
+                entered.set()
+        except CaptureError as error:
+            said.append(error)
 
     gc.enable()
     thread = threading.Thread(target=other)
@@ -379,26 +333,13 @@ def test_sessions_of_two_threads_take_turns() -> None:
     thread.join(5)
     assert entered.is_set()
     assert gc.isenabled()
-    gc.disable()
-
-
-def test_a_session_waits_for_another_thread_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eager piece that waits for a thread which opens a session would wait for ever."""
     monkeypatch.setattr("cgplan.backends.backend.SESSION_SECONDS", 0.05)
-    said: list[BaseException] = []
-
-    def other() -> None:
-        try:
-            with TapeBackend().session():
-                pass
-        except CaptureError as error:
-            said.append(error)
-
-    with TapeBackend().session():
+    with backend.session():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(20)
-    assert [str(error).splitlines()[0] for error in said] == ["another thread has been capturing for more than 0.05 s"]
+    assert [error.message for error in said] == ["another thread has been capturing for more than 0.05 s"]
+    gc.disable()
 
 
 @pytest.mark.usefixtures("collector_as_users_have_it")
@@ -433,7 +374,6 @@ def test_readings(backend: GraphBackend) -> None:
     assert reading.total > 0
     assert reading.free is None or 0 < reading.free <= reading.total
     assert reading.reserved >= 0
-    assert backend.supports("borrow") in (True, False)
     assert backend.supports("driver_bytes") is (backend.device.type == "cuda")
 
 
@@ -450,21 +390,8 @@ def test_backends_are_chosen_by_device() -> None:
         assert "device: cpu" in caught.value.remedy
 
 
-def test_borrowing_keeps_conjugation_and_sign(backend: GraphBackend) -> None:
-    x = torch.arange(4.0, device=backend.device)
-    graph, _ = capture(backend, lambda: None, warmups=0)
-    backend.reset(graph)
-    pool = backend.new_pool()
-    graph = backend.new_graph(pool)
-    with backend.session(), torch.no_grad(), backend.capturing(graph):
-        made = torch.polar(x, x).conj()
-        parts = made, made.imag
-    backend.replay(graph)
-    same([backend.borrow(part) for part in parts], (torch.polar(x, x).conj(), torch.polar(x, x).conj().imag))
-
-
 def test_a_pool_with_graphs_takes_more_after_a_failed_capture(backend: GraphBackend) -> None:
-    """Again and again; what was captured before and after replays, and all of it counts until it is freed."""
+    """Again and again; graphs captured before and after it replay, and all of them count until they are freed."""
     x = torch.arange(1.0, 9.0, device=backend.device)
     pool = backend.new_pool()
     graphs = [capture(backend, lambda: (x * 2).cumsum(0), pool)]

@@ -20,8 +20,6 @@ from cgplan.errors import CgplanError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
-CPU = torch.device("cpu")
-
 
 class Fence:
     """Waits for nothing, and remembers that it was asked to."""
@@ -33,9 +31,7 @@ class Fence:
         self.waited += 1
 
 
-def blocks_of(
-    fences: list[Fence] | None = None, waits: list[str] | None = None, device: torch.device = CPU
-) -> StagingBlocks:
+def blocks_of(fences: list[Fence] | None = None, waits: list[str] | None = None) -> StagingBlocks:
     """Staging blocks in plain memory."""
 
     def new_fence(stream: int) -> Fence:
@@ -48,7 +44,7 @@ def blocks_of(
         if waits is not None:
             waits.append("wait")
 
-    return StagingBlocks(device, new_fence, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    return StagingBlocks(new_fence, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
 def test_blocks_are_filled_before_the_other_one_is_taken() -> None:
@@ -90,7 +86,7 @@ def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], dept
     def wait() -> None:
         in_flight[:] = [(0, 0, stream) for _, _, stream in in_flight]
 
-    blocks = StagingBlocks(CPU, Behind, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    blocks = StagingBlocks(Behind, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
     for nbytes, stream in takes:
         start = blocks.take(nbytes, stream)
         assert start % 16 == 0
@@ -99,46 +95,18 @@ def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], dept
         in_flight.append((start, start + nbytes, stream))
 
 
-def test_blocks_of_a_lost_owner_are_kept_until_the_device_is_done() -> None:
-    pinned._left_behind.clear()
-    blocks = blocks_of()
-    blocks.take(16, 0)
-    lost = weakref.ref(blocks._blocks[0])
-    del blocks
-    assert lost() is not None
+@pytest.mark.parametrize("closed", [False, True])
+def test_blocks_are_freed_once_the_device_has_read_them(closed: bool) -> None:
+    """Though their owner was dropped without a close."""
     waits: list[str] = []
-    closed = blocks_of(waits=waits)
-    assert waits == ["wait"]
-    assert lost() is None
-    closed.take(16, 0)
-    closed.close()
-    assert waits == ["wait", "wait"]
-    del closed
-    assert not pinned._left_behind
-
-
-def test_blocks_that_were_left_behind_are_those_of_one_device() -> None:
-    pinned._left_behind.clear()
-    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    blocks = blocks_of(device=one)
+    blocks = blocks_of(waits=waits)
     blocks.take(16, 0)
-    lost = weakref.ref(blocks._blocks[0])
+    held = weakref.ref(blocks._blocks[0])
+    if closed:
+        blocks.close()
+        assert (waits, held()) == (["wait"], None)
     del blocks
-    waits: list[str] = []
-    blocks_of(waits=waits, device=other)
-    assert (waits, lost() is None) == ([], False), "the other device says nothing of what this one still reads"
-
-    def left_meanwhile() -> None:
-        waits.append("wait")
-        late = blocks_of(device=one)
-        late.take(16, 0)
-        kept.append(weakref.ref(late._blocks[0]))
-
-    kept: list[Any] = []
-    StagingBlocks(one, Fence, left_meanwhile)
-    assert (waits, lost() is None) == (["wait"], True)
-    assert kept[0]() is not None, "its device was waited for before it was left"
-    pinned._left_behind.clear()
+    assert (waits, held()) == (["wait"], None)
 
 
 def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +114,7 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError(f"CUDA error: out of memory on {asked['device']}\nmore lines")
 
     monkeypatch.setattr(torch, "empty", empty)
-    blocks = StagingBlocks(CPU, Fence, lambda: None)
+    blocks = StagingBlocks(Fence, lambda: None)
     with pytest.raises(
         CgplanError, match=r"no pinned memory on the host for \[65536\] .*out of memory on cpu\n"
     ) as caught:

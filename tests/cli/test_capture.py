@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import good, refused
+from commands import good, refused, settings
 
 from cgplan import errors
 from cgplan.planning import Plan
 from cgplan.planning.plan import Machine
 from cgplan.reports import BenchReport, CaptureReport, load_report, render_text
 
+GOOD = ("--config", "good.yaml")
+
 
 def test_capture_shows_and_saves_the_report(home: Path) -> None:
-    result = good("capture", "--config", "good.yaml", "--output", "run.json")
+    result = good("capture", *GOOD, "--output", "run.json")
     report = load_report("run.json")
     assert isinstance(report, CaptureReport)
     assert [key.num_tokens for _, key in report.plan.keys] == [4, 2, 1]
@@ -31,40 +33,32 @@ def test_capture_shows_and_saves_the_report(home: Path) -> None:
 def test_json_is_the_saved_report_and_nothing_else(
     home: Path, command: str, kind: type[CaptureReport | BenchReport]
 ) -> None:
-    result = good(
-        command, "--config", "good.yaml", "--set", "model.target=models.py:chatty", "--json", "-o", "run.json"
-    )
+    chatty = settings("model.target=models.py:chatty")
+    result = good(command, *GOOD, *chatty, "--json", "-o", "run.json")
     assert kind.model_validate_json(result.stdout) == load_report("run.json")
     assert "the builder speaks" in result.stderr
     assert "the model speaks" in result.stderr
 
 
-def test_bench_measures_the_sizes_asked_for(home: Path) -> None:
-    result = good("bench", "--config", "good.yaml", "--output", "bench.json")
-    report = load_report("bench.json")
+RUNS = [(1, "FULL", 0), (3, "FULL", 1), (9, "NONE", 0)]  # sizes of the configuration's report section
+
+
+def measured(path: str = "bench.json") -> tuple[BenchReport, list[tuple[int, str, int]]]:
+    report = load_report(path)
     assert isinstance(report, BenchReport)
-    assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in report.records] == [
-        (1, "FULL", 0),
-        (3, "FULL", 1),
-        (9, "NONE", 0),
-    ]
-    assert all(r.eager.median > 0 for r in report.records)
-    assert result.stdout == render_text(report) + "\n"
+    return report, [(r.num_tokens, r.mode.name, r.padded_rows) for r in report.records]
 
 
-def test_bench_against_peers(home: Path) -> None:
+def test_bench_against_baselines(home: Path) -> None:
     options = ("--against", "eager,bare, reduce-overhead", "--seed", "3")
-    result = good("bench", "--config", "good.yaml", *options, "--output", "bench.json")
-    report = load_report("bench.json")
-    assert isinstance(report, BenchReport)
+    result = good("bench", *GOOD, *options, "--output", "bench.json")
+    report, runs = measured()
+    assert runs == RUNS
+    assert all(r.eager.median > 0 for r in report.records)
     assert report.peers is not None
     assert report.peers.seed == 3
-    assert [(way.name, way.failure is None) for way in report.peers.ways] == [
-        ("cgplan", True),
-        ("eager", True),
-        ("bare", True),
-        ("reduce-overhead", False),
-    ]
+    ways = {way.name: way.failure is None for way in report.peers.ways}
+    assert ways == {"cgplan": True, "eager": True, "bare": True, "reduce-overhead": False}
     assert {r.num_tokens for r in report.peers.records} == {1, 3, 9}
     assert "order    random, seed 3; 3 rounds, 3 calls of each way and size" in result.stdout
     assert result.stdout == render_text(report) + "\n"
@@ -72,53 +66,46 @@ def test_bench_against_peers(home: Path) -> None:
 
 
 def test_lazy_captures_nothing_and_says_so(home: Path) -> None:
-    lazy = ("--config", "good.yaml", "--set", "compilation.capture_policy=lazy")
+    lazy = (*GOOD, *settings("compilation.capture_policy=lazy"))
     report = CaptureReport.model_validate_json(good("capture", *lazy, "--json").stdout)
     assert (report.records, report.pool_bytes, report.capture_policy, report.waiting) == ((), 0, "lazy", 3)
     assert "lazy: when a batch first asks for a key; 3 are waiting" in render_text(report)
     assert "none captured of those from " in render_text(report)
     found = good("bench", *lazy, "--output", "bench.json")
-    measured = load_report("bench.json")
-    assert isinstance(measured, BenchReport)
-    assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in measured.records] == [
-        (1, "FULL", 0),
-        (3, "FULL", 1),
-        (9, "NONE", 0),
-    ]
-    assert [r.descriptor.num_tokens for r in measured.capture.records] == [4, 1]
+    bench, runs = measured()
+    assert runs == RUNS
+    assert [r.descriptor.num_tokens for r in bench.capture.records] == [4, 1]
     assert "bench" in found.stderr.lower()
 
 
 def test_a_saved_plan_is_captured_under_any_policy(home: Path) -> None:
-    good("plan", "--config", "good.yaml", "--output", "plan.json")
-    for policy, captured in (("lazy", 0), ("adaptive", 3), ("eager", 3)):
-        changed = ("--set", f"compilation.capture_policy={policy}", "--plan", "plan.json", "--json")
-        result = good("capture", "--config", "good.yaml", *changed)
-        report = CaptureReport.model_validate_json(result.stdout)
+    saved_plan()
+    for policy, captured in (("lazy", 0), ("adaptive", 3)):
+        changed = (*settings(f"compilation.capture_policy={policy}"), "--plan", "plan.json", "--json")
+        report = CaptureReport.model_validate_json(good("capture", *GOOD, *changed).stdout)
         assert (len(report.records), report.capture_policy) == (captured, policy)
 
 
 def test_warnings_and_mode_changes_come_before_the_capture(home: Path) -> None:
-    narrow = ("--set", "scheduler.max_num_batched_tokens=2", "--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY")
-    changed = ("--set", "compilation.attention_support=NEVER", "--set", "compilation.splitting_ops=[]")
-    error = good("capture", "--config", "good.yaml", *narrow, "--json").stderr
-    assert re.match(r"warning: .*4.* above scheduler\.max_num_batched_tokens", error)
-    result = good("capture", "--config", "good.yaml", *narrow, *changed, "--json")
-    assert "note: cudagraph_mode FULL_DECODE_ONLY -> NONE: attention_support is NEVER" in result.stderr
+    narrow = settings("scheduler.max_num_batched_tokens=2", "compilation.cudagraph_mode=FULL_DECODE_ONLY")
+    changed = settings("compilation.attention_support=NEVER", "compilation.splitting_ops=[]")
+    said = good("capture", *GOOD, *narrow, *changed, "--json").stderr
+    assert "note: cudagraph_mode FULL_DECODE_ONLY -> NONE: attention_support is NEVER" in said
+    said = good("capture", *GOOD, *narrow, "--json").stderr
+    assert re.match(r"warning: .*4.* above scheduler\.max_num_batched_tokens", said)
 
 
 def test_progress_without_a_terminal_is_a_few_lines(home: Path) -> None:
     sizes = f"compilation.cudagraph_capture_sizes={list(range(1, 41))}"
-    result = good("capture", "--config", "good.yaml", "--set", sizes)
+    result = good("capture", *GOOD, "--set", sizes)
     lines = [line for line in result.stderr.splitlines() if line.startswith("capture ")]
     assert len(lines) <= 11
     assert lines[0] == "capture 1/40: FULL num_tokens=40 num_reqs=40"
     assert lines[-1] == "capture 40/40: FULL num_tokens=1 num_reqs=1"
 
 
-def saved_plan(*settings: str) -> Plan:
-    arguments = [word for setting in settings for word in ("--set", setting)]
-    good("plan", "--config", "good.yaml", *arguments, "--output", "plan.json")
+def saved_plan(*values: str) -> Plan:
+    good("plan", *GOOD, *settings(*values), "--output", "plan.json")
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
     return plan
@@ -127,7 +114,7 @@ def saved_plan(*settings: str) -> Plan:
 @pytest.mark.parametrize("command", ["capture", "bench"])
 def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
     plan = saved_plan("compilation.cudagraph_capture_sizes=[2, 3]")
-    result = good(command, "--config", "good.yaml", "--plan", "plan.json", "--json")
+    result = good(command, *GOOD, "--plan", "plan.json", "--json")
     data = json.loads(result.stdout)
     report = CaptureReport.model_validate(data if command == "capture" else data["capture"])
     assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
@@ -147,20 +134,16 @@ def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
 def test_a_capture_says_that_its_plan_was_made_for_another_budget(
     home: Path, limits: tuple[str, ...], present: str
 ) -> None:
-    saved_plan("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s")
-    arguments = [word for limit in limits for word in ("--set", limit)]
-    result = good("capture", "--config", "good.yaml", "--plan", "plan.json", *arguments)
+    budget = ("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s")
+    saved_plan(*budget)
+    planned = ("capture", *GOOD, "--plan", "plan.json")
+    result = good(*planned, *settings(*limits))
     said = f"plan.json was made for a budget of 2.0 GiB, 20.0 s, 2 graphs at most; {present}"
     assert f"note: {said}\n" in result.stderr
     head = " ".join(result.stdout.partition("num_reqs")[0].split())
     assert f"note {said}" in head
     assert "there is no traffic to plan for" not in head
-    alike = ("budget.max_graphs=2", "budget.memory=2GiB", "budget.capture_time=20s", "budget.reserve=1kB")
-    arguments = [word for limit in alike for word in ("--set", limit)]
-    result = good("capture", "--config", "good.yaml", "--plan", "plan.json", *arguments)
-    assert "was made for a budget" not in result.output
-    saved_plan()
-    assert "was made for a budget" not in good("capture", "--config", "good.yaml", "--plan", "plan.json").output
+    assert "was made for a budget" not in good(*planned, *settings(*budget, "budget.reserve=1kB")).output
 
 
 def test_a_plan_of_any_keys_is_captured_and_run(home: Path) -> None:
@@ -170,9 +153,8 @@ def test_a_plan_of_any_keys_is_captured_and_run(home: Path) -> None:
     lanes = plan.model_copy(update={"keys": tuple(kept)})
     assert [(mode.name, d.num_tokens) for mode, d in kept] == [("PIECEWISE", 4), ("PIECEWISE", 1), ("FULL", 2)]
     (home / "plan.json").write_text(lanes.model_dump_json())
-    result = good("bench", "--config", "good.yaml", "--plan", "plan.json", "--json")
-    report = BenchReport.model_validate_json(result.stdout)
-    assert [(r.num_tokens, r.mode.name, r.padded_rows) for r in report.records] == [
+    good("bench", *GOOD, "--plan", "plan.json", "--output", "bench.json")
+    assert measured()[1] == [
         (1, "FULL", 1),
         (1, "PIECEWISE", 0),  # the same size as a mixed batch
         (3, "PIECEWISE", 1),
@@ -184,7 +166,7 @@ def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
     plan = saved_plan("scheduler.max_num_seqs=8", "model.kwargs={width: 8}")
     machine = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": torch.__version__}
     (home / "plan.json").write_text(plan.model_copy(update={"machine": Machine(**machine)}).model_dump_json())
-    message = refused(errors.PlanMismatchError, "capture", "--config", "good.yaml", "--plan", "plan.json")
+    message = refused(errors.PlanMismatchError, "capture", *GOOD, "--plan", "plan.json")
     assert message.startswith("error: plan.json: the plan was made for something else\n")
     assert "  - scheduler.max_num_seqs: 8 in the plan, 256 now" in message
     assert "  - model.kwargs.width: 8 in the plan, absent now" in message
@@ -192,7 +174,7 @@ def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
     assert "  - driver: 580.1 in the plan, absent now" in message
     assert "torch" not in message
     assert "--force" in message
-    forced = good("capture", "--config", "good.yaml", "--plan", "plan.json", "--force", "--json")
+    forced = good("capture", *GOOD, "--plan", "plan.json", "--force", "--json")
     report = CaptureReport.model_validate_json(forced.stdout)
     assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
     (warning,) = report.warnings
@@ -200,10 +182,10 @@ def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
     assert "scheduler.max_num_seqs: 8 in the plan, 256 now" in warning
     assert f"warning: {warning}" in forced.stderr
     (home / "plan.json").write_text(json.dumps({**json.loads(plan.model_dump_json()), "capture_sizes": [1, 2]}))
-    message = refused(errors.ReportError, "capture", "--config", "good.yaml", "--plan", "plan.json", "--force")
+    message = refused(errors.ReportError, "capture", *GOOD, "--plan", "plan.json", "--force")
     assert "4 is not among capture_sizes" in message, "a damaged plan is not forced"
 
 
 def test_the_device_option_wins_over_the_file(home: Path) -> None:
-    result = good("capture", "--config", "good.yaml", "--set", "device=cuda:99", "--device", "cpu")
+    result = good("capture", *GOOD, "--set", "device=cuda:99", "--device", "cpu")
     assert "cpu (tape)" in result.stdout

@@ -6,20 +6,28 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import good, refused, use_traffic
+from commands import good, plan_of, predicted, refused, settings, use_traffic
 
 from cgplan import errors
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning import Plan
 from cgplan.units import format_bytes
+
+GOOD = ("--config", "good.yaml")
+PLAN, INSPECT = ("plan", *GOOD), ("inspect", *GOOD)
+MODE = "compilation.cudagraph_mode="
+
+
+def captured(*values: str) -> None:
+    good("capture", *GOOD, *settings(*values), "--output", "run.json")
 
 
 def test_plan_prices_graphs_by_a_report(home: Path) -> None:
-    good("capture", "--config", "good.yaml", "--output", "run.json")
+    captured()
     command = use_traffic(home)
-    plan = Plan.model_validate_json(good(*command, "--costs", "run.json", "--json").stdout)
+    plan = plan_of(*command, "--costs", "run.json")
     assert plan.predicted is not None
     assert len(plan.predicted.keys) == len(plan.keys)
+    assert plan.predicted.notes == ("the costs of run.json are those of cpu (tape), not of a GPU",)
     assert plan.machine is None, "the tape's figures hold on any machine"
     message = refused(errors.BudgetError, *command, "--costs", "run.json", "--capture-time", "0.001ms")
     assert "budget.capture_time" in message
@@ -40,63 +48,49 @@ def test_graphs_of_a_mode_that_a_report_does_not_have_are_not_priced(
     home: Path, measured: str, planned: str, missing: str
 ) -> None:
     traffic = use_traffic(home)
-    mode = "compilation.cudagraph_mode="
-    good("capture", "--config", "good.yaml", "--set", mode + measured, "--output", "run.json")
-    for command in (traffic, traffic[:3], ("inspect", "--config", "good.yaml")):
-        message = refused(errors.ReportError, *command, "--set", mode + planned, "--costs", "run.json")
+    captured(MODE + measured)
+    for command in (traffic, PLAN, INSPECT):
+        message = refused(errors.ReportError, *command, *settings(MODE + planned), "--costs", "run.json")
         assert f"run.json does not say what {missing} graphs cost: those that it has are {measured}" in message
         assert f"a capture in mode {planned}, --costs measure or --costs estimate" in message
-    plan = Plan.model_validate_json(good(*traffic, "--set", mode + measured, "--costs", "run.json", "--json").stdout)
-    assert plan.predicted is not None
-    assert plan.predicted.keys[0].pool_bytes > 0
+    assert predicted(*traffic, *settings(MODE + measured), "--costs", "run.json").keys[0].pool_bytes > 0
 
 
 def test_a_report_of_the_same_mode_is_taken_whatever_its_budget_left(home: Path) -> None:
     """Nobody could give another one; what stands in for the mode that it lacks is said."""
-    both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
-    good("capture", "--config", "good.yaml", *both, "--set", "budget.max_graphs=1", "--output", "run.json")
-    shown = good("plan", "--config", "good.yaml", *both, "--costs", "run.json", "--json").stdout
-    predicted = Plan.model_validate_json(shown).predicted
-    assert predicted is not None
-    assert predicted.notes[-1].startswith("there are no figures of FULL graphs: they are priced as PIECEWISE ones")
-    assert predicted.keys[0].pool_bytes > 0
+    both = f"{MODE}FULL_AND_PIECEWISE"
+    captured(both, "budget.max_graphs=1")
+    cost = predicted(*PLAN, *settings(both), "--costs", "run.json")
+    assert cost.notes[-1].startswith("there are no figures of FULL graphs: they are priced as PIECEWISE ones")
+    assert cost.keys[0].pool_bytes > 0
 
 
 def test_a_report_without_adapters_prices_those_with_them_as_such(home: Path) -> None:
-    good("capture", "--config", "good.yaml", "--output", "run.json")
-    for command in (use_traffic(home), ("plan", "--config", "good.yaml"), ("inspect", "--config", "good.yaml")):
-        shown = good(*command, "--set", "lora.max_loras=2", "--costs", "run.json").stdout
+    captured()
+    for command in (use_traffic(home), PLAN, INSPECT):
+        shown = good(*command, *settings("lora.max_loras=2"), "--costs", "run.json").stdout
         assert "no figures of FULL graphs with adapters: they are priced as those without" in " ".join(shown.split())
         assert "no figures" not in good(*command, "--costs", "run.json").stdout
 
 
 @pytest.mark.parametrize("word", ["estimate", "measure"])
-def test_a_mode_without_a_configured_size_is_priced_as_the_other(home: Path, word: str) -> None:
-    """Traffic may get FULL graphs of 2 tokens, and the sizes of the configuration leave PIECEWISE alone to measure."""
+def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
+    """Also FULL graphs of 2 tokens, where the sizes of the configuration leave PIECEWISE alone to measure."""
+    traffic = use_traffic(home)
+    assert predicted(*traffic, "--costs", word).estimated is (word == "estimate")
+    assert len(predicted(*PLAN, "--costs", word).keys) == 3
     changes = (
-        "compilation.cudagraph_mode=FULL_AND_PIECEWISE",
+        f"{MODE}FULL_AND_PIECEWISE",
         "compilation.cudagraph_capture_sizes=[8, 16]",
         "scheduler.max_num_seqs=4",
     )
-    command = (*use_traffic(home), *(part for change in changes for part in ("--set", change)))
-    plan = Plan.model_validate_json(good(*command, "--costs", word, "--json", "--max-graphs", "1").stdout)
-    assert plan.predicted is not None
-    assert "there are no figures of FULL graphs: they are priced as PIECEWISE ones of the same size" in (
-        plan.predicted.notes
-    )
-    assert all(key[0] is CUDAGraphMode.FULL for key in plan.keys)
-    assert plan.predicted.keys[0].pool_bytes > 0
-    assert plan.predicted.seconds > 0
-
-
-@pytest.mark.parametrize("word", ["estimate", "measure"])
-def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
-    plan = Plan.model_validate_json(good(*use_traffic(home), "--costs", word, "--json").stdout)
-    assert plan.predicted is not None
-    assert plan.predicted.estimated is (word == "estimate")
-    ladder = Plan.model_validate_json(good("plan", "--config", "good.yaml", "--costs", word, "--json").stdout)
-    assert ladder.predicted is not None
-    assert len(ladder.predicted.keys) == 3
+    plan = plan_of(*traffic, *settings(*changes), "--costs", word, "--max-graphs", "1")
+    cost = plan.predicted
+    assert cost is not None
+    assert "there are no figures of FULL graphs: they are priced as PIECEWISE ones of the same size" in cost.notes
+    assert all(mode is CUDAGraphMode.FULL for mode, _ in plan.keys)
+    assert cost.keys[0].pool_bytes > 0
+    assert cost.seconds > 0
 
 
 def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
@@ -112,51 +106,38 @@ def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
 
 
 def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None:
-    sizes = "compilation.cudagraph_capture_sizes=[1, 8]"
-    good("capture", "--config", "good.yaml", "--set", sizes, "--output", "run.json")
-    command = (*use_traffic(home), "--costs", "run.json")
-    plan = Plan.model_validate_json(good(*command, "--json").stdout)
-    assert plan.predicted is not None
-    assert plan.predicted.notes == ("the costs of run.json are those of cpu (tape), not of a GPU",)
-    other = ("--set", "model.kwargs={width: 32}", "--set", "scheduler.max_num_seqs=7")
-    for arguments in (command, ("plan", "--config", "good.yaml", "--costs", "run.json")):
-        plan = Plan.model_validate_json(good(*arguments, *other, "--json").stdout)
-        assert plan.predicted is not None
-        (note, _) = plan.predicted.notes
+    captured("compilation.cudagraph_capture_sizes=[1, 8]")
+    traffic = use_traffic(home)
+    other = (*settings("model.kwargs={width: 32}", "scheduler.max_num_seqs=7"), "--costs", "run.json")
+    for command in (traffic, PLAN):
+        (note, _) = predicted(*command, *other).notes
         assert note == (
             "the costs of run.json were measured with another configuration, and are taken as they are: "
             "model.kwargs.width was absent, is 32 here; "
             "scheduler.max_num_seqs was 256, is 7 here"
         )
-        assert "was 256, is 7 here" in " ".join(good(*arguments, *other).stdout.split())
-    assert note in Plan.model_validate_json(good(*command, *other, "--json").stdout).evidence["costs_notes"]
+        assert "was 256, is 7 here" in " ".join(good(*command, *other).stdout.split())
+    evidence = plan_of(*traffic, *other).evidence
+    assert evidence is not None
+    assert note in evidence["costs_notes"]
 
 
-def test_inspect_shows_what_each_lora_case_adds(home: Path) -> None:
-    lora = ("--set", "lora.max_loras=2")
-    asked = ("inspect", "--config", "good.yaml", *lora)
+def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: Path) -> None:
+    asked = (*INSPECT, *settings("lora.max_loras=2"))
     shown = good(*asked).stdout
     assert "What each LoRA case adds" in shown
     assert re.search(r"^0 +3 +- +-$", shown, re.MULTILINE)
     assert re.search(r"^any number +3 +- +-$", shown, re.MULTILINE)
     assert "give --costs FILE, --costs estimate or --costs measure" in shown
-    good("capture", "--config", "good.yaml", *lora, "--output", "run.json")
+    assert "Cost of each lane" not in shown
+    captured("lora.max_loras=2")
     for source in ("estimate", "measure", "run.json"):
         shown = good(*asked, "--costs", source).stdout
         assert re.search(r"^any number +3 +[\d.]+ \w+ +[\d.]+ [mu]?s$", shown, re.MULTILINE)
         assert "what the plan would save without that case alone" in shown
-        plan = Plan.model_validate_json(good(*asked, "--costs", source, "--json").stdout)
+        plan = plan_of(*asked, "--costs", source)
         assert plan.predicted is not None
         assert len(plan.predicted.keys) == 6
-    assert "What each LoRA case adds" not in good("inspect", "--config", "good.yaml", "--costs", "run.json").stdout
-
-
-def test_inspect_with_costs_sums_them_up_by_lane(home: Path) -> None:
-    asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
-    good("capture", *asked[1:], "--output", "run.json")
-    shown = good(*asked, "--costs", "run.json").stdout
-    plan = Plan.model_validate_json(good(*asked, "--costs", "run.json", "--json").stdout)
-    assert plan.predicted is not None
     pool = {0: 0, 3: 0}
     for (_, descriptor), cost in zip(plan.keys, plan.predicted.keys, strict=True):
         pool[descriptor.num_active_loras] += cost.pool_bytes
@@ -164,4 +145,4 @@ def test_inspect_with_costs_sums_them_up_by_lane(home: Path) -> None:
         row = re.search(rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", shown, re.MULTILINE)
         assert row, shown
         assert row[1] == format_bytes(pool[case])
-    assert "Cost of each lane" not in good(*asked).stdout
+    assert "What each LoRA case adds" not in good(*INSPECT, "--costs", "run.json").stdout

@@ -92,16 +92,6 @@ def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
     assert "9999 above scheduler.max_num_batched_tokens" in shown
 
 
-def test_inspect_names_the_line_of_a_merged_value(home: Path) -> None:
-    text = "scheduler: &base\n  max_num_seqs: 8\nspeculative: {}\nreport: {}\n"
-    shared = "inputs:\n  x: &x\n    shape: [num_tokens]\n    dtype: float32\n    pad: 0\n  y:\n    <<: *x\n    pad: 1\n"
-    (home / "c.yaml").write_text(text + shared)
-    loaded = read_config("c.yaml")
-    rows = {row.key: row.origin for row in origin_rows(loaded, build_plan(loaded.config))}
-    assert (rows["inputs.y.pad"], rows["inputs.y.dtype"]) == ("c.yaml:12", "c.yaml:8")
-    assert rows["speculative.num_speculative_tokens"] == rows["report.repeats"] == "default"
-
-
 @pytest.mark.parametrize(
     ("sections", "sizes", "maximum"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import cgplan_command, good, refused, use_traffic
+from commands import cgplan_command, good, refused, settings, use_traffic
 
 import cgplan
 from cgplan import errors
@@ -197,7 +197,7 @@ X = "{shape: [num_tokens, 8], dtype: float32, pad: 0}"
 
 def set_to(**values: str) -> tuple[str, ...]:
     """``--set`` for each value, of keys with two underscores for the dot."""
-    return tuple(part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}"))
+    return settings(*(f"{key.replace('__', '.')}={value}" for key, value in values.items()))
 
 
 def target(name: str) -> tuple[str, ...]:

@@ -11,27 +11,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import HISTOGRAM, REQUESTS, cgplan_command, good, refused, use_traffic
+from commands import HISTOGRAM, REQUESTS, cgplan_command, good, plan_of, refused, settings, use_traffic
 
 from cgplan import errors
 from cgplan.config import load_config
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render_text
 
+PLAN = ("plan", "--config", "good.yaml")
+
 
 def test_plan_shows_and_saves_the_plan(home: Path) -> None:
-    result = good("plan", "--config", "good.yaml", "--output", "plan.json")
+    result = good(*PLAN, "--output", "plan.json")
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
     assert plan.model_copy(update={"notes": (), "lint": ()}) == build_plan(load_config("good.yaml"))
     assert result.stdout == render_text(plan) + "\n"
     assert "saved plan.json" in result.stderr
-    assert good("plan", "--config", "good.yaml", "--json").stdout == (home / "plan.json").read_text()
+    assert good(*PLAN, "--json").stdout == (home / "plan.json").read_text()
 
 
 def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
-    narrow = ("--set", "scheduler.max_num_batched_tokens=2", "--set", "compilation.attention_support=UNIFORM_BATCH")
-    result = good("plan", "--config", "good.yaml", *narrow, "--emit", "vllm", "--output", "plan.json")
+    narrow = settings("scheduler.max_num_batched_tokens=2", "compilation.attention_support=UNIFORM_BATCH")
+    result = good(*PLAN, *narrow, "--emit", "vllm", "--output", "plan.json")
     assert result.stdout == (
         '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2], '
         '"max_cudagraph_capture_size": 2}\'\n'
@@ -44,42 +46,38 @@ def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
     ):
         assert line in result.stderr
     assert isinstance(load_report("plan.json"), Plan)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "json"])
-def test_plan_knows_each_engine(home: Path, engine: str) -> None:
-    assert "1, 2, 4" in good("plan", "--config", "good.yaml", "--emit", engine).stdout.replace("1 2 4", "1, 2, 4")
+    for engine in ("vllm", "sglang", "trtllm", "json"):
+        assert "1, 2, 4" in good(*PLAN, "--emit", engine).stdout.replace("1 2 4", "1, 2, 4")
 
 
 def test_what_is_emitted_for_vllm_is_read_back_to_the_same_keys(home: Path) -> None:
     settings = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--set", "scheduler.max_num_seqs=3")
-    emitted = good("plan", "--config", "good.yaml", *settings, "--emit", "vllm").stdout
+    emitted = good(*PLAN, *settings, "--emit", "vllm").stdout
     value = shlex.split(emitted)[1]
     again = good("inspect", "--vllm", value, "--max-num-seqs", "3", "--max-num-batched-tokens", "8192", "--json").stdout
     assert Plan.from_json(again).keys == build_plan(load_config("good.yaml", settings[1::2])).keys
 
 
 def test_plan_draws_the_padding(home: Path) -> None:
-    result = good("plan", "--config", "good.yaml", "--plot", "plan.svg")
+    result = good(*PLAN, "--plot", "plan.svg")
     assert "saved plan.svg" in result.stderr
     assert "capture size" in (home / "plan.svg").read_text()
     assert "FULL: 4" in (home / "plan.svg").read_text()
-    good("plan", "--config", "good.yaml", "--plot", "plan.png")
+    good(*PLAN, "--plot", "plan.png")
     assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
-    given = ("--max-graphs", "2", "--set", "budget.max_graphs=3", "--memory", "1GiB", "--capture-time", "2min")
-    plan = Plan.model_validate_json(good("plan", "--config", "good.yaml", *given, "--json").stdout)
-    assert plan.budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
-    noted = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--json").stderr
+    given = ("--max-graphs", "2", *settings("budget.max_graphs=3"), "--memory", "1GiB", "--capture-time", "2min")
+    assert plan_of(*PLAN, *given).budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
+    noted = good(*PLAN, "--memory", "2GiB", "--json").stderr
     assert "warning: budget.memory did not bound this plan: without traffic" in noted
 
 
 def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     """Sizes that batches have are best: 2 and 7 for two graphs, where 1 costs 129 instead of 100 microseconds."""
     command = use_traffic(home)
-    saved = Plan.model_validate_json(good(*command, "--max-graphs", "2", "--json").stdout)
+    saved = plan_of(*command, "--max-graphs", "2")
     assert saved.capture_sizes == (2, 7)
     two, seven = 100 + 200 / 7, 100 + 200 * 6 / 7
     assert saved.expected_us == pytest.approx(0.8 * two + 0.2 * seven)
@@ -115,8 +113,7 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     """A request a second of 3 tokens each: one runs at a time."""
     use_traffic(home)
     (home / "trace.csv").write_text(REQUESTS)
-    command = ("plan", "--config", "good.yaml", "--traffic", "trace.csv", "--step-times", "times.csv", "--json")
-    plan = Plan.model_validate_json(good(*command).stdout)
+    plan = plan_of(*PLAN, "--traffic", "trace.csv", "--step-times", "times.csv")
     assert plan.capture_sizes == (1, 4)
     assert plan.evidence is not None
     assert plan.evidence["traffic_weight"] == 60
@@ -126,24 +123,22 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
 def test_plan_for_traffic_that_no_graph_could_serve(home: Path, mode: str) -> None:
     use_traffic(home)
     (home / "mixed.csv").write_text("num_tokens,count,num_reqs,uniform\n10,5,2,false\n")
-    command = ("plan", "--config", "good.yaml", "--traffic", "mixed.csv", "--step-times", "times.csv")
-    options = ("--set", f"compilation.cudagraph_mode={mode}")
-    plan = Plan.model_validate_json(good(*command, *options, "--json").stdout)
-    assert plan.keys == ()
+    command = (*PLAN, "--traffic", "mixed.csv", "--step-times", "times.csv")
+    options = settings(f"compilation.cudagraph_mode={mode}")
+    assert plan_of(*command, *options).keys == ()
     assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
 
 
 def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     use_traffic(home)
-    good("bench", "--config", "good.yaml", "--output", "bench.json")
-    command = ("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "bench.json", "--json")
-    notes = " ".join(Plan.model_validate_json(good(*command).stdout).evidence["times_notes"])
-    assert "not of a GPU" in notes
-    assert "another configuration" not in notes
-    notes = " ".join(
-        Plan.model_validate_json(good(*command, "--set", "scheduler.max_num_seqs=64").stdout).evidence["times_notes"]
-    )
-    assert "measured with another configuration" in notes
+    good("bench", *PLAN[1:], "--output", "bench.json")
+    command = (*PLAN, "--traffic", "traffic.csv", "--step-times", "bench.json")
+    for changes, told in ((), False), (settings("scheduler.max_num_seqs=64"), True):
+        evidence = plan_of(*command, *changes).evidence
+        assert evidence is not None
+        notes = " ".join(evidence["times_notes"])
+        assert "not of a GPU" in notes
+        assert ("measured with another configuration" in notes) == told
 
 
 @contextmanager
@@ -174,22 +169,22 @@ def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path, traffic
         pairs = zip(("--traffic", "--step-times", "--costs"), paths, strict=True)
         return [part for pair in pairs for part in pair]
 
-    from_files = Plan.model_validate_json(good(*command, *options(names), "--json").stdout)
+    from_files = plan_of(*command, *options(names))
     with piped(*(home / name for name in names)) as paths:
-        from_pipes = Plan.model_validate_json(good(*command, *options(paths), "--json").stdout)
+        from_pipes = plan_of(*command, *options(paths))
     assert from_pipes.keys == from_files.keys != ()
     assert from_pipes.expected_us == from_files.expected_us
     assert from_pipes.predicted is not None
 
 
 def test_plan_says_that_there_is_no_traffic(home: Path) -> None:
-    shown = " ".join(good("plan", "--config", "good.yaml").stdout.split())
+    shown = " ".join(good(*PLAN).stdout.split())
     assert "note there is no traffic to plan for, so nothing was optimised" in shown
     assert "Give --traffic FILE, or a `traffic` section" in shown
-    result = good("plan", "--config", "good.yaml", "--emit", "vllm")
+    result = good(*PLAN, "--emit", "vllm")
     assert "note: there is no traffic to plan for" in result.stderr
     assert "no traffic to plan for" not in good(*use_traffic(home)).stdout
-    bounded = good("plan", "--config", "good.yaml", "--memory", "2GiB", "--set", "budget.reserve=1GiB").stdout
+    bounded = good(*PLAN, "--memory", "2GiB", "--set", "budget.reserve=1GiB").stdout
     assert "budget.memory did not bound this plan" in " ".join(bounded.split())
 
 
@@ -199,7 +194,7 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
     good("capture", "--config", "good.yaml", *mode, "--output", "run.json")
     changes = ("--set", "scheduler.max_num_seqs=64", *mode)
-    command = use_traffic(home) if traffic else ("plan", "--config", "good.yaml")
+    command = use_traffic(home) if traffic else PLAN
     command = (*command, "--costs", "run.json", *changes, "--max-graphs", "2")
     emitted = good(*command, "--emit", "vllm")
     option, value, *rest = shlex.split(emitted.stdout)
@@ -223,53 +218,50 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
 
 
 def test_plan_diff(home: Path) -> None:
-    good("plan", "--config", "good.yaml", "--output", "old.json")
-    sizes = ("--set", "compilation.cudagraph_capture_sizes=[1, 8]")
-    good("plan", "--config", "good.yaml", *sizes, "--output", "new.json")
+    for name, options in {
+        "old": (),
+        "new": settings("compilation.cudagraph_capture_sizes=[1, 8]"),
+        "bounded": ("--memory", "2GiB", "--max-graphs", "3"),
+    }.items():
+        good(*PLAN, *options, "--output", f"{name}.json")
     shown = good("plan", "diff", "old.json", "new.json").stdout
     assert shown.startswith("old.json -> new.json\n")
     assert re.search(r"^FULL +8 +2, 4 +1$", shown, re.MULTILINE)
     assert re.search(r"^graphs +3 +2 +-1 +-33\.3%$", shown, re.MULTILINE)
     assert "settings the same" in " ".join(shown.split())
-    good("plan", "--config", "good.yaml", "--memory", "2GiB", "--max-graphs", "3", "--output", "bounded.json")
     shown = good("plan", "diff", "old.json", "bounded.json").stdout
     assert re.search(r"^  budget.memory +absent -> 2.0 GiB$", shown, re.MULTILINE)
     assert re.search(r"^  budget.max_graphs +absent -> 3$", shown, re.MULTILINE)
     data = json.loads(good("plan", "diff", "old.json", "new.json", "--json").stdout)
     assert data["lanes"][0]["removed"] == [2, 4]
-
-
-def test_plan_diff_reads_plans_only(home: Path) -> None:
-    good("capture", "--config", "good.yaml", "--output", "run.json")
-    assert "run.json is a capture report, not a plan" in refused(
-        errors.ReportError, "plan", "diff", "run.json", "run.json"
-    )
+    good("capture", *PLAN[1:], "--output", "run.json")
+    message = refused(errors.ReportError, "plan", "diff", "run.json", "run.json")
+    assert "run.json is a capture report, not a plan" in message
     message = refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
     assert "no such file: none.json" in message
-    assert "Did you mean run.json?" in message
+    assert "Did you mean new.json?" in message
 
 
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:
     Path("h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
-    traffic = ("plan", "--config", "good.yaml", "--traffic", "h.csv")
-    for option in ("--memory", "--capture-time", "--plot", "--output"):
+    traffic = (*PLAN, "--traffic", "h.csv")
+    for option in ("--memory", "--capture-time"):
         result = cgplan_command(*traffic, option, "")
         assert result.exit_code == 2
-        assert re.search(f"Invalid value for '{option}'.*: it is empty", result.stderr)
+        assert f"{option} is empty" in result.stderr
+    for option in ("--plot", "--output"):
+        assert "error: cannot" in refused(errors.OutputPathError, *traffic, option, "")
     for over in ("h.csv", "good.yaml"):
-        result = cgplan_command(*traffic, "--output", over)
-        assert result.exit_code == 17
-        assert f"{over} is an input of the plan" in result.stderr
+        assert f"{over} is an input of the plan" in refused(errors.OutputPathError, *traffic, "--output", over)
     assert Path("h.csv").read_text().startswith("num_tokens")
-    nothing = good(*traffic, "--set", "compilation.cudagraph_mode=NONE").stdout
-    assert "nothing is captured: the resolved cudagraph_mode is NONE" in nothing
-    none = good(*traffic[:3], "--set", "compilation.cudagraph_mode=NONE", "--plot", "it.svg")
-    assert "it.svg was not drawn: there is no graph" in none.stderr
+    none = settings("compilation.cudagraph_mode=NONE")
+    assert "nothing is captured: the resolved cudagraph_mode is NONE" in good(*traffic, *none).stdout
+    assert "it.svg was not drawn: there is no graph" in good(*PLAN, *none, "--plot", "it.svg").stderr
     assert not Path("it.svg").exists()
 
 
 def test_what_is_emitted_comes_with_the_notes_of_its_evidence(home: Path) -> None:
     use_traffic(home)
-    said = good("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--emit", "vllm").stderr
+    said = good(*PLAN, "--traffic", "traffic.csv", "--emit", "vllm").stderr
     assert "note: no step times were given: these are of another model than yours" in said
     assert "note: uniform decode was guessed" in said

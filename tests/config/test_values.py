@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cgplan.config import Config, load_config, validate_config
+from cgplan.config import load_config, validate_config
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,3 @@ def test_times_have_units(write: Any, text: str, seconds: float) -> None:
     config = load_config(write(f"budget: {{capture_time: {text}}}\n"))
     assert config.budget.capture_time == seconds
     assert validate_config(config.model_dump(mode="json")) == config
-
-
-def test_no_budget_and_no_reserve_are_the_default(write: Any) -> None:
-    budget = load_config(write("budget: {reserve: 0}\n")).budget
-    assert (budget.memory, budget.capture_time, budget.max_graphs, budget.reserve) == (None, None, None, 0)
-    assert Config().budget.reserve is None
-    assert Config().traffic is None

@@ -159,3 +159,13 @@ def test_an_eager_piece_is_compiled_ahead_of_its_replays(backend: GraphBackend) 
         for rows in (3, 1, 2):
             runner(x=torch.randn(rows, 8, device=backend.device))
         assert EVENTS == ["ran"] * 3
+
+
+@pytest.mark.parametrize("split", [{"cudagraph_mode": "FULL"}, {"splitting_modules": ["norm"]}])
+def test_the_first_eager_batch_compiles_nothing(backend: GraphBackend, split: dict[str, Any]) -> None:
+    model = Layers().to(backend.device).eval()
+    with closing(open_runner(backend, model, **split)) as runner:
+        EVENTS.clear()
+        runner(x=torch.randn(9, 8, device=backend.device))
+        assert sum(runner.stats.eager.values()) == 1
+        assert set(EVENTS) == {"ran"}

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from checks import capture as bare
 from checks import same
 from torch import Tensor
+from ways import GraphBackend, Model, all_ways, full
+from ways import open_runner as open_way
 
 import cgplan
 from cgplan import (
@@ -20,12 +23,11 @@ from cgplan import (
     CUDAGraphWrapper,
     GraphRunner,
     Input,
+    OutputShapeError,
     forward_context,
 )
-from cgplan.backends import GraphBackend
-from cgplan.errors import OutputShapeError
 
-pytestmark = pytest.mark.usefixtures("quiet_collector")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SQUARE = {"x": Input(shape=("num_tokens", 3), dtype="float32", pad=0)}
 
@@ -219,7 +221,7 @@ def test_an_argument_that_comes_back_gives_its_memory_to_later_captures(backend:
 
 
 class Gives(torch.nn.Module):
-    """Returns memory that no graph owns, by an object that each eager call makes anew."""
+    """Returns memory that no graph owns, by an object that each eager call makes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -234,61 +236,21 @@ class Gives(torch.nn.Module):
         return self.cache[: len(x)]
 
 
-@pytest.mark.parametrize("kind", ["input", "detached", "state"])
+@pytest.mark.parametrize("kind", ["input", "detached", "module", "method", "closure"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_views_of_other_memory_are_handed_out_anew(backend: GraphBackend, kind: str, inference: bool) -> None:
+def test_views_of_other_memory_are_new_objects_each_time(backend: GraphBackend, kind: str, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         model = Gives(kind).to(backend.device)
+        ways: dict[str, Callable[[Tensor], Tensor]] = {"method": model.forward, "closure": lambda x: model(x)}
         options = CUDAGraphOptions(num_of_warmups=0, address_check="always")
-        wrapped = CUDAGraphWrapper(model, CUDAGraphMode.FULL, backend=backend, options=options)
+        wrapped = CUDAGraphWrapper(ways.get(kind, model), CUDAGraphMode.FULL, backend=backend, options=options)
         x = torch.ones(4, 3, device=backend.device)
-        for _ in range(4):
-            x.fill_(1)
-            with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
-                y = wrapped(x)
-            same(y.unsqueeze_(1).clone(), torch.full_like(x, 2)[:, None])
-    wrapped.reset()
-
-
-class Holds:
-    """No module: its cache is found in neither arguments nor modules."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cache = torch.zeros(8, 3, device=device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.cache[: len(x)].copy_(x * 2)
-        return self.cache[: len(x)]
-
-
-@pytest.mark.parametrize("kind", ["object", "method", "closure"])
-def test_views_of_memory_that_is_held_in_other_ways(backend: GraphBackend, kind: str) -> None:
-    held = Holds(backend.device)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "object": held,
-        "method": held.__call__,
-        "closure": lambda x: held(x),
-    }
-    wrapped = CUDAGraphWrapper(ways[kind], CUDAGraphMode.FULL, backend=backend)
-    x = torch.ones(4, 3, device=backend.device)
-    with torch.no_grad():
         for turn in range(4):
             x.fill_(turn)
             with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
                 y = wrapped(x)
             same(y.unsqueeze_(1).clone(), torch.full_like(x, 2 * turn)[:, None])
     wrapped.reset()
-
-
-def test_outputs_are_borrowed_or_cloned(backend: GraphBackend) -> None:
-    x, y = square(backend), square(backend) + 5
-    for model, leaf in ((double, lambda out: out), (lambda x: {"y": [x * 2]}, lambda out: out["y"][0])):
-        for outputs, wanted in (("borrow", y * 2), ("clone", x * 2)):
-            runner = open_runner(backend, model, compilation={"outputs": outputs})
-            found = leaf(runner(x=x))
-            same(found, x * 2)
-            runner(x=y)
-            same(found, wanted)
 
 
 def test_an_output_may_be_the_next_input(backend: GraphBackend) -> None:
@@ -370,3 +332,22 @@ def test_outputs_whose_padding_cannot_be_cut_off(
 def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
     for model, warned in ((lambda x: None, True), (double, False)):
         assert any("returned no tensor" in w for w in open_runner(backend, model).report.warnings) is warned
+
+
+@all_ways
+def test_an_output_that_the_next_replay_overwrites(backend: GraphBackend, way: str) -> None:
+    """An output is memory of the graph: who keeps logits over the next step finds the next step's logits. Copy what
+    you keep, or set `outputs: clone`.
+    """
+    x = full(backend, 1)
+    graph, out = bare(backend, lambda: x * 2)
+    backend.replay(graph)
+    first = out
+    x.fill_(5)
+    backend.replay(graph)
+    same(first, full(backend, 10))  # was 2
+    for outputs, is_kept in (("borrow", False), ("clone", True)):
+        runner = open_way(backend, Model(backend, way, double), way, outputs=outputs)
+        first, second = (runner(x=full(backend, value)) for value in (1, 5))
+        same(second, full(backend, 11))
+        same(first, full(backend, 3 if is_kept else 11))

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from checks import capture as bare
 from checks import same
-from torch import Tensor, nn
+from torch import Tensor
+from ways import KEYS, Cached, GraphBackend, Model, all_ways, double, each_size, full
+from ways import open_runner as open_way
 
 import cgplan
 from cgplan import GraphRunner, Input
-from cgplan.backends import GraphBackend
 
-pytestmark = pytest.mark.usefixtures("quiet_collector")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 X = Input(shape=("num_tokens", 2), dtype="float32", pad=0)
 ROWS = Input(shape=("num_tokens",), dtype="float32", pad=0)
@@ -41,16 +43,6 @@ def total(x: Tensor) -> Tensor:
     return x + x.sum()
 
 
-def test_rows_behind_a_batch_are_padding_again_after_a_larger_one(backend: GraphBackend) -> None:
-    pad = Input(shape=("num_tokens",), dtype="float32", pad=-1)
-    runner = open_runner(backend, total, {"x": pad}, sizes=[8])
-    for count in (8, 3, 5, 1, 7, 7, 2):
-        x = torch.full((count,), 10.0, device=backend.device)
-        wanted = 10 + count * 10.0 - (8 - count)
-        same(runner(x=x), torch.full((count,), wanted, device=backend.device))
-    assert runner.stats.padded_rows == 0 + 5 + 3 + 7 + 1 + 1 + 6
-
-
 def test_padding_holds_across_sizes_and_dimensions(backend: GraphBackend) -> None:
     wide = Input(shape=(3, "2 * num_tokens"), dtype="float32", pad=5)
     runner = open_runner(backend, lambda w, x: x + w.sum(), {"w": wide, "x": ROWS}, sizes=[2, 4])
@@ -72,21 +64,6 @@ def test_padding_with_the_last_row(backend: GraphBackend) -> None:
         starts = torch.tensor([0, *lengths]).cumsum(0).to(backend.device)
         wanted = tokens * 101.0 + len(lengths)
         same(runner(x=torch.zeros(tokens, device=backend.device), starts=starts)[0].item(), wanted)
-
-
-@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
-def test_poisoned_padding_never_changes_real_rows(backend: GraphBackend, mode: str) -> None:
-    layer = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).to(backend.device)
-    poison = Input(shape=("num_tokens", 2), dtype="float32", pad=float("nan"))
-    runner = open_runner(backend, lambda x: layer(x), {"x": poison}, sizes=[8], compilation={"cudagraph_mode": mode})
-    for count in (8, 1, 5, 3):
-        x = batch(backend, count, count)
-        found = runner(x=x)
-        assert found.shape == (count, 2)
-        assert not found.isnan().any()
-        clean = torch.cat([x, torch.zeros(8 - count, 2, device=backend.device)])
-        with torch.no_grad():
-            same(found, layer(clean)[:count])
 
 
 def test_a_model_that_writes_its_input_finds_padding_each_time(backend: GraphBackend) -> None:
@@ -150,3 +127,60 @@ def test_views_of_the_static_buffers_save_the_copy(backend: GraphBackend) -> Non
     views = runner.input_views(2)
     views["x"].fill_(3)
     same(runner(**views), torch.full((2,), 9.0, device=backend.device))
+
+
+def sees_all_rows(x: Tensor) -> Tensor:
+    return x + x.sum(0)
+
+
+@all_ways
+def test_stale_padding_after_a_larger_batch(backend: GraphBackend, way: str) -> None:
+    """The rows behind a small batch hold what a larger batch left there, and real rows that look at all rows change
+    with it. A runner makes them padding again on each call.
+    """
+    static = full(backend, 0, 8, 2)
+    graph, out = bare(backend, lambda: sees_all_rows(static))
+    for rows in (8, 3):
+        static[:rows] = 10
+        backend.replay(graph)
+    same(out[:3], full(backend, 90, 3, 2))  # right is 40
+    runner = open_way(backend, Model(backend, way, sees_all_rows), way)
+    for rows in (8, 3, 5, 7, 1, 4, 2):
+        x = full(backend, 10, rows, 2)
+        same(runner(x=x), sees_all_rows(x) + 1)
+
+
+@all_ways
+def test_padding_that_poisons_real_rows(backend: GraphBackend, way: str) -> None:
+    """Padding that is not neutral reaches real rows: 0 * NaN is NaN, slot 0 of a KV cache is somebody's. Every input
+    declares its padding value, and NaN as that value proves that a model's rows do not look at padding.
+    """
+    static, x = full(backend, torch.nan, 4, 2), full(backend, 10, 3, 2)
+    graph, out = bare(backend, lambda: sees_all_rows(static))
+    static[:3] = x
+    backend.replay(graph)
+    assert out.isnan().all()
+    same(open_way(backend, Model(backend, way, sees_all_rows), way)(x=x), sees_all_rows(x) + 1)
+    poison = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=float("nan"))}
+    assert open_way(backend, sees_all_rows, inputs=poison)(x=x).isnan().all()
+    proof = open_way(backend, Model(backend, way, double), way, inputs=poison)
+    for rows in (3, 8, 1, 5):
+        same(proof(x=full(backend, 10, rows, 2)), full(backend, 21, rows, 2))
+
+
+@each_size
+def test_padding_that_writes_to_real_memory(backend: GraphBackend, way: str) -> None:
+    """Padding rows run too: with slot 0 for padding, each step destroys the first token of somebody's KV cache. Say
+    which value is harmless (here -1, a spare row); warm-ups and captures run on it as well.
+    """
+    x, cached = full(backend, 1, 3, 2), Cached(backend)
+    slots = torch.tensor([5, 6, 7, 0], device=backend.device)  # the last row is padding
+    cached.cache[:8] = 9
+    graph, _ = bare(backend, lambda: cached(full(backend, 0), slots))
+    backend.replay(graph)
+    assert not cached.cache[0].any()  # was 9
+    model = Model(backend, way, Cached(backend))
+    model.stem.cache[:8] = 9
+    same(open_way(backend, model, way, inputs=KEYS)(x=x, slots=slots[:3]), x + 1)
+    same(model.stem.cache[5:8], x)
+    assert (model.stem.cache[:5] == 9).all()

@@ -131,6 +131,30 @@ def test_what_is_made_on_first_use_stays(backend: GraphBackend) -> None:
             assert model.is_filled
 
 
+def test_a_table_for_each_size_stays_with_the_graph_that_reads_it(backend: GraphBackend) -> None:
+    """Without warm-ups the look makes that of the largest size, captures make the others in their own memory."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = len(x)
+            if rows not in self.tables:
+                self.tables[rows] = torch.arange(float(rows), device=x.device)
+            return x + self.tables[rows][:, None]
+
+    model = Tables()
+    with closing(open_runner(backend, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=0)) as runner:
+        assert list(model.tables) == [4]
+        kept = torch.full((4,), 7.0, device=backend.device)  # where a freed table lay
+        for rows in (4, 2, 1):
+            x = torch.zeros(rows, 2, device=backend.device)
+            assert runner(x=x)[:, 0].tolist() == list(range(rows))
+        assert kept.sum() == 28
+
+
 def test_state_says_what_is_looked_at(backend: GraphBackend) -> None:
     class Engine:
         def __init__(self) -> None:

@@ -72,7 +72,7 @@ class Attends(nn.Module):
 
 
 def test_runners_of_different_precision_side_by_side(backend: GraphBackend) -> None:
-    """Each gives what its model gives, whoever ran in between."""
+    """Each gives what its model gives, after calls of the others too."""
     opened = []
     for dtype in DTYPES:
         model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)).to(backend.device, dtype).eval()
@@ -121,7 +121,8 @@ def computes_in_8_bits(backend: GraphBackend) -> bool:
 @pytest.mark.parametrize("how", ["dequantised", "scaled_mm"])
 def test_weights_of_8_bits(backend: GraphBackend, how: str) -> None:
     model = EightBits(how).to(backend.device)
-    if how == "scaled_mm" and not computes_in_8_bits(backend):
+    on_gpu = backend.device.type == "cuda"
+    if how == "scaled_mm" and on_gpu and torch.cuda.get_device_capability(backend.device) < (8, 9):
         with pytest.raises(BackendError, match="lacks an operator for a dtype"):
             open_runner(backend, model, "bfloat16")
         return
@@ -144,10 +145,8 @@ def test_inputs_and_outputs_of_8_bits(backend: GraphBackend) -> None:
 def test_a_dtype_that_the_device_does_not_compute_in(backend: GraphBackend, warmups: int) -> None:
     """Told with the line and a remedy before any graph is there; the model is as it was, and can be captured."""
     model = EightBits("added").to(backend.device)
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(BackendError, match=r"Float8_e4m3fn(.|\n)*`return x \+ self.weight") as caught:
         open_runner(backend, lambda x: model(x.to(torch.float8_e4m3fn)), cudagraph_num_of_warmups=warmups)
-    assert "Float8_e4m3fn" in caught.value.message
-    assert "`return x + self.weight" in caught.value.message
     assert "torch.bfloat16" in caught.value.remedy
     model.how, x = "dequantised", rows(backend, 4)
     same(open_runner(backend, model)(x=x), model(x))
@@ -304,20 +303,15 @@ def test_a_generator_of_the_models_own(backend: GraphBackend) -> None:
     assert not torch.equal(wanted[0], wanted[1])
     model.generator.manual_seed(3)
     same(runner(x=x), wanted[0])
-
-
-def test_a_capture_leaves_a_generator_alone(backend: GraphBackend) -> None:
-    model, x = Drops(backend), rows(backend, 4)
-    backend.register_generator(model.generator)
     before = model.generator.get_state()
-    graph, found = bare(backend, lambda: model(x), warmups=0)
+    graph, found = bare(backend, lambda: model(x), warmups=0)  # known to the backend by now
     same(model.generator.get_state(), before)
     backend.replay(graph)
-    same(found, Drops(backend)(x))
+    same(found, wanted[1])
 
 
 def test_a_generator_that_was_exchanged_is_told(backend: GraphBackend) -> None:
-    """A replay would draw from the old one, whatever the new one is seeded with."""
+    """A replay would draw from the old one, however the new one is seeded."""
     model, x = Drops(backend), rows(backend, 4)
     runner = open_runner(backend, model)
     model.generator = torch.Generator(backend.device).manual_seed(11)
@@ -338,27 +332,19 @@ def test_a_generator_that_was_exchanged_before_anything_was_captured(backend: Gr
         with runner.no_capture():
             runner(x=x)
     if way == "after one that failed":
-        model.generator = None  # type: ignore[assignment]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Drops, "forward", lambda self, x: x * float(x.sum().item() != 0.125))
             runner(x=x)
         assert len(runner.report.failed) == 1
         runner.retry_failed()
-    model.generator = torch.Generator(backend.device).manual_seed(11)
-    fresh = torch.Generator(backend.device).manual_seed(11)
+    model.generator, fresh = (torch.Generator(backend.device).manual_seed(11) for _ in range(2))
     for _ in range(3):
         if way == "stage":
             with runner.stage(4) as buffers:
                 buffers["x"].copy_(x)
-            found = buffers.output
-        else:
-            found = runner(x=x)
+        found = buffers.output if way == "stage" else runner(x=x)
         same(found, x + torch.rand(x.shape, device=x.device, generator=fresh))
     assert runner.stats.captures == 1
-    model.generator = torch.Generator(backend.device).manual_seed(12)
-    with pytest.raises(AddressError, match=r"other torch\.Generator objects"):
-        runner(x=rows(backend, 2))
-    runner.close()
 
 
 def test_a_generator_that_only_the_look_finds(backend: GraphBackend) -> None:
@@ -390,7 +376,7 @@ class DropsTwice(nn.Module):
 
 
 def test_a_session_draws_nothing_from_the_caller(backend: GraphBackend) -> None:
-    """Warm-ups draw numbers; whoever captures before it samples gets the samples that it would have had."""
+    """Captures between two samples do not change the second one."""
     graph, _ = bare(backend, lambda: torch.rand(4, device=backend.device))
     torch.manual_seed(7)
     wanted = [torch.rand(4), torch.rand(4, device=backend.device)]
@@ -422,8 +408,7 @@ def test_a_kept_state_comes_back_after_an_error(backend: GraphBackend) -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_debug_mode_compares_random_models_too(backend: GraphBackend, own: bool) -> None:
     """Eager and replay draw the same numbers, so a difference is one of the model."""
-    factor = [1.0]
-    generator = torch.Generator(backend.device) if own else None
+    factor, generator = [1.0], torch.Generator(backend.device) if own else None
 
     def draw(x: Tensor) -> Tensor:
         return x * factor[0] + torch.rand(x.shape, device=x.device, generator=generator)

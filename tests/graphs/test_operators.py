@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper, GraphRunner, Input, build_plan
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.tape import TapeBackend
 from cgplan.config import load_config
 from cgplan.models.loading import load_model
 from cgplan.piecewise.breakable import BreakableCUDAGraphWrapper
@@ -63,19 +64,6 @@ class Blocks(nn.Module):
         return self.last + torch.empty_like(x).fill_(1.0)
 
 
-def captured_on_the_tape(runner: GraphRunner) -> Counter[str]:
-    """What the graphs of the first key run, by the tape itself."""
-    scope, first = runner._graphed.scope, runner.plan.keys[0][1]
-    graphs = [
-        graph
-        for wrapper in scope.wrappers
-        for entry in wrapper.entries.values()
-        if entry.scope is scope and entry.descriptor == first
-        for graph in entry.segments
-    ]
-    return Counter(step.call._schema.name for graph in graphs for step in graph.steps)
-
-
 def test_views_and_eager_pieces_are_none_of_the_captured(backend: GraphBackend) -> None:
     model = Blocks().to(backend.device).eval()
     with closing(open_runner(backend, model)) as runner:
@@ -111,10 +99,19 @@ class Many(nn.Module):
 
 @pytest.mark.parametrize("make", [Blocks, Many])
 @pytest.mark.parametrize("inference", [False, True])
-def test_operators_are_those_of_the_tape(make: Callable[[], nn.Module], inference: bool) -> None:
-    """By PyTorch's hooks as by the tape's steps; these are what replays run."""
-    with torch.inference_mode(inference), closing(open_runner(select_backend("cpu"), make().eval())) as runner:
-        found = captured_on_the_tape(runner)
+def test_operators_are_those_of_the_tape(
+    make: Callable[[], nn.Module], inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the look as by the tape's steps; these are what replays run."""
+    found: Counter[str] = Counter()
+
+    def end(self: TapeBackend, graph: Any, end: Callable[..., None] = TapeBackend.end) -> None:
+        end(self, graph)
+        found.update(step.call._schema.name for step in graph.steps)
+
+    monkeypatch.setattr(TapeBackend, "end", end)
+    sizes, backend = {"cudagraph_capture_sizes": [4]}, TapeBackend()
+    with torch.inference_mode(inference), closing(open_runner(backend, make().eval(), **sizes)) as runner:
         assert len(found) > 3
         assert split_of(runner).captured == found
 
@@ -175,7 +172,9 @@ def test_both_sides_of_a_model_with_wrappers(backend: GraphBackend, kind: Callab
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
 
 
-def test_a_wrapper_inside_an_eager_piece(backend: GraphBackend) -> None:
+@pytest.mark.parametrize("where", ["piece", "loop"])
+def test_a_wrapper_inside_an_eager_piece_or_called_several_times(backend: GraphBackend, where: str) -> None:
+    """It is counted as it is captured; its replays in the forward that captures it are no eager code."""
     linear = nn.Linear(6, 6).to(backend.device)
     segment = CUDAGraphWrapper(linear, PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
 
@@ -183,9 +182,14 @@ def test_a_wrapper_inside_an_eager_piece(backend: GraphBackend) -> None:
     def piece(x: Tensor) -> Tensor:
         return segment(x * 2).exp()  # type: ignore[no-any-return]
 
-    with closing(open_runner(backend, piece, piecewise="wrappers")) as runner:
-        split = split_of(runner)
-        assert (split.captured, split.eager) == ({"aten::addmm": 1}, {"aten::mul": 1, "aten::exp": 1})
+    def loop(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = segment(x * 2).clone()
+        return x
+
+    with closing(open_runner(backend, piece if where == "piece" else loop, piecewise="wrappers")) as runner:
+        eager = {"piece": {"aten::mul": 1, "aten::exp": 1}, "loop": {"aten::mul": 3, "aten::clone": 3}}
+        assert (split_of(runner).captured, split_of(runner).eager) == ({"aten::addmm": 1}, eager[where])
 
 
 def test_graphs_on_demand_are_described_once_there_are_any(backend: GraphBackend) -> None:
@@ -208,50 +212,28 @@ def test_the_model_runs_no_more_often_than_it_is_captured(backend: GraphBackend)
     assert calls == [4, 4, 4, 2, 2], "a look, then a warm-up and the capture for each key"
 
 
-def test_a_capture_that_somebody_profiles_is_theirs(backend: GraphBackend) -> None:
-    model = Blocks().to(backend.device).eval()
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
-        closing(open_runner(backend, model)) as runner,
-    ):
-        assert split_of(runner).captured["aten::addmm"] == 2
-    assert sum(event.name == "aten::addmm" for event in profiler.events()) >= 4
-
-
-@pytest.mark.parametrize("where", ["segment", "piece"])
-def test_a_forward_that_profiles_itself(backend: GraphBackend, where: str) -> None:
-    """There is one profiler in a thread; the forward's comes first."""
+@pytest.mark.parametrize("where", ["around", "segment", "piece"])
+def test_a_capture_under_a_profiler_and_a_forward_that_profiles_itself(backend: GraphBackend, where: str) -> None:
+    def profile(part: str) -> Any:
+        return (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if part == where else nullcontext()
+        )
 
     @eager_break_during_capture
-    def profiled_piece(x: Tensor) -> Tensor:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    def piece(x: Tensor) -> Tensor:
+        with profile("piece"):
             return x * 2
 
     def forward(x: Tensor) -> Tensor:
-        if where == "piece":
-            return profiled_piece(x + 1) + 1
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-            return twice(x + 1) + 1
+        with profile("segment"):
+            return piece(x + 1) + 1
 
-    with closing(open_runner(backend, forward, piecewise="modules")) as runner:
+    with profile("around") as profiler, closing(open_runner(backend, forward, piecewise="modules")) as runner:
         x = torch.randn(3, 6, device=backend.device)
         assert torch.equal(runner(x=x), (x + 1) * 2 + 1)
         assert split_of(runner).captured == {"aten::add": 2}
-
-
-def test_a_wrapper_that_is_called_several_times(backend: GraphBackend) -> None:
-    """Its replays in the forward that captures it are none of the eager code."""
-    linear = nn.Linear(6, 6).to(backend.device)
-    segment = CUDAGraphWrapper(linear, PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
-
-    def forward(x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = segment(x * 2).clone()
-        return x
-
-    with closing(open_runner(backend, forward, piecewise="wrappers")) as runner:
-        split = split_of(runner)
-        assert (split.captured, split.eager) == ({"aten::addmm": 1}, {"aten::mul": 3, "aten::clone": 3})
+    if profiler is not None:
+        assert sum(event.name == "aten::add" for event in profiler.events()) >= 4
 
 
 # --- compiled code --------------------------------------------------------------------------------------------

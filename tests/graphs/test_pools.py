@@ -87,34 +87,26 @@ def check(runner: GraphRunner) -> None:
     assert not runner.stats.eager
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_policy_gives_right_numbers_and_everything_back(backend: GraphBackend, policy: str) -> None:
-    model = Net(backend)
+def test_each_policy_gives_right_numbers_and_everything_back(backend: GraphBackend) -> None:
+    model, found = Net(backend), []
     open_runner(backend, "shared", model).close()
     start = reserved(backend)
-    runner = open_runner(backend, policy, model)
-    assert {mode for mode, _ in runner.plan.keys} == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
-    check(runner)
-    report = runner.report
-    assert report.pool == policy
-    assert (f"one for each {policy.removeprefix('per_')}" in str(report)) == (policy != "shared")
-    if backend.device.type == "cpu":
-        assert reserved(backend) == report.pool_bytes
-    else:
-        static = -(-report.static_bytes // (2 * MIB)) * 2 * MIB  # in whole segments; the slack is that of back_at
-        assert abs(reserved(backend) - start - report.pool_bytes - static) <= 2 * MIB
-    runner.close()
-    assert back_at(backend, start)
-    assert runner._graphed.pools.nbytes == 0
-
-
-def test_more_pools_take_more_memory(backend: GraphBackend) -> None:
-    found = []
     for policy in POLICIES:
-        runner = open_runner(backend, policy)
-        found.append(runner.report.pool_bytes)
+        runner = open_runner(backend, policy, model)
+        assert {mode for mode, _ in runner.plan.keys} == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
+        check(runner)
+        report = runner.report
+        assert report.pool == policy
+        assert (f"one for each {policy.removeprefix('per_')}" in str(report)) == (policy != "shared")
+        if backend.device.type == "cpu":
+            assert reserved(backend) == report.pool_bytes
+        else:
+            static = -(-report.static_bytes // (2 * MIB)) * 2 * MIB  # in whole segments; the slack is that of back_at
+            assert abs(reserved(backend) - start - report.pool_bytes - static) <= 2 * MIB
         runner.close()
-    assert found[0] < found[1] < found[2]
+        assert back_at(backend, start)
+        found.append(report.pool_bytes)
+    assert found[0] < found[1] < found[2], "more pools take more memory"
 
 
 def test_what_a_replay_overwrites(backend: GraphBackend) -> None:
@@ -137,46 +129,34 @@ def test_what_a_replay_overwrites(backend: GraphBackend) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("policy", [*POLICIES, "given"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_memory_is_free_in_any_order_of_closing(backend: GraphBackend, policy: str, order: tuple[int, ...]) -> None:
+    """A pool that runners share is free once its last member is; others as their runner closes."""
     models = [Net(backend, depth) for depth in (1, 2, 3)]
     open_runner(backend, "shared", models[0]).close()
     start = reserved(backend)
-    runners = [open_runner(backend, policy, model) for model in models]
+    given = GraphPool(backend) if policy == "given" else None
+    runners = [
+        open_runner(backend, "shared" if given else policy, model, given, str(i)) for i, model in enumerate(models)
+    ]
     before = reserved(backend)
     for index in order:
         runners[index].close()
-        after = reserved(backend)
-        assert after <= before - runners[index].report.pool_bytes
-        before = after
+        if given is None:
+            assert reserved(backend) <= before - runners[index].report.pool_bytes
+            before = reserved(backend)
         for other in runners:
             if not other.is_closed:
                 check(other)
+                assert given is None or given.nbytes > 0
     assert back_at(backend, start)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_shared_pool_is_free_once_its_last_member_is(backend: GraphBackend, order: tuple[int, ...]) -> None:
-    models = [Net(backend, depth) for depth in (1, 2, 3)]
-    open_runner(backend, "shared", models[0]).close()
-    start = reserved(backend)
-    pool = GraphPool(backend)
-    runners = [open_runner(backend, "shared", model, pool, str(i)) for i, model in enumerate(models)]
-    assert len(pool.members) == 3
-    for index in order:
-        assert pool.nbytes > 0
-        runners[index].close()
-        backend.release_cached()
-        for other in runners:
-            if not other.is_closed:
-                check(other)
-    assert pool.nbytes == 0
-    assert back_at(backend, start)
-    again = open_runner(backend, "shared", models[0], pool)
-    check(again)
-    again.close()
-    assert back_at(backend, start)
+    if given is not None:
+        assert (given.nbytes, len(given.members)) == (0, 0)
+        again = open_runner(backend, "shared", models[0], given)
+        check(again)
+        again.close()
+        assert back_at(backend, start)
 
 
 def test_graphs_go_while_others_stay_and_memory_is_written_over(backend: GraphBackend) -> None:
@@ -201,7 +181,7 @@ def test_graphs_go_while_others_stay_and_memory_is_written_over(backend: GraphBa
 def test_workspaces_survive_without_warm_ups() -> None:
     """The first product of a process would stand in the first capture, and its workspace in that graph's pool."""
     backend = select_backend("cuda")
-    one, two = Net(backend), Net(backend)
+    one, two, start = Net(backend), Net(backend), reserved(backend)
     first = open_runner(backend, "shared", one, cudagraph_num_of_warmups=0, cudagraph_mode="FULL")
     second = open_runner(backend, "shared", two, cudagraph_num_of_warmups=0, cudagraph_mode="FULL")
     x = rows(backend, 1024)
@@ -212,13 +192,13 @@ def test_workspaces_survive_without_warm_ups() -> None:
     same(second(x=x).clone(), wanted)
     assert all(bool(t.isnan().all()) for t in noise)
     second.close()
-    assert second._graphed.pools.nbytes == 0
+    assert back_at(backend, start)
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------
 
 
-def test_a_shared_pool_and_pools_of_ones_own_contradict() -> None:
+def test_managers_share_a_pool_but_not_with_pools_of_their_own() -> None:
     backend = TapeBackend()
     for policy in ("per_mode", "per_graph"):
         with pytest.raises(CgplanError, match=f"compilation.pool is {policy}") as caught:
@@ -226,10 +206,14 @@ def test_a_shared_pool_and_pools_of_ones_own_contradict() -> None:
         assert "pool: shared" in caught.value.remedy
         with pytest.raises(CgplanError, match=f"compilation.pool is {policy}"):
             CudaGraphManager(config_of(backend, policy), Net(backend), pool=GraphPool(backend))
-        with CudaGraphManager(config_of(backend, policy), Net(backend), backend) as manager:
-            manager.capture()
-            check(manager.runner)
-        assert backend.memory().reserved == 0
+    config, pool = config_of(backend, "shared"), GraphPool(backend)
+    managers = [CudaGraphManager(config, Net(backend), pool=pool, name=name) for name in ("a", "b")]
+    capture_together(managers)
+    for members, manager in zip((2, 1), managers, strict=True):
+        assert len(pool.members) == members
+        check(manager.runner)
+        manager.close()
+    assert not pool.members
 
 
 def test_members_of_a_pool_on_two_streams() -> None:
@@ -262,40 +246,31 @@ def test_members_of_a_pool_on_two_streams() -> None:
     assert pool.nbytes == 0
 
 
-def test_runners_with_pools_of_their_own_may_run_on_two_streams() -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_stream_is_looked_at_for_each_pool_and_before_captures_on_demand(shares: bool) -> None:
     backend = WithStreams()
-    one, two = open_runner(backend, "shared"), open_runner(backend, "shared")
-    x = rows(backend, 256)
-    one(x=x)
-    backend.busy, backend.now = {1}, 2
-    two(x=x)
-    with pytest.raises(CgplanError, match="the runner was called from another stream"):
-        one(x=x)
-    backend.busy = set()
-    one(x=x)
-    one.close()
-    two.close()
-
-
-def test_captures_on_demand_check_the_stream_first() -> None:
-    backend = WithStreams()
-    pool = GraphPool(backend)
+    pool = GraphPool(backend) if shares else None
     one = open_runner(backend, "shared", given=pool, name="one")
     lazy = open_runner(backend, "shared", given=pool, name="lazy", capture_policy="lazy")
     x = rows(backend, 256)
     one(x=x)
     backend.busy, backend.now = {1}, 2
-    with pytest.raises(CgplanError, match="'lazy' was called on another stream than 'one'"):
+    if shares:
+        with pytest.raises(CgplanError, match="'lazy' was called on another stream than 'one'"):
+            lazy(x=x)
+        assert not lazy.plan.keys
+        assert not lazy.report.failed
+    else:
         lazy(x=x)
-    assert not lazy.plan.keys
-    assert not lazy.report.failed
+        with pytest.raises(CgplanError, match="the runner was called from another stream"):
+            one(x=x)
     backend.busy = set()
     check(lazy)
     assert len(lazy.plan.keys) == 4
-    lazy.close()
-    check(one)
-    one.close()
-    assert pool.nbytes == 0
+    for runner in (lazy, one):
+        check(one)
+        runner.close()
+    assert pool is None or pool.nbytes == 0
 
 
 def test_a_second_thread_inside_a_member_is_refused() -> None:
@@ -432,17 +407,3 @@ def test_members_of_a_pool_on_two_cuda_streams() -> None:
     gc.collect()
     backend.release_cached()
     assert pool.nbytes == 0
-
-
-def test_managers_share_or_do_not() -> None:
-    backend = TapeBackend()
-    config = config_of(backend, "shared")
-    pool = GraphPool(backend)
-    managers = [CudaGraphManager(config, Net(backend), pool=pool, name=name) for name in ("a", "b")]
-    capture_together(managers)
-    assert len(pool.members) == 2
-    managers[0].close()
-    assert len(pool.members) == 1
-    check(managers[1].runner)
-    managers[1].close()
-    assert not pool.members

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from cgplan.measure.baselines import (
     BASELINES,
     BenchBatch,
     Comparison,
-    Ready,
+    Way,
     bare,
     bench_baselines,
     reduce_overhead,
@@ -26,7 +25,7 @@ from cgplan.measure.baselines import (
 )
 from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
-from cgplan.reports.records import PEERS, PeerRecord
+from cgplan.reports.records import BASELINE_NAMES, BaselineRecord, WayRecord
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -75,7 +74,7 @@ def batch_of(backend: GraphBackend, rows: int) -> Tensor:
 
 
 def test_nothing_is_run_for_an_unknown_baseline() -> None:
-    assert set(PEERS) == set(BASELINES) - {"cgplan"}
+    assert set(BASELINE_NAMES) == set(BASELINES) - {"cgplan"}
     calls = Tally()
     runner = open_runner(select_backend("cpu"), lambda x: calls.append(1) or x * 2)
     calls.clear()
@@ -128,7 +127,7 @@ def test_each_way_gives_the_models_numbers_and_the_runner_lives_on(
 
 def test_on_the_tape_the_baselines_of_cuda_are_rows_that_say_so() -> None:
     backend = select_backend("cpu")
-    report = bench(open_runner(backend, net(backend)), against=PEERS, seed=1)
+    report = bench(open_runner(backend, net(backend)), against=BASELINE_NAMES, seed=1)
     assert report.peers is not None
     assert {way.name: way.failure for way in report.peers.ways} == {
         "cgplan": None,
@@ -156,7 +155,7 @@ def test_a_baseline_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> 
     model = net(backend)
     model.after = nn.Sequential(model.after, Asks())
     options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["after"]}
-    names = PEERS[:3] if backend.device.type == "cuda" else ("eager", "bare")
+    names = BASELINE_NAMES[:3] if backend.device.type == "cuda" else ("eager", "bare")
     runner = open_runner(backend, model, **options)
     report = bench(runner, against=names, seed=0)
     assert report.peers is not None
@@ -213,11 +212,12 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
     runner = open_runner(backend, model)
     x = batch_of(backend, 3)
     batch = BenchBatch(3, {"x": x}, {}, {}, runner.route({"x": x}).unpadded)
-    with torch.no_grad(), ExitStack() as undo:
-        call = bare(Comparison(runner, [batch]), undo).calls[3]
+    way = Way(WayRecord(name="bare"))
+    with torch.no_grad(), way.undo:
+        bare(Comparison(runner, [batch]), way)
         for _ in range(2):
             x.normal_()
-            same(call(), model(x))
+            same(way.calls[3](), model(x))
 
 
 def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend) -> None:
@@ -246,11 +246,10 @@ def test_rounds_are_in_random_order_and_the_seed_repeats_it(monkeypatch: pytest.
     def noted(name: str, size: int, call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: seen.append((name, size)) or call()
 
-    def noting(name: str) -> Callable[[Comparison, ExitStack], Ready]:
-        def prepare(bench: Comparison, undo: ExitStack) -> Ready:
-            ready = original[name](bench, undo)
-            ready.calls = {size: noted(name, size, call) for size, call in ready.calls.items()}
-            return ready
+    def noting(name: str) -> Callable[[Comparison, Way], None]:
+        def prepare(bench: Comparison, way: Way) -> None:
+            original[name](bench, way)
+            way.calls = {size: noted(name, size, call) for size, call in way.calls.items()}
 
         return prepare
 
@@ -387,8 +386,9 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     backend = select_backend("cpu")
     model = net(backend)
     runner = open_runner(backend, model)
-    with ExitStack() as undo:
-        reduce_overhead(Comparison(runner, []), undo)
+    way = Way(WayRecord(name="reduce-overhead"))
+    with way.undo:
+        reduce_overhead(Comparison(runner, []), way)
         assert model.held[0]._dynamo_static_input_type == "unguarded"
         assert not hasattr(model.before.weight, "_dynamo_static_input_type"), "parameters are static anyway"
     assert not hasattr(model.held[0], "_dynamo_static_input_type")
@@ -405,9 +405,11 @@ def test_all_baselines_on_a_gpu(mode: str) -> None:
     backend = select_backend("cuda")
     model = net(backend)
     runner = open_runner(backend, model, cudagraph_mode=mode)
-    peers = bench(runner, against=PEERS, seed=0).peers
+    peers = bench(runner, against=BASELINE_NAMES, seed=0).peers
     assert peers is not None
-    assert {way.name: (way.failure, way.note) for way in peers.ways} == dict.fromkeys(("cgplan", *PEERS), (None, None))
+    assert {way.name: (way.failure, way.note) for way in peers.ways} == dict.fromkeys(
+        ("cgplan", *BASELINE_NAMES), (None, None)
+    )
     found = {(r.name, r.num_tokens): r for r in peers.records}
     assert len(found) == 10
     assert all(_small(record) for record in found.values())
@@ -417,7 +419,7 @@ def test_all_baselines_on_a_gpu(mode: str) -> None:
         torch.testing.assert_close(runner(x=x), model(x).detach(), rtol=1e-4, atol=1e-5)
 
 
-def _small(record: PeerRecord) -> bool:
+def _small(record: BaselineRecord) -> bool:
     return record.deviation is not None and record.deviation < 1e-2  # inductor may use TF32
 
 
@@ -430,7 +432,7 @@ def test_metadata_reaches_all_baselines_on_a_gpu() -> None:
         return x @ weight + get_forward_context().metadata["shift"][:, None]
 
     runner = open_runner(backend, forward, metadata={"shift": SHIFT})
-    peers = bench(runner, against=PEERS, seed=0).peers
+    peers = bench(runner, against=BASELINE_NAMES, seed=0).peers
     assert peers is not None
     assert [way.failure for way in peers.ways[:4]] == [None] * 4
     assert all(_small(record) for record in peers.records)

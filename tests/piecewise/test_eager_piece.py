@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checks import same
-from pieces import Boom, Changing, capture, explode, randn
+from pieces import Boom, Changing, capture, explode, open_runner, randn
 from torch import Tensor, nn
 
 import cgplan
@@ -19,8 +19,6 @@ from cgplan import (
     BreakableCUDAGraphCapture,
     CaptureError,
     CUDAGraphMode,
-    GraphRunner,
-    Input,
     eager_break_during_capture,
     forward_context,
 )
@@ -48,20 +46,15 @@ ROWS = 4
             lambda x: (x * 2).cpu() if x.is_cuda else torch.empty_like(x, device="meta"),
             "on (cpu|meta)",
         ),
-        (lambda x: {"a": x * 2}, lambda x: {"b": x * 2}, "structure"),
         (lambda x: x[:1], lambda x: x[1:], "argument's memory"),
-        (lambda x: x, lambda x: x.clone(), "argument's memory"),
         (lambda x: x, lambda x: x.view(3, 2), "argument's memory"),
-        (lambda x: x, lambda x: torch._neg_view(x), "argument's memory"),
         (lambda x: [x * 2, 3], lambda x: [x * 2, 4], "returned 4 on replay; at capture it was 3"),
         (3, 3.0, "returned 3.0 on replay"),
-        (True, 1, "returned 1 on replay"),
         (None, lambda x: x * 2, "tensor"),
         (lambda x: [y := x * 2, y], lambda x: [x * 2, x * 3], "does not share memory with other results as it did"),
         (lambda x: [y := x * 2, y[1:]], lambda x: [x * 2, x[1:] * 2], "does not share memory"),
         (lambda x: [y := x * 2, y[1:]], lambda x: [y := x * 2, y[:1]], "does not share memory"),
         (lambda x: [y := x[:, 1:] * 2, y], lambda x: [y := x[:, 1:] * 2, y.t()], "does not share memory"),
-        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, torch._neg_view(y)], "does not share memory"),
         (lambda x: [y := x * 2, y], lambda x: [y := x * 2, y.int()], "int32"),
     ],
 )
@@ -97,6 +90,27 @@ def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBack
         same(found, (whole[:2] + 1, whole[1:2].t() + 1, x[:0]))
 
 
+def test_several_results_are_copied_in_one_call(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy is a launch; results of other dtypes, with gradients, or of no rows among them."""
+    weight, calls = nn.Parameter(torch.ones(3, device=backend.device)), list[int]()
+    together = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, found: (calls.append(len(to)), together(to, found)))
+
+    def piece(x: Tensor) -> Any:
+        with torch.enable_grad():
+            return x * 2, (x + 1).double(), x * weight, x[:0] * 2, x.t() * 3
+
+    x = randn(backend, 2, 3)
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+        found = [result + 1 for result in made.add_eager(piece, x * 2)]
+    x.add_(1)
+    with torch.enable_grad():
+        made.replay()
+    same(found, [(result + 1).detach() for result in piece(x * 2)])
+    assert calls == [5]
+    assert not any(result.requires_grad for result in found)
+
+
 def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) -> None:
     x, piece = randn(backend, 2, 3), Changing()
     piece.result = lambda x: [float("nan"), "text" + str(len(x)), (1, 2), {"k": slice(len(x))}, x * 2]
@@ -113,11 +127,7 @@ class Loose:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda loose: setattr(loose, "number", 2.5),
-        lambda loose: setattr(loose, "more", 1),
-        lambda loose: delattr(loose, "flag"),
-    ],
+    [lambda loose: setattr(loose, "number", 2.5), lambda loose: delattr(loose, "flag")],
 )
 def test_an_object_among_the_results_must_keep_its_numbers(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
     x, piece, loose = randn(backend, 2, 3), Changing(), Loose()
@@ -143,19 +153,11 @@ def replace_item(_: Tensor, given: Any) -> None:
     given["list"][0] = object()
 
 
-def append_captured(x: Tensor, given: Any) -> None:
-    given["list"].append(x * 2)
-
-
 def set_key(x: Tensor, given: Any) -> None:
     given["key"] = x
 
 
-def swap(_: Tensor, given: Any) -> None:
-    given["list"].reverse()
-
-
-@pytest.mark.parametrize("function", [append, replace_item, append_captured, set_key, swap])
+@pytest.mark.parametrize("function", [append, replace_item, set_key])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_piece_that_puts_values_into_what_it_was_given(
     backend: GraphBackend, function: Callable[[Tensor, Any], None], captured: bool
@@ -293,7 +295,7 @@ class ReadsKept(nn.Module):
 def test_segments_read_state_that_a_piece_binds(backend: GraphBackend, way: str) -> None:
     model, other = ReadsKept(way).to(backend.device), ReadsKept(way).to(backend.device)
     with (
-        closing(open_runner(backend, model, splitting_modules=["s"], cudagraph_capture_sizes=[4])) as runner,
+        closing(open_runner(backend, model, width=4, splitting_modules=["s"], cudagraph_capture_sizes=[4])) as runner,
         torch.no_grad(),
     ):
         assert runner.report.records[0].eager_pieces == 1
@@ -381,31 +383,9 @@ def unsqueezing(q: Tensor) -> Tensor:
     return torch.softmax(q, 1)[0]
 
 
-def only_later(q: Tensor) -> Tensor:
-    only_later.calls += 1  # type: ignore[attr-defined]
-    y = torch.softmax(q, 1)
-    if only_later.calls > 6:  # type: ignore[attr-defined]
-        q.t_()
-    return y
-
-
-def returning_nothing(q: Tensor) -> None:
-    q.copy_(torch.softmax(q, 1))
-    q.unsqueeze_(0)
-
-
 def returning_two(q: Tensor) -> tuple[Tensor, Tensor]:
     q.t_()
     return q.t() + 1, torch.softmax(q, 0).t()
-
-
-def failing(q: Tensor) -> Tensor:
-    """Changes its argument and then fails, on each second call."""
-    failing.calls += 1  # type: ignore[attr-defined]
-    if failing.calls % 2 == 0 and failing.fails:  # type: ignore[attr-defined]
-        q.t_()
-        raise ValueError("failed")
-    return torch.softmax(q, 1)
 
 
 class Attend(nn.Module):
@@ -422,55 +402,21 @@ class Attend(nn.Module):
             return self.down(self.attend(x[:]))
         h = self.up(x)
         found = self.attend(h)
-        if found is None:
-            found = h.reshape(-1, 4)
         return self.down(found[0] * 2 + found[1] if isinstance(found, tuple) else found)
-
-
-def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
-    torch._dynamo.reset()
-    return cgplan.capture(
-        model,
-        {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
-        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [2, 4], **compilation},
-        device=backend.device.type,
-    )
-
-
-def batch(backend: GraphBackend, seed: int) -> Tensor:
-    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(seed)).to(backend.device)
-
-
-def same_as_eager(backend: GraphBackend, runner: GraphRunner, model: nn.Module) -> None:
-    for seed in range(5):
-        x = batch(backend, seed)
-        same(runner(x=x.clone()), model(x.clone()).detach())
 
 
 @pytest.mark.parametrize(
     ("function", "first"),
-    [(f, False) for f in (transposing, unsqueezing, only_later, returning_nothing, returning_two)]
-    + [(f, True) for f in (transposing, unsqueezing)],
+    [(transposing, False), (unsqueezing, False), (returning_two, False), (transposing, True)],
 )
 def test_eager_pieces_that_change_their_argument(
     backend: GraphBackend, function: Callable[..., Any], first: bool
 ) -> None:
-    only_later.calls = 0  # type: ignore[attr-defined]
     model = Attend(backend, function, first)
-    same_as_eager(backend, open_runner(backend, model), model)
-
-
-def test_an_eager_piece_that_fails_after_it_changed_its_argument(backend: GraphBackend) -> None:
-    failing.calls, failing.fails = 0, False  # type: ignore[attr-defined]
-    model = Attend(backend, failing)
-    runner = open_runner(backend, model)
-    for seed in range(3):
-        x = batch(backend, seed)
-        failing.calls, failing.fails = 1, True  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="failed"):
-            runner(x=x)
-        failing.fails = False  # type: ignore[attr-defined]
-        same(runner(x=x), model(x).detach())
+    runner = open_runner(backend, model, width=4, cudagraph_capture_sizes=[2, 4])
+    for seed in range(5):
+        x = randn(backend, 4, 4, seed=seed)
+        same(runner(x=x.clone()), model(x.clone()).detach())
 
 
 def swapping_memory(q: Tensor) -> Tensor:
@@ -478,8 +424,8 @@ def swapping_memory(q: Tensor) -> Tensor:
     return q.softmax(1)
 
 
-def setting_memory(q: Tensor) -> None:
-    q.set_(q * 2)
+def setting_memory(q: Tensor) -> Tensor:
+    return q.set_(q * 2)
 
 
 @pytest.mark.parametrize("function", [swapping_memory, setting_memory])
@@ -491,4 +437,4 @@ def test_an_eager_piece_that_gives_its_argument_other_memory_is_refused(
     with pytest.raises(
         CaptureError, match=rf"eager piece {function.__name__} .* gives a tensor other memory .*: `found = "
     ):
-        open_runner(backend, model)
+        open_runner(backend, model, width=4)

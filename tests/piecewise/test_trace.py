@@ -138,7 +138,7 @@ def rows_of(backend: GraphBackend, rows: int) -> Tensor:
     return torch.randn(rows, 4, device=backend.device)
 
 
-@pytest.mark.parametrize("policy", ["off", "first", "always"])
+@pytest.mark.parametrize("policy", ["off", "always"])
 def test_a_replay_enters_neither_dynamo_nor_the_model(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -169,19 +169,7 @@ def test_a_copy_of_a_compiled_model_has_captured_nothing(backend: GraphBackend) 
 
 def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBackend) -> None:
     model = Model(backend).eval()
-    compiled = cgplan.compile_piecewise(
-        model,
-        {
-            "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
-            "compilation": {
-                "cudagraph_mode": "PIECEWISE",
-                "cudagraph_capture_sizes": [4],
-                "splitting_ops": ["recorded::middle", "recorded::parts"],
-                "address_check": "always",
-            },
-        },
-        backend=backend,
-    )
+    compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts", address_check="always")
     x = rows_of(backend, 4)
 
     def call() -> Tensor:
@@ -201,10 +189,9 @@ def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBacken
     compiled.forget()
 
 
-@pytest.mark.parametrize("policy", ["off", "first"])
-def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBackend, policy: str) -> None:
+def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBackend) -> None:
     model = Model(backend).eval()
-    compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts", address_check=policy)
+    compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts")
     x = rows_of(backend, 8)
 
     def call(rows: int, descriptor: BatchDescriptor, mode: CUDAGraphMode = PIECEWISE) -> Tensor:
@@ -378,11 +365,6 @@ def compiled_by(backend: GraphBackend, model: nn.Module, *splitting_ops: str, **
     return cgplan.compile_piecewise(model, config, backend=backend)
 
 
-def handed_through(x: Tensor, scale: Tensor) -> Tensor:
-    made, later = middle(x, scale), x * 2
-    return put_(made, later) * 5
-
-
 def handed_through_twice(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     made, later = middle(x, scale), x * 2
     again = put_(made, later)
@@ -394,19 +376,6 @@ def one_of_several_handed_through(x: Tensor, scale: Tensor) -> Tensor:
     made, sums = parts(x, 3)
     kept = middle(x * 2, scale)
     return put_(made, kept * 2) + put_(sums, kept.sum(-1))[:, None] * kept
-
-
-def writes_where_a_view_was_made(x: Tensor, scale: Tensor) -> Tensor:
-    made, later = middle(x, scale), x * 2
-    view = made.view(-1)
-    into_(made, later + view.sum())
-    return view * 2
-
-
-def writes_into_a_view(x: Tensor, scale: Tensor) -> Tensor:
-    made, later = middle(x, scale), x * 2
-    into_(made.view(-1), later.view(-1))
-    return made * 2
 
 
 def writes_between(x: Tensor, scale: Tensor) -> Tensor:
@@ -427,11 +396,8 @@ def writes_into_a_view_of_a_segments(x: Tensor, scale: Tensor) -> tuple[Tensor, 
 @pytest.mark.parametrize(
     "steps",
     [
-        handed_through,
         handed_through_twice,
         one_of_several_handed_through,
-        writes_where_a_view_was_made,
-        writes_into_a_view,
         writes_between,
         writes_into_a_view_of_a_segments,
     ],
@@ -461,7 +427,7 @@ def into_a_view_of_the_input(x: Tensor, scale: Tensor) -> tuple[Tensor, int]:
     return put_(x.t(), made.t()), 3
 
 
-@pytest.mark.parametrize("change", ["t_", "unsqueeze_", "requires_grad_"])
+@pytest.mark.parametrize("change", ["t_", "requires_grad_"])
 @pytest.mark.parametrize("steps", [into_its_own, into_a_view_of_the_input])
 def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_place(
     backend: GraphBackend, steps: Callable[..., Any], change: str
@@ -475,7 +441,7 @@ def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_p
         with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
             found = compiled(x=x)
         same(found, wanted)
-        found[0].unsqueeze_(0) if change == "unsqueeze_" else getattr(found[0], change)()
+        getattr(found[0], change)()
     compiled.forget()
 
 
@@ -503,7 +469,7 @@ def what_is_left() -> dict[type, int]:
     return {kind: found.count(kind) for kind in (Tensor, PiecewiseModel, BreakableCUDAGraphCapture, PiecewiseBackend)}
 
 
-@pytest.mark.parametrize("how", ["captured", "never called", "forgotten", "held by the model"])
+@pytest.mark.parametrize("how", ["never called", "forgotten", "held by the model"])
 def test_a_compiled_model_that_is_dropped_leaves_nothing_behind(backend: GraphBackend, how: str) -> None:
     """Dynamo's caches, which no collector sees, held its wrappers with their graphs and tensors."""
 
@@ -593,7 +559,53 @@ def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: Grap
     with pytest.raises(CaptureError, match=r"each run of the model computes something else.*calls\.append") as caught:
         open_runner(backend, model, splitting_ops=["aten::softmax"])
     assert "self.step.add_(1)" in caught.value.remedy
-    assert torch._dynamo.config.recompile_limit == 8
+
+
+class Remembers(nn.Module):
+    """Counts its calls, which operators read or do not; or makes a table on its first call."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.step, self.table = way, 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "table":
+            self.table = torch.arange(4.0, device=x.device) if self.table is None else self.table
+            return x.softmax(-1) * self.table
+        self.step += 1
+        return x.softmax(-1) * (self.step if self.way == "read" else 2)
+
+
+@pytest.mark.parametrize("way", ["read", "counted", "table"])
+def test_a_number_that_changes_is_refused_outside_of_runners_if_operators_read_it(
+    backend: GraphBackend, way: str
+) -> None:
+    model = Remembers(way)
+    compiled = compiled_by(backend, model, "aten::softmax")
+    for rows in (4, 8):
+        x = rows_of(backend, rows)
+        for _ in range(3):
+            with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(rows)):
+                if way != "read":
+                    same(compiled(x=x.copy_(rows_of(backend, rows))), model(x))
+                    continue
+                with pytest.raises(CaptureError, match=r"condition of .* trace is no longer true: .*\.step == \d+"):
+                    compiled(x=x)
+    compiled.forget()
+
+
+def test_a_function_under_vmap_stays_whole(backend: GraphBackend) -> None:
+    """torch switches vmap on and off in the traced code, so no piece may end in between."""
+
+    def model(x: Tensor) -> Tensor:
+        h = torch.vmap(lambda row: row.sin() * row.sum())(x)
+        return torch.vmap(lambda row: (row + 1).softmax(-1))(h.softmax(-1)) * 2
+
+    runner = open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[1, 4])
+    assert [piece.eager for piece in runner._graphed.route.pieces] == [False, True, False, True, False]
+    for rows in (4, 1, 3):
+        x = torch.randn(rows, 8).to(backend.device)
+        torch.testing.assert_close(runner(x=x), model(x))
 
 
 class Writing(nn.Module):
@@ -607,16 +619,12 @@ class Writing(nn.Module):
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         if self.way == "set":
             self.cache[slots] = x
-        elif self.way == "index_put_":
-            self.cache.index_put_((slots,), x)
-        elif self.way == "index_copy_":
-            self.cache.index_copy_(0, slots, x)
         else:
-            self.cache.scatter_(0, slots[:, None].expand(-1, 8), x)
+            self.cache.index_copy_(0, slots, x)
         return (x + self.cache[slots]).softmax(-1) * 2
 
 
-@pytest.mark.parametrize("way", ["set", "index_put_", "index_copy_", "scatter_"])
+@pytest.mark.parametrize("way", ["set", "index_copy_"])
 def test_rows_that_are_written_by_index(backend: GraphBackend, way: str) -> None:
     inputs = {
         "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
@@ -907,7 +915,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}, ATTENTION),
     "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}, ATTENTION),
     "BertModel": ("BertConfig", SMALL, ATTENTION),
-    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}, "aten::conv1d"),
+    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}, "aten::conv1d"),
 }
 
 
@@ -937,7 +945,8 @@ def test_models_of_transformers_by_operators(backend: GraphBackend, kind: str) -
         device=backend.device.type,
     )
     assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
-    assert {(r.graphs, r.eager_pieces) for r in runner.report.records} == {(3, 2)}
+    layers = sizes.get("num_hidden_layers", 2)
+    assert {(r.graphs, r.eager_pieces) for r in runner.report.records} == {(layers + 1, layers)}
     for rows in (8, 3, 1, 2, 5, 4, 1, 8):
         ids = torch.randint(0, 61, (rows, 16), device=backend.device)
         torch.testing.assert_close(runner(ids=ids), model(ids).detach(), atol=1e-4, rtol=1e-4)
@@ -963,13 +972,6 @@ def by_segment(h: Tensor) -> Tensor:
     return b + torch.softmax(h, 1)[0] * 3
 
 
-def by_strides(h: Tensor) -> Tensor:
-    a = torch.softmax(h, -1)
-    h.transpose_(0, 1)
-    b = a * 2
-    return b + torch.softmax(h, 0).t() * 3
-
-
 def by_view(h: Tensor) -> Tensor:
     view = h.detach()
     a = torch.softmax(h, -1)
@@ -978,25 +980,11 @@ def by_view(h: Tensor) -> Tensor:
     return b + torch.softmax(view, 0).t() * 3
 
 
-def by_itself(h: Tensor) -> Tensor:
-    a = torch.softmax(h, -1)
-    h.contiguous().unsqueeze_(0)  # which is h
-    b = a * 2 + h.sum()
-    return b + torch.softmax(h, 1)[0] * 3
-
-
-def by_squeeze(h: Tensor) -> Tensor:
-    h = h.unsqueeze(0) * 1
-    a = torch.softmax(h, -1)
-    h.squeeze_(0)
-    return (a * 2)[0] + torch.softmax(h, -1)
-
-
 def in_a_piece(h: Tensor) -> Tensor:
     return h.t_().softmax(0).t()
 
 
-@pytest.mark.parametrize("function", [by_segment, by_strides, by_view, by_itself, by_squeeze, in_a_piece])
+@pytest.mark.parametrize("function", [by_segment, by_view, in_a_piece])
 def test_a_piece_may_change_the_shape_of_a_tensor_that_another_one_made(
     backend: GraphBackend, function: Callable[[Tensor], Tensor]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checks import same
-from pieces import Boom, Broken, add_in_place, doubled, explode, randn
+from pieces import Boom, Broken, Counting, add_in_place, doubled, explode, randn
 from pieces import open_runner as open_split
 from torch import Tensor, nn
 
@@ -30,7 +30,6 @@ from cgplan import (
     Input,
     SealedError,
     build_plan,
-    eager_break_during_capture,
     forward_context,
     get_forward_context,
 )
@@ -41,24 +40,6 @@ from cgplan.piecewise.breaks import break_at_modules
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-
-
-class Counting(nn.Module):
-    """A layer whose piece is a method and moves a state on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(3))
-
-    @eager_break_during_capture
-    def step(self, x: Tensor) -> Tensor:
-        """Add the state."""
-        self.count += 1
-        return x + self.count * len(x.tolist())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count *= 2
-        return self.step(x * 2) + self.count
 
 
 def open_runner(backend: GraphBackend, model: Callable[..., Any], mode: str, sizes: list[int]) -> GraphRunner:
@@ -284,7 +265,7 @@ def test_a_copied_wrapper_has_captured_nothing(backend: GraphBackend, kind: type
         copied = copy.deepcopy(model)
         assert type(copied.run) is kind
         assert not copied.run.entries
-        assert copied.run.runnable is copied.layer
+        assert copied.run.unwrap() is copied.layer
         assert copied.run.backend is backend
         with torch.no_grad():
             copied.layer.weight.zero_()
@@ -295,12 +276,6 @@ def test_a_copied_wrapper_has_captured_nothing(backend: GraphBackend, kind: type
             same(first, torch.ones_like(x))
             same(model(x), wanted)
     assert len(model.run.entries) == len(copied.run.entries) == 1
-
-
-@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-def test_unwrap_gives_the_callable(backend: GraphBackend, kind: type[CUDAGraphWrapper]) -> None:
-    model = Wrapping(kind, backend)
-    assert model.run.unwrap() is model.layer
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -359,17 +334,6 @@ def test_wrappers_inside_a_capture_of_the_whole_are_pointed_out(backend: GraphBa
         open_split(backend, model, cudagraph_mode=mode, **modules)
     assert type(caught.value) is CaptureError
     assert "piecewise: wrappers" in caught.value.remedy
-
-
-def test_a_wrapper_refuses_an_argument_that_moved(backend: GraphBackend) -> None:
-    wrapper = CUDAGraphWrapper(lambda x, y: x * 2 + y["z"], CUDAGraphMode.FULL, backend=backend)
-    x, z = torch.ones(4, device=backend.device), torch.ones(4, device=backend.device)
-    with torch.no_grad(), forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
-        assert wrapper(x, {"z": z}).tolist() == [3.0] * 4
-        with pytest.raises(AddressError, match=r"args\[1\]\.z"):
-            wrapper(x, {"z": z.clone()})
-        z.fill_(5)
-        assert wrapper(x, {"z": z}).tolist() == [7.0] * 4
 
 
 class Transposes(nn.Module):

@@ -29,7 +29,7 @@ from cgplan.reports.records import BudgetRecord, RankRecord, StopRecord
 from cgplan.runner.session import CaptureSession
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype) -> None:
     """Inputs change, and each rank finds bit for bit what a sum in the order of the ranks gives."""
     found = values(run_ranks(world_size, programs.replays, dtype, [(3, 8), (5, 40)], 3, 12))
@@ -50,7 +50,7 @@ def test_a_session_captures_registers_and_captures_again(world_size: int) -> Non
 
 
 def test_a_rank_that_looks_at_its_state_sums_alone() -> None:
-    """What runs a forward on one rank only must not wait for the others, nor count as one of their sums."""
+    """A look at the forward on one rank only must not wait for the others, nor count as one of their sums."""
     assert values(run_ranks(2, programs.counts_its_calls)) == [("ok", None)] * 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 import pytest
 import rank_programs as programs
-from ranks import environment, free_port, run_ranks, values
+from ranks import free_port, run_ranks, values
 
+from cgplan import build_plan, load_config
+from cgplan.errors import ModelError
 from cgplan.models.decoder import build
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +58,6 @@ def test_torch_distributed_does_it_too() -> None:
     ],
 )
 def test_splits_that_cannot_be(kwargs: dict[str, Any], words: str) -> None:
-    from cgplan.errors import ModelError
-
     if "run" not in words:
         with pytest.raises(ModelError) as error:
             build(**kwargs)
@@ -86,19 +85,14 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     assert rows == [["0", "custom", "4"], ["1", "custom", "4"], ["all", "custom", "8"]]
 
 
-def test_what_captures_nothing_is_done_by_rank_0_alone(tmp_path: Path) -> None:
-    for command in (["inspect"], ["plan", "--output", str(tmp_path / "plan.json")]):
-        said = []
-        for rank in (1, 0):
-            given = {**os.environ, **environment(rank, 2, free_port(), 20)}
-            whole = [sys.executable, "-m", "cgplan", *command, "--config", str(CONFIG)]
-            done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=60, cwd=ROOT)
-            assert done.returncode == 0, done.stderr
-            said.append(done.stdout + done.stderr)
-            assert rank == 0 or not any(tmp_path.iterdir())
-        assert said[0] == ""
-        assert "Plan" in said[1]
-    assert json.loads((tmp_path / "plan.json").read_text())["capture_sizes"] == [1, 2, 4, 8]
+def test_inspect_and_plan_run_on_rank_0_alone(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    for name in (["inspect"], ["plan", "--output", str(plan)]):
+        line = [*name, "--config", str(CONFIG)]
+        first, second = values(run_ranks(2, programs.command, line, line))
+        assert (first[0], second) == (0, (0, "", ""))
+        assert "Plan" in first[1]
+    assert json.loads(plan.read_text())["capture_sizes"] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -109,50 +103,33 @@ def test_what_captures_nothing_is_done_by_rank_0_alone(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_with_other_settings_end_with_the_same_message(command_of_rank_1: list[str], words: str) -> None:
-    port, processes = free_port(), []
-    for rank in range(2):
-        name, *options = command_of_rank_1 if rank else ["capture"]
-        command = [sys.executable, "-m", "cgplan", name, "--config", str(CONFIG), *SMALL, *options]
-        given = {**os.environ, **environment(rank, 2, port, 20)}
-        processes.append(subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=ROOT))
-    for process in processes:
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == 42, said
+    name, *options = command_of_rank_1
+    common = ["--config", str(CONFIG), *SMALL]
+    for code, _, said in values(run_ranks(2, programs.command, ["capture", *common], [name, *common, *options])):
+        assert code == 42, said
         assert f"rank 1 differs from rank 0: {words}" in said
         assert "remedy: Start all ranks from one file" in said
         assert "Traceback" not in said
 
 
 def test_a_saved_plan_on_ranks_is_noted_once(tmp_path: Path) -> None:
-    """What a saved plan decides is said by rank 0 alone, and it alone needs a place to write to."""
-    plan = tmp_path / "plan.json"
-    cgplan = [sys.executable, "-m", "cgplan"]
-    inspected = subprocess.run(
-        [*cgplan, "inspect", "--config", str(CONFIG), *SMALL, "--json"], capture_output=True, text=True, cwd=ROOT
-    )
-    plan.write_text(inspected.stdout)
-    port, processes = free_port(), []
-    for rank in range(2):
-        command = [*cgplan, "capture", "--config", str(CONFIG), *SMALL, "--plan", str(plan), "--force"]
-        command += ["--set", "compilation.cudagraph_capture_sizes=[1,4]"]
-        command += ["--output", str(tmp_path / ("nowhere/r.json" if rank else "r.json"))]
-        given = {**os.environ, **environment(rank, 2, port, 20)}
-        processes.append(subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=ROOT))
-    said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert [text.count("decides compilation.cudagraph_capture_sizes") for text in said] == [1, 0]
-    assert json.loads((tmp_path / "r.json").read_text())["plan"]["capture_sizes"] == [1, 2]
+    """Rank 0 alone says what a saved plan decides, and it alone needs a place to write to."""
+    plan, report = tmp_path / "plan.json", tmp_path / "r.json"
+    plan.write_text(build_plan(load_config(CONFIG, SMALL[1::2])).model_dump_json())
+    line = ["capture", "--config", str(CONFIG), *SMALL, "--plan", str(plan), "--force"]
+    line += ["--set", "compilation.cudagraph_capture_sizes=[1,4]", "--output"]
+    lines = [[*line, str(report)], [*line, str(tmp_path / "nowhere" / "r.json")]]
+    found = values(run_ranks(2, programs.command, *lines))
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert [said.count("decides compilation.cudagraph_capture_sizes") for _, _, said in found] == [1, 0]
+    assert json.loads(report.read_text())["plan"]["capture_sizes"] == [1, 2]
 
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_missing_rank_ends_the_command_in_two_lines(absent: int) -> None:
-    rank = 1 - absent
-    command = [sys.executable, "-m", "cgplan", "capture", "--config", str(CONFIG), *SMALL]
-    command += ["--set", "distributed.timeout=2"]
-    given = {**os.environ, **environment(rank, 2, free_port(), 20)}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 41
-    lines = done.stderr.splitlines()
-    assert [line.split(":")[0].strip() for line in lines] == ["error", "remedy"], done.stderr
+    line = ["capture", "--config", str(CONFIG), *SMALL, "--set", "distributed.timeout=1"]
+    code, printed, said = values(run_ranks(2, programs.command, line, line, absent=(absent,)))[1 - absent]
+    assert (code, printed) == (41, "")
+    lines = said.splitlines()
+    assert [text.split(":")[0].strip() for text in lines] == ["error", "remedy"], said
     assert f"rank {absent}" in lines[0]
-    assert done.stdout == ""

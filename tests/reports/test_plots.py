@@ -127,14 +127,8 @@ def words_of(svg: bytes) -> str:
 def test_an_svg_has_its_plots_in_words() -> None:
     curve = CURVE._replace(points=[*CURVE.points, ("trtllm", 35, 1810.0)])
     svg = picture(Path("plan.svg"), curve, BARS)
-    for word in (
-        "expected step time (us)",
-        "vllm, trtllm (35)",
-        "plan (3)",
-        "capture size (tokens)",
-        "FULL uniform 64",
-    ):
-        assert word in words_of(svg)
+    words = ("expected step time (us)", "vllm, trtllm (35)", "plan (3)", "capture size (tokens)", "FULL uniform 64")
+    assert [word for word in words if word not in words_of(svg)] == []
     assert svg == picture(Path("plan.svg"), curve, BARS), "equal plots give equal files"
     assert "expected step" not in words_of(picture(Path("x.svg"), None, BARS))
     assert "capture size" not in words_of(picture(Path("x.svg"), CURVE, []))
@@ -149,9 +143,7 @@ def test_drawing_does_without_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.svg.gz"])
 def test_other_suffixes_are_refused(name: str) -> None:
-    with pytest.raises(
-        OutputPathError, match=re.escape(f"cannot draw {name}: a picture ends in .svg or .png")
-    ) as caught:
+    with pytest.raises(OutputPathError, match=f"cannot draw {name}: a picture ends in .svg or .png") as caught:
         check_plot_path(Path(name))
     assert ".svg" in caught.value.remedy
 

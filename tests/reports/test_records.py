@@ -11,7 +11,7 @@ from saved import GOLDEN, SAVED, golden_report
 
 from cgplan.errors import ConfigError, ReportError
 from cgplan.reports import load_report
-from cgplan.reports.records import check_peers
+from cgplan.reports.records import check_baselines
 
 PLAN = json.loads((GOLDEN / "plan_ladder.json").read_text(encoding="utf-8"))
 CAPTURE = json.loads((GOLDEN / "capture_lora.json").read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def test_each_captured_key_has_its_prediction() -> None:
 
 
 def test_baselines_are_named() -> None:
-    assert check_peers(["eager", " bare", "eager"]) == ("eager", "bare")
+    assert check_baselines(["eager", " bare", "eager"]) == ("eager", "bare")
     with pytest.raises(ConfigError, match="unknown baseline 'reduce_overheads' to bench against") as caught:
-        check_peers(["reduce_overheads"])
+        check_baselines(["reduce_overheads"])
     assert "Did you mean 'reduce-overhead'?" in caught.value.remedy

@@ -417,16 +417,24 @@ def test_a_budget_of_time_holds() -> None:
 
 
 def test_seconds_between_captures_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, now = TapeBackend(), [0.0]
-    runner = open_runner(backend, "lazy", budget={"capture_time": 100})
+    now = [0.0]
+
+    class Slow(TapeBackend):
+        def begin(self, graph: Any) -> None:
+            now[0] += 60.0
+            super().begin(graph)
+
     monkeypatch.setattr("cgplan.captures.budget.time.perf_counter", lambda: now[0])
-    runner._demand.live._guard._spent = 1.0
+    backend = Slow()
+    runner = open_runner(backend, "lazy", budget={"capture_time": 100})
     now[0] = 5000.0
     equals_eager(runner, x=rows(backend, 3))
     assert sizes_of(runner) == [4]
-    runner._demand.live._guard._spent = 101.0
+    now[0] = 9000.0
     runner(x=rows(backend, 9))
-    assert sizes_of(runner) == [4]
+    assert sizes_of(runner) == [4], "60 s are used, and as many expected"
+    assert runner.report.budget is not None
+    assert runner.report.budget.used_seconds == 60
     runner.close()
 
 
@@ -1089,11 +1097,11 @@ def test_step_times_are_measured_on_padding(backend: GraphBackend) -> None:
     runner(x=written)
     report = runner.replan(apply=False)
     same(written, x)
-    evidence = runner._demand._proposal(None, None, None).evidence
+    assert report.difference.lanes
+    runner.replan()
+    evidence = runner.plan.evidence
     assert evidence is not None
     assert evidence["times_source"] == "the runner, on padding"
-    assert report.difference.lanes
-    assert {mode for mode, _ in runner._demand._points} == {NONE, FULL}
     runner.close()
 
 

@@ -430,9 +430,3 @@ def test_ranges_are_named_by_key(backend: GraphBackend, monkeypatch: pytest.Monk
     lengths = torch.ones(3, dtype=torch.int64, device=backend.device)
     assert torch.equal(runner(x=x, lengths=lengths), x * 2)
     assert runner.stats.calls == 7
-
-
-def test_ranges_mean_nothing_on_the_tape(backend: GraphBackend) -> None:
-    with backend.annotate("a name"):
-        x = torch.ones(2, device=backend.device) * 2
-    assert x.sum().item() == 4

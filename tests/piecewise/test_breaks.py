@@ -7,30 +7,24 @@ import functools
 import gc
 import inspect
 import pickle
-import random
 import re
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from checks import same
 from pieces import Broken, capture, kinds, randn
-from torch import Tensor, nn
+from torch import nn
 
 import cgplan
 from cgplan import (
-    BatchDescriptor,
-    BreakableCUDAGraphWrapper,
     ConfigError,
     CUDAGraphMode,
-    CUDAGraphWrapper,
     GraphRunner,
     Input,
-    forward_context,
 )
 from cgplan.backends import GraphBackend
-from cgplan.models import decoder
 from cgplan.piecewise.breaks import break_at_modules
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -182,91 +176,3 @@ def test_a_pattern_that_matches_nothing(pattern: str, hint: str | None) -> None:
     assert pattern in caught.value.message
     assert re.search(hint, caught.value.remedy)
     assert all("forward" not in vars(module) for module in model.modules()), "nothing is changed"
-
-
-def test_breaks_need_a_module() -> None:
-    with pytest.raises(ConfigError, match="the model is a function"):
-        break_at_modules(lambda x: x, ["*"])  # type: ignore[arg-type]
-
-
-BLOCKS, REQS = 6, 4
-
-
-SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "head_dim": 16, "block_size": 4, "num_blocks": 64}
-
-
-class Drawn(NamedTuple):
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-    batch: decoder.ExampleBatch
-
-
-def draw(model: decoder.Decoder, chooser: random.Random) -> Drawn:
-    """A decode, prefill or mixed batch, padded to a capture size; decode batches run by FULL graphs."""
-    kind, reqs = chooser.choice(["decode", "prefill", "mixed"]), chooser.randint(1, REQS)
-    contexts = [0 if kind == "prefill" else chooser.randint(0, 12) for _ in range(reqs)]
-    queries = [1 if kind == "decode" else chooser.randint(1, 6) for _ in range(reqs)]
-    if kind == "mixed":
-        queries[0] = 1
-    used, seed = sum(queries), chooser.randrange(1000)
-    if kind == "decode":
-        size = 2 if used <= 2 else 4
-        key = BatchDescriptor(size, size, uniform=True)
-    else:
-        size = 8 if used <= 8 else 24
-        key = BatchDescriptor(size)
-    padded_reqs = key.num_reqs or REQS
-    batch = decoder.example_batch(
-        model, contexts, queries, num_tokens=size, num_reqs=padded_reqs, max_blocks=BLOCKS, seed=seed
-    )
-    return Drawn(FULL if kind == "decode" else PIECEWISE, key, batch)
-
-
-def caches(model: decoder.Decoder) -> list[Tensor]:
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("_cache")]
-
-
-def fill(static: decoder.ExampleBatch, batch: decoder.ExampleBatch) -> None:
-    static.input_ids.copy_(batch.input_ids)
-    static.positions.copy_(batch.positions)
-    for name, tensor in batch.metadata.items():
-        static.metadata[name].copy_(tensor)
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
-def test_the_decoder_with_its_attention_broken_out(backend: GraphBackend, dtype: str) -> None:
-    """FULL graphs for decode, segments for prefill and mixed batches, one pool: logits and caches as eagerly."""
-    with torch.device(backend.device):
-        model = decoder.build(**SMALL, num_layers=3, dtype=dtype)
-    chooser = random.Random(7)
-    for cache in caches(model):
-        cache.normal_()
-    pool = backend.new_pool()
-    breaks = break_at_modules(model, ["layers.*.self_attn"])
-    piecewise = BreakableCUDAGraphWrapper(model, backend=backend, pool=pool)
-    both = CUDAGraphWrapper(piecewise, FULL, backend=backend, pool=pool)
-    statics: dict[BatchDescriptor, decoder.ExampleBatch] = {}
-    modes: list[CUDAGraphMode] = []
-    for _ in range(30):
-        mode, key, batch = draw(model, chooser)
-        static = statics.setdefault(key, batch)
-        fill(static, batch)
-        before = [cache.clone() for cache in caches(model)]
-        with torch.no_grad(), forward_context(descriptor=key, metadata=batch.metadata):
-            wanted = model(batch.input_ids, batch.positions)
-        written = [cache.clone() for cache in caches(model)]
-        for cache, value in zip(caches(model), before, strict=True):
-            cache.copy_(value)
-        with torch.no_grad(), forward_context(mode, key, static.metadata):
-            found = both(static.input_ids, static.positions)
-        same(found, wanted)
-        for cache, value in zip(caches(model), written, strict=True):
-            same(cache[:-1], value[:-1])  # the last block takes what padding rows write, in any order
-        modes.append(mode)
-    assert set(modes) == {FULL, PIECEWISE}
-    assert len(modes) - len(statics) > 20, "most batches were replays"
-    for entry in piecewise.entries.values():
-        assert (len(entry.segments), entry.eager_pieces) == (4, 3)
-    both.reset()
-    piecewise.reset()
-    breaks.remove()

@@ -1,0 +1,165 @@
+"""Torch's state around captures and calls: autocast, inference and grad mode, random generators, threads.
+
+Each test first shows the hazard with the bare backend, then what a runner makes of it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from checks import capture as bare
+from checks import same
+from torch import Tensor, nn
+from ways import (
+    GraphBackend,
+    Model,
+    all_ways,
+    double,
+    full,
+    open_runner,
+)
+
+from cgplan import (
+    CaptureError,
+    CgplanError,
+    HostSyncError,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@all_ways
+def test_the_autocast_cache_of_weights(backend: GraphBackend, way: str) -> None:
+    """Autocast keeps weights that it has cast until its block ends; a graph captured in such a block reads that cast
+    for ever, whatever is loaded later, and after the block the memory is free. cgplan captures without that cache.
+    """
+    autocast = {"device_type": backend.device.type, "dtype": torch.bfloat16}
+    x, layer = full(backend, 1), nn.Linear(2, 2, bias=False, device=backend.device)
+    graph = backend.new_graph(backend.new_pool())
+    with backend.session(), torch.no_grad(), torch.autocast(**autocast):
+        layer(x)  # the warm-up fills the cache
+        backend.begin(graph)
+        out = layer(x)
+        backend.end(graph)
+    nn.init.constant_(layer.weight, 4)
+    backend.replay(graph)
+    assert not (out == 8).all()
+    model = Model(backend, way)
+    with torch.autocast(**autocast):
+        runner = open_runner(backend, model, way)
+    nn.init.constant_(model.stem.weight, 4)
+    with torch.autocast(**autocast):
+        same(runner(x=x), full(backend, 9).bfloat16())
+
+
+@pytest.mark.parametrize("way", ["full", "ops"])
+@pytest.mark.parametrize("captured_under", [False, True])
+def test_a_model_that_is_run_under_another_autocast_state(
+    backend: GraphBackend, way: str, captured_under: bool
+) -> None:
+    """A replay takes no notice of `torch.autocast` around it: results keep the dtype of the capture. A runner compares
+    the state with that of the capture, or of the trace, and refuses another one.
+    """
+    x, weight, kind = full(backend, 1), full(backend, 2, 2, 2), backend.device.type
+    graph, out = bare(backend, lambda: x @ weight)
+    with torch.autocast(kind, torch.bfloat16):
+        backend.replay(graph)
+        assert out.dtype is not (x @ weight).dtype
+    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
+        runner = open_runner(backend, Model(backend, way), way)
+        kept = {runner(x=x).dtype, runner(x=full(backend, 1, 9, 2)).dtype}
+    assert kept == {torch.bfloat16 if captured_under else torch.float32}, "a replay, and an eager run beside it"
+    with torch.autocast(kind, torch.bfloat16, enabled=not captured_under):
+        with pytest.raises(CaptureError, match=r"was (captured|traced) with autocast") as caught:
+            runner(x=x)
+        assert "autocast" in caught.value.remedy
+    with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
+        assert runner(x=x).dtype in kept
+
+
+@pytest.mark.parametrize("way", ["full", "ops", "modules"])
+def test_a_capture_in_inference_mode(backend: GraphBackend, way: str) -> None:
+    """A buffer made in inference mode can be written to only there, so serving fails with "Inplace update to inference
+    tensor". A runner's buffers can.
+    """
+    x = full(backend, 3)
+    with torch.inference_mode():
+        static = torch.zeros_like(x)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        static.copy_(x)
+    model = Model(backend, way, double)
+    with torch.inference_mode():
+        runner = open_runner(backend, model, way)
+        same(runner(x=x).clone(), x * 2 + 1)
+    same(runner(x=x + 1), (x + 1) * 2 + 1)
+
+
+@all_ways
+def test_gradients_through_a_replay(backend: GraphBackend, way: str) -> None:
+    """Captured with gradients on, an output belongs to the autograd graph of the capture: one backward works on old
+    values, the next fails with "a second time". A runner's outputs never require gradients, replayed or eager.
+    """
+    x, weight = full(backend, 1), full(backend, 2).requires_grad_()
+    graph = backend.new_graph(backend.new_pool())
+    with backend.session(), backend.capturing(graph):
+        out = x * weight
+    backend.replay(graph)
+    out.sum().backward()
+    backend.replay(graph)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    runner = open_runner(backend, Model(backend, way), way)
+    for rows in (3, 9):
+        assert not runner(x=full(backend, 1, rows, 2)).requires_grad
+
+
+@all_ways
+def test_the_random_generator_after_a_failed_capture(backend: GraphBackend, way: str) -> None:
+    """After a capture that failed, torch's generator may believe that the capture still runs, and the next dropout
+    anywhere raises "offset increment outside graph capture". Here it works at once, and so does the next capture.
+    """
+
+    def stem(x: Tensor) -> Tensor:
+        return (x + torch.rand_like(x)) * x.sum().item()
+
+    x = full(backend, 1)
+    with pytest.raises((RuntimeError, HostSyncError)):
+        bare(backend, lambda: stem(x))
+    with pytest.raises(HostSyncError):
+        open_runner(backend, Model(backend, way, stem), way)
+    assert not torch.equal(torch.rand_like(x), torch.rand_like(x))
+    same(open_runner(backend, Model(backend, way, double), way)(x=x), x * 2 + 1)
+
+
+def test_calls_from_two_threads(backend: GraphBackend) -> None:
+    """Two requests share one graph's input buffer, and one gets the other's answer. A runner serves one call at a
+    time, and a second one is an error at once.
+    """
+    static = full(backend, 0)
+    graph, out = bare(backend, lambda: static * 2)
+    for request in (1, 5):  # both threads have copied in before the first one replays
+        static.fill_(request)
+    backend.replay(graph)
+    same(out, full(backend, 10))  # the first one's answer would be 2
+    inside, leave = threading.Event(), threading.Event()
+
+    def forward(x: Tensor) -> Tensor:
+        if len(x) > 8:  # runs eagerly
+            inside.set()
+            leave.wait(10)
+        return x * 2
+
+    runner = open_runner(backend, forward)
+    thread = threading.Thread(target=lambda: runner(x=full(backend, 1, 9, 2)))
+    thread.start()
+    try:
+        assert inside.wait(10)
+        with pytest.raises(CgplanError, match="another call was under way") as caught:
+            runner(x=full(backend, 5))
+    finally:
+        leave.set()
+        thread.join()
+    assert "one thread at a time" in caught.value.remedy
+    same(runner(x=full(backend, 5)), full(backend, 10))
