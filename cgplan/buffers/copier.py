@@ -11,6 +11,7 @@ Note [Copying in]
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import torch
@@ -109,7 +110,7 @@ class BatchCopy:
                 remedy="Write into the tensors of runner.stage(...) or runner.input_views(...), or set "
                 "cudagraph_copy_inputs: true.",
             )
-        return value.clone() if self._static.owns(value) else value
+        return value.clone() if bisect_right(self._static.bounds, address) & 1 else value
 
 
 class Copier:

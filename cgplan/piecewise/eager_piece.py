@@ -43,7 +43,6 @@ from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
 
 _LEAF, _EMPTY = tree_flatten(None)[1], tree_flatten(())[1]
-_DATA = vars(torch._C.TensorBase)["data"].__get__  # a new tensor object on the same memory
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # slots and values
 
@@ -229,7 +228,8 @@ class EagerPiece:
             if type(node) is torch.Tensor and node.layout is torch.strided:
                 if id(node) in inside and not node.is_conj() and not node.is_neg():  # borrowing loses these bits
                     node = self._backend.borrow(node)
-                return partial(_DATA, node.detach())
+                kept: torch.Tensor = node.detach()
+                return kept.detach  # `.data` would not count writes to a static buffer
             if not any(id(leaf) in inside for leaf in tree_leaves(node)):
                 return None
             if type(node) is dict:

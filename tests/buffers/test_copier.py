@@ -402,18 +402,18 @@ def test_writes_by_the_model_are_learnt_of(emulated: Emulated, place: str, token
     assert_staged(buffers, values, 30_001, 30_001)
 
 
-def test_storages_that_were_freed(emulated: Emulated) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_storages_that_were_freed(emulated: Emulated, known: bool) -> None:
     buffers = StaticBuffers({"x": ROWS}, 30_000, 30_000, CPU)
     copier = emulated.copier(buffers)
     for host in (False, True):
         copier.device = torch.device("meta") if host else CPU
         for tokens in (3, 30_000):
             values = [torch.ones(tokens)]
-            copy = copier.prepare(tokens, tokens, 30_000, 30_000)
-            bring = copy.path(values)
+            bring = copier.prepare(tokens, tokens, 30_000, 30_000).path(values)
             values[0].untyped_storage().resize_(0)
             with pytest.raises(InputError, match="'x' has no memory"):
-                bring(values, 0, False)
+                bring(values, 0, known)
 
 
 def test_an_error_of_the_driver(emulated: Emulated) -> None:
@@ -723,4 +723,9 @@ def test_the_same_tensor_objects_on_other_memory_or_in_another_layout(any_copier
             torch.testing.assert_close(runner(x=x), wanted)
     follow(other.double())
     with pytest.raises(InputError, match="dtype"):
+        runner(x=x)
+    follow(other)
+    runner(x=x)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="'x' has no memory"):
         runner(x=x)

@@ -120,15 +120,6 @@ def test_a_write_that_leaves_padding_as_it_is_is_seen_too(backend: GraphBackend)
             same(runner(x=x), first)
 
 
-def test_views_of_the_static_buffers_save_the_copy(backend: GraphBackend) -> None:
-    runner = open_runner(backend, total, {"x": ROWS}, sizes=[4])
-    x = torch.ones(4, device=backend.device)
-    same(runner(x=x), x + 4)
-    views = runner.input_views(2)
-    views["x"].fill_(3)
-    same(runner(**views), torch.full((2,), 9.0, device=backend.device))
-
-
 def sees_all_rows(x: Tensor) -> Tensor:
     return x + x.sum(0)
 
