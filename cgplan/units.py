@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def listed(values: Sequence[object], most: int = 6) -> str:
+    """``1, 2, 4 and 3 more``: the first values, and the number of the others."""
+    shown = ", ".join(map(str, values[:most]))
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
 
 def format_bytes(value: int | None) -> str:
     """``1536`` -> ``1.5 KiB``. None, where nothing was measured, is a dash."""

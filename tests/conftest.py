@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _frozen_heap() -> None:
     """All that is there before a test kept out of its garbage collections: with torch and the tests in memory each
-    takes a third of a second, and each capture starts with one. Frozen anew for each test: tests import as they go.
+    takes a third of a second, and each capture starts with one. Frozen again for each test: tests import as they go.
     """
     gc.collect()
     gc.freeze()

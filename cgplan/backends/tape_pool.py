@@ -44,10 +44,7 @@ class TapePool:
     Attributes:
         backend: The backend that made it.
         aliases: A storage beside each that takes a block now, by the address of the latter.
-        backend: The backend that made it.
     """
-
-    backend: object = None
 
     def __init__(self, limit: int | None = None) -> None:
         self.aliases: dict[int, torch.UntypedStorage] = {}

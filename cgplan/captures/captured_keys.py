@@ -135,7 +135,8 @@ class CapturedKeys:
         taken = driver_bytes(backend, self._before, backend.memory())
         if taken is not None:
             self._loaded_bytes = taken - sum(record.driver_bytes or 0 for record in self._records.values())
-        self._note_workspace()
+        if self._records:
+            self._note_workspace()
         graphed.seal()
         self._write_report()
         self.report = self._together.completed(self.report)
@@ -232,6 +233,7 @@ class CapturedKeys:
             return False
         self.history.append(record)
         if in_service and self._workspace_bytes is None:
+            self.graphed.backend.release_cached()
             self._note_workspace()
         return True
 
@@ -261,11 +263,8 @@ class CapturedKeys:
     # --- the report -----------------------------------------------------------------------------------------------
 
     def _note_workspace(self) -> None:
-        if self._records:
-            graphed = self.graphed
-            graphed.backend.release_cached()
-            outside = self.guard.outside_bytes() if graphed.backend.supports("driver_bytes") else 0
-            self._workspace_bytes = max(outside - graphed.buffers.nbytes, 0)
+        outside = self.guard.outside_bytes() if self.graphed.backend.supports("driver_bytes") else 0
+        self._workspace_bytes = max(outside - self.graphed.buffers.nbytes, 0)
 
     def _write_report(self) -> None:
         """Bring plan and report up to date with the graphs that are there."""

@@ -12,17 +12,20 @@ from cgplan.backends import GraphBackend
 from cgplan.reports.records import Environment
 from cgplan.version import __version__
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-
 
 def describe_environment(backend: GraphBackend, config_hash: str) -> Environment:
     """Machine, GPU, driver, versions and the time now."""
     gpu = backend.device.type == "cuda"
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ""
+    )
+    words = " ".join(_lines("/proc/driver/nvidia/version")).split()
+    driver = next((word for word in words if word[:1].isdigit() and "." in word), None)  # of the kernel module
     return Environment(
         backend=backend.name,
         machine=f"{platform.system()} {platform.machine()}",
-        device=torch.cuda.get_device_name(backend.device) if gpu else _processor(),
-        driver=_driver() if gpu else None,
+        device=torch.cuda.get_device_name(backend.device) if gpu else cpu or platform.processor() or platform.machine(),
+        driver=driver if gpu else None,
         cuda=torch.version.cuda if gpu else None,
         torch=torch.__version__,
         python=platform.python_version(),
@@ -32,20 +35,8 @@ def describe_environment(backend: GraphBackend, config_hash: str) -> Environment
     )
 
 
-def _processor() -> str:
+def _lines(path: str) -> list[str]:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        return Path(path).read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    """Version of the NVIDIA kernel module, the first word of its line that looks like one."""
-    try:
-        words = _DRIVER.read_text().split()
-    except OSError:
-        return None
-    return next((w for w in words if w[:1].isdigit() and "." in w), None)
+        return []

@@ -339,24 +339,18 @@ class ModelGraphs:
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
 
-        A graph whose output somebody still holds is freed when nobody does any more: on the next change, or by
-        ``sweep``. Its numbers are no longer valid all the same.
+        A graph whose output somebody still holds is freed on the first change after it was dropped. Its numbers are no
+        longer valid all the same.
         """
         self.backend.synchronize()
         self.scope.entries = []
         for wrapper in self.scope.wrappers:
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
             for output, free in wrapper.take_out(self.scope, mine):
-                self._retired.append(([], free))  # freed by the next sweep, should anything come between here
+                self._retired.append(([], free))  # freed next time, should anything come between here
                 self._retired[-1] = ([self.backend.watch(tensor) for tensor in output], free)
-                del output  # or the sweep below would find it held, by this function
+                del output  # or the loop below would find it held, by this function
         self._checked.difference_update(keys)
-        self.sweep()
-        for key in keys:
-            self.pools.drop(key)
-
-    def sweep(self) -> None:
-        """Free evicted graphs whose outputs nobody holds, and give memory back."""
         waiting = []
         for held, free in self._retired:
             if any(is_held() for is_held in held):
@@ -366,6 +360,8 @@ class ModelGraphs:
         if len(waiting) < len(self._retired):
             self._retired = waiting
             self.backend.release_cached()
+        for key in keys:
+            self.pools.drop(key)
 
     def drop_all(self) -> None:
         """Free all graphs and their pools at once; more can be captured."""

@@ -164,7 +164,7 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request)
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
         notes = [
-            f"{path} decides {setting.name}; what the configuration says of it is not used"
+            f"{path} decides {setting.name}; the value in the configuration is not used"
             for setting in unused_settings(plan, config)
         ]
         old, new = (_limits(budget) for budget in (plan.budget or {}, budget_of(config)))

@@ -79,8 +79,8 @@ def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
     if missing:
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
         raise ReportError(
-            f"{path} does not say what {' and '.join(missing)} graphs cost: those that it has are {had}, and the "
-            f"configuration's mode is {plan.mode}",
+            f"{path} has no costs of {' and '.join(missing)} graphs: its graphs are {had}, and the configuration has "
+            f"mode {plan.mode}",
             remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs estimate.",
         )
 
@@ -100,7 +100,7 @@ def _measured(loaded: LoadedConfig) -> Priced:
 
 
 def _estimated(loaded: LoadedConfig) -> GraphCosts:
-    """Costs of a model that is built for that alone. Raises CaptureMemoryError where the host has too little memory."""
+    """Costs by runs on fake tensors. Raises CaptureMemoryError where the host has too little memory for the model."""
     target, kwargs = loaded.model_for("--costs estimate")
     import torch
 
@@ -114,7 +114,7 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
     config, plan = loaded.config, build_plan(loaded.config)
     note("running forwards of the model on tensors without memory, on the CPU")
     if config.device == "cpu":
-        note("note: the estimate is of graphs on a GPU; --costs measure tells what they take here")
+        note("note: the estimate is of graphs on a GPU; --costs measure gives the costs here")
     try:
         with fake_tensors():
             try:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-import yaml
 from pydantic import BaseModel
 from rich.console import RenderableType
 
 from cgplan.cli.costs import costs_of
-from cgplan.cli.output import note, show
+from cgplan.cli.output import note, publish, show
 from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config.template import inline_yaml
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
@@ -111,11 +111,7 @@ def inspect_report(path: Path, *, as_json: bool) -> None:
         raise ReportError(
             f"{path} is not a saved report", remedy=f"For a configuration: cgplan inspect --config {path}"
         )
-    report = load_report(path)
-    if as_json:
-        typer.echo(report.model_dump_json(indent=2))
-    else:
-        show(render(report))
+    publish(load_report(path), None, as_json=as_json)
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
@@ -152,8 +148,7 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
 def _text(value: Any) -> str:
     if value is None:
         return "absent"
-    plain = value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    return inline_yaml(value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value)
 
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:

@@ -16,7 +16,6 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
 MOST_NAMED = 3  # files beside a missing one
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}  # of tables, in place of commas
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
@@ -158,15 +157,15 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
-def read_yaml(text: str, what: str, remedy: str) -> Any:
-    """The value of an option that is written in YAML. Raises ConfigError, which begins with ``what``."""
+def read_yaml(text: str, option: str, remedy: str) -> Any:
+    """The value of an option that is written in YAML. Raises ConfigError, which begins with ``option``."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
-        raise ConfigError(f"{what} is nested too deeply", remedy=remedy) from None
+        raise ConfigError(f"{option} is nested too deeply", remedy=remedy) from None
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)  # the rest of it shows a line that nobody wrote
-        raise ConfigError(f"{what} is not YAML: {problem}", remedy=remedy) from None
+        raise ConfigError(f"{option} is not YAML: {problem}", remedy=remedy) from None
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
@@ -196,7 +195,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
-    """Lines below a constructed node: what it merged stands before its own keys, and the last line counts."""
+    """Lines below a constructed node: merged keys stand before its own, and the last line counts."""
     items: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         items = [(key.value, key, value) for key, value in node.value]

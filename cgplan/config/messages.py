@@ -96,22 +96,18 @@ def _message(
 def _nearest(path: Path_, root: type[BaseModel]) -> str:
     """The name that an unknown key may have been meant to be, its right section, or the names allowed there."""
     *parents, name = path
-    model: type[BaseModel] | None = root
-    annotation: Any = None
-    for parent in parents:
-        if model is not None and parent in model.model_fields:
-            annotation = model.model_fields[str(parent)].annotation
-            model = None if typing.get_origin(annotation) is dict else _model_in(annotation)
-        else:
-            model = _model_in(annotation)
-    fields = list(model.model_fields) if model else []
+    model = root
+    for parent in parents:  # the names in a mapping of sections are fields of none
+        if parent in model.model_fields:
+            model = _model_in(model.model_fields[str(parent)].annotation) or model
+    fields = list(model.model_fields)
     if near := difflib.get_close_matches(str(name), fields, n=1):
         return f" (did you mean {near[0]!r}?)"
     for section, info in root.model_fields.items():  # a right key in the wrong place
         inside = _model_in(info.annotation)
         if inside and "dict" not in str(info.annotation) and name in inside.model_fields:
             return f" (it belongs under {section!r})"
-    return f" (allowed here: {', '.join(fields)})" if fields else ""
+    return f" (allowed here: {', '.join(fields)})"
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -32,11 +32,17 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
     return f"{_HEAD}\n{text}{hint}{_MODEL_HINT}\n{head}{''.join(map(_input, inputs))}\n{_REST}"
 
 
+def inline_yaml(value: Any) -> str:
+    """A value in one line of YAML; a name that YAML would take for something else (`y`, `on`) is quoted."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
 def _input(guess: InputGuess) -> str:
-    # quoted where YAML would take the name for something else (`y`, `on`)
-    name = yaml.safe_dump(guess.name, width=10**6).removesuffix("\n").removesuffix("\n...")
     lines = [
-        (f"{name}:", "" if guess.required else "has a default; remove the marks to make it an input"),
+        (
+            f"{inline_yaml(guess.name)}:",
+            "" if guess.required else "has a default; uncomment it to make it an input",
+        ),
         (f"  shape: [{', '.join(map(str, guess.shape))}]", f"guess: {guess.reason}"),
         (f"  dtype: {guess.dtype}", "guess, as above"),
         (f"  pad: {guess.pad}", "a choice: what padding rows hold; there is no default"),

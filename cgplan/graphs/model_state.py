@@ -45,16 +45,7 @@ _PLAIN = frozenset(
 )
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
-_OPAQUE_MODULES = (
-    "typing",
-    "threading",
-    "_thread",
-    "logging",
-    "weakref",
-    "torch._",
-    "cgplan.graphs",
-    "cgplan.piecewise",
-)
+_OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
 _FOREIGN = frozenset({"torch", "cgplan", "numpy", *sys.stdlib_module_names})  # packages whose code is not entered
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the __dict__ of each module
@@ -296,9 +287,11 @@ class ModelState:
     def _of_object(self, value: Any, layout: _Layout, path: str) -> Inside:
         """Attributes, slots, and what the walk enters of the class."""
         found: Inside = [(_Via(value, *_MEMBER), member, f".{name}") for name, member in layout.slots]
-        own = {}
+        own: Any = None
         if type(value).__dictoffset__:
-            own = object.__getattribute__(value, "__dict__")
+            with suppress(AttributeError):  # some classes, such as TypeVar of Python 3.12, claim one and have none
+                own = object.__getattribute__(value, "__dict__")
+        if isinstance(own, dict):
             for part in _MODULE_DICTS if layout.is_module else ():
                 inner = own.get(part, {})
                 self.is_compiled |= "_orig_mod" in inner
@@ -307,7 +300,8 @@ class ModelState:
             self._contents[f"{path}.__dict__"] = own, dict, list(own)
             hidden = _OF_TORCH.difference(name for name in _HOOKS if own.get(name)) if layout.is_module else ()
             found += [(own, name, f".{name}") for name in own if name not in hidden]
-        found += [(_Via(value, getattr_static, _bind_in_class), n, f".{n}") for n in layout.state if n not in own]
+        of_class = [name for name in layout.state if name not in (own or ())]
+        found += [(_Via(value, getattr_static, _bind_in_class), name, f".{name}") for name in of_class]
         return found + [({"": method}, "", "") for method in layout.methods]
 
     def _of_function(self, function: types.FunctionType) -> Inside:

@@ -109,31 +109,14 @@ class AllocationLog(TorchDispatchMode):
         self, route: str, model: Callable[..., Any], inputs: dict[str, Any], splitting_ops: Sequence[str] | None
     ) -> None:
         """Log a forward: ``full``, or with the eager pieces of a route of PIECEWISE graphs."""
-        wrappers = []
+        wrappers = list[CUDAGraphWrapper]()
         if route == "wrappers":
             holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
             values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
             found = [value for value in values if isinstance(value, CUDAGraphWrapper)]
             wrappers = [wrapper for wrapper in found if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE]
-        if route == "full":
-            with HostGuard(self.refusals), self:
-                model(**inputs)
-        elif route == "ops":
-            self._run_split(model, inputs, splitting_ops)
-        elif wrappers:
-            with ExitStack() as patches, self, patch.object(self, "is_recording", False):
-                for wrapper in wrappers:
-                    segment = patch.object(self, "is_recording", True)(wrapper.runnable)
-                    patches.enter_context(patch.object(wrapper, "runnable", segment))
-                model(**inputs)
-        else:
-            with standing_in(self), self:
-                model(**inputs)
 
-    def _run_split(
-        self, model: Callable[..., Any], inputs: dict[str, Any], splitting_ops: Sequence[str] | None
-    ) -> None:
-        def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def split_backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
             split, pieces = split_graph(graph, splitting_ops)
             for name in (piece.name for piece in pieces if piece.eager):
                 piece = getattr(split, name)
@@ -146,11 +129,23 @@ class AllocationLog(TorchDispatchMode):
 
             return run
 
-        own = with_own_code(model)
-        try:
-            torch.compile(own, backend=backend, fullgraph=True, dynamic=False)(**inputs)
-        finally:
-            torch._C._dynamo.eval_frame.reset_code(own.__code__)
+        with ExitStack() as stack:
+            if route == "ops":
+                own = with_own_code(model)
+                stack.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
+                torch.compile(own, backend=split_backend, fullgraph=True, dynamic=False)(**inputs)
+                return
+            if route == "full":
+                stack.enter_context(HostGuard(self.refusals))
+            elif wrappers:
+                stack.enter_context(patch.object(self, "is_recording", False))
+                for wrapper in wrappers:
+                    segment = patch.object(self, "is_recording", True)(wrapper.runnable)  # as a decorator
+                    stack.enter_context(patch.object(wrapper, "runnable", segment))
+            else:
+                stack.enter_context(standing_in(self))
+            stack.enter_context(self)
+            model(**inputs)
 
     def add_named(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any, **__: Any) -> Any:
         """Run an eager piece, as a breakable capture does."""

@@ -167,7 +167,6 @@ class Case:
                 yield key, RULE if not self.bounded else NO_GRAPH_GAIN if self._exact else UNPROVEN
 
     def _broken(self, keys: Sequence[Key]) -> tuple[Limit, ...]:
-        """Limits of the budget that these keys together are beyond."""
         cost = self.curve.price(capture_order(keys))
         spent: dict[Limit, Any] = {
             "max_graphs": len(keys), "memory": cost["bytes"], "capture_time": cost["seconds"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run, lanes_of, largest_of, may_serve, stride_of
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape
+from cgplan.units import listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 WIDE = 0.25  # padding, as a share of the tokens that run
@@ -63,7 +64,6 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
-    """Batches larger than every graph for them, where a graph would have been faster."""
     for uniform in (True, False):
         missed = [(b, weight) for b, weight in run.eager if b.uniform is uniform and _lane_for(plan, b)]
         if missed and (cliff := _cliff(plan, run, max((b for b, _ in missed), key=lambda b: b.num_tokens))):
@@ -74,7 +74,6 @@ def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
 
 
 def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
-    """The largest batch that the scheduler makes, if traffic stays below it and a graph would be faster."""
     seqs, tokens, q = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len
     reqs = min(seqs, tokens // q)
     extremes = [
@@ -115,7 +114,6 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
-    """Traffic that the configuration's scheduler would not make."""
     for what, name, field in (
         ("tokens", "num_tokens", "max_num_batched_tokens"),
         ("requests", "num_reqs", "max_num_seqs"),
@@ -137,32 +135,30 @@ def _unreachable_sizes(plan: Plan) -> Iterator[str]:
         if dead:
             batches = f"multiples of {stride}" if stride > 1 else "batches"
             yield (
-                f"no batch reaches the {count(len(dead), 'graph')} of lane {lane} at {_list(dead)} tokens: it runs "
+                f"no batch reaches the {count(len(dead), 'graph')} of lane {lane} at {listed(dead)} tokens: it runs "
                 f"{batches} up to {most}"
             )
 
 
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
-    """Sizes that hold no whole number of requests of a uniform batch."""
     q, given = plan.query_len, (plan.config or {}).get("compilation", {}).get("cudagraph_capture_sizes")
     if uneven := sorted({key.num_tokens for _, key in plan.keys if key.uniform and key.num_tokens % q}):
-        yield f"sizes {_list(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
+        yield f"sizes {listed(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
     if isinstance(given, list) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
         most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
         rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
         there = sorted({up for up in rounded.values() if up <= most})
         dropped = [size for size, up in rounded.items() if up > most]
-        parts = [f"captured at {_list(there)} instead"] if there else []
-        parts += [f"dropped at {_list(dropped)}, where the next multiple is above the largest"] if dropped else []
+        parts = [f"captured at {listed(there)} instead"] if there else []
+        parts += [f"dropped at {listed(dropped)}, where the next multiple is above the largest"] if dropped else []
         if rounded:
             yield (
-                f"cudagraph_capture_sizes {_list([*rounded])} are not multiples of {q}, tokens of a request: as a list "
-                f"they are {' and '.join(parts)}"
+                f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a "
+                f"list they are {' and '.join(parts)}"
             )
 
 
 def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
-    """LoRA cases that no batch uses, and batches that no case serves."""
     most = plan.max_loras or 0
     used = {use.lane.num_active_loras for use in run.uses if use.size is not None}
     cases = [key.num_active_loras for _, key in plan.keys]
@@ -196,7 +192,6 @@ def _wide_steps(run: Run) -> Iterator[str]:
 
 
 def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
-    """Graphs of a mode that no batch runs in, and a mode for batches that traffic does not have."""
     used = {use.lane.mode for use in run.uses}
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
         number = sum(key_mode is mode for key_mode, _ in plan.keys)
@@ -227,8 +222,3 @@ def _kind(uniform: bool) -> str:
 def _share(batches: Iterable[tuple[StepShape, float]], run: Run) -> str:
     share = sum(weight for _, weight in batches) / run.traffic.total
     return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"
-
-
-def _list(sizes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sizes[:6]))
-    return shown if len(sizes) <= 6 else f"{shown} and {len(sizes) - 6} more"

@@ -167,7 +167,6 @@ def problem_of(
 def _demand(
     served: tuple[int, ...], rows: list[tuple[int, int, float]], lanes: Sequence[Lane], times: StepTimes, plan: Plan
 ) -> Demand:
-    """The demand of batches that are given by their tokens, adapters and weight."""
     sizes, loras, weights = (np.array(column) for column in zip(*rows, strict=True))
     eager = np.zeros(sizes.size)
     for case in np.unique(loras):

@@ -104,7 +104,6 @@ def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None =
 
 
 def _ladders(config: Config) -> Iterator[tuple[str, Plan]]:
-    """Plans of the sizes that the configuration lists and of each ladder that fits it, by name."""
     if listed := isinstance(config.compilation.cudagraph_capture_sizes, tuple):
         with suppress(PlanError):
             yield "configured", build_plan(config)
@@ -115,7 +114,6 @@ def _ladders(config: Config) -> Iterator[tuple[str, Plan]]:
 
 
 def _check_one_graph(limits: Limits, curve: Curve) -> None:
-    """Raises BudgetError if no graph at all can be paid for."""
     problem = curve.problem
     singles = [
         tuple((index,) if other is lane else () for other in problem.lanes)

@@ -348,7 +348,6 @@ class Search:
         return np.asarray(pool + static + self._problem.workspace * some)
 
     def _cheapest(self, group: Sequence[int]) -> tuple[float, float]:
-        """Bytes and seconds of the cheapest key of these lanes."""
         lanes = [self._problem.lanes[i] for i in group if self._problem.lanes[i].sizes.size > 1]
         driver = min((float(lane.driver[1:].min()) for lane in lanes), default=0.0)
         return driver, min((float(lane.seconds[1:].min()) for lane in lanes), default=0.0)

@@ -139,12 +139,11 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
 
 
 def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
-    limit, sizes = config.scheduler.max_num_batched_tokens, sorted(set(given))
-    dropped = [str(s) for s in sizes if s > limit]
-    warning = f"capture sizes {', '.join(dropped)} above scheduler.max_num_batched_tokens = {limit} were dropped"
-    return CaptureSizes(
-        tuple(s for s in sizes if s <= limit), "compilation.cudagraph_capture_sizes", (warning,) if dropped else ()
-    )
+    limit, source = config.scheduler.max_num_batched_tokens, "compilation.cudagraph_capture_sizes"
+    sizes, dropped = (sorted({s for s in given if (s > limit) is above}) for above in (False, True))
+    names = ", ".join(map(str, dropped))
+    warning = f"capture sizes {names} above scheduler.max_num_batched_tokens = {limit} were dropped"
+    return CaptureSizes(tuple(sizes), source, (warning,) if dropped else ())
 
 
 def _from_ladder(config: Config, name: str) -> CaptureSizes:
@@ -220,7 +219,6 @@ def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequ
 
 
 def _unused(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]) -> Iterator[str]:
-    """Warnings about listed sizes that no graph is captured for, and about splits that the route does not look at."""
     compilation = config.compilation
     unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):

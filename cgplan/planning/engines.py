@@ -297,7 +297,6 @@ def _requests(plan: Plan) -> list[int]:
 
 
 def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
-    """Notes on a list of ``graphs`` sizes, with decode sizes in requests, for all LoRA cases."""
     q, most = plan.query_len, plan.max_num_seqs
     notes = [f"decode sizes are in requests of {q} tokens, the plan's in tokens"] if q > 1 else []
     full = [key for mode, key in plan.keys if mode is CUDAGraphMode.FULL and not key.uniform]

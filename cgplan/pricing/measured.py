@@ -151,7 +151,10 @@ class MeasuredCosts(GraphCosts):
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
         self.notes = (*notes, *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)))
-        self._pools = {mode: _nondecreasing(points) for mode, points in pools.items()}
+        self._pools: dict[CUDAGraphMode, list[tuple[int, int]]] = {}
+        for mode, points in pools.items():  # a pool into which a size has been captured holds every smaller one
+            sizes, found = zip(*sorted(points), strict=True)
+            self._pools[mode] = list(zip(sizes, accumulate(found, max), strict=True))
         self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
 
     @classmethod
@@ -243,9 +246,3 @@ class MeasuredCosts(GraphCosts):
             by_size.setdefault(measured.num_tokens, []).append(value(measured))
         points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
         return max(interpolate(points, descriptor.num_tokens), min(least for _, least in points)) if points else 0.0
-
-
-def _nondecreasing(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """A pool into which a size has been captured holds every smaller one."""
-    sizes = sorted(size for size, _ in points)
-    return tuple(zip(sizes, accumulate((nbytes for _, nbytes in sorted(points)), max), strict=True))

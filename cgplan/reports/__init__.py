@@ -1,4 +1,4 @@
-"""Records of what runs measured: saved, reloaded and shown as tables."""
+"""Records of measurements: saved, reloaded and shown as tables."""
 
 from cgplan.reports import bench_tables, capture_tables, plan_tables  # each registers its renderers
 from cgplan.reports.layout import render, render_text

@@ -42,7 +42,6 @@ class PoolReport:
 
     @property
     def static_bytes(self) -> int:
-        """Static buffers of all members."""
         return sum(report.static_bytes for report in self.parts.values())
 
     @property

@@ -263,7 +263,6 @@ def _check_shape(shape: StepShape, where: str, plan: Plan, *, any_number: bool =
 
 
 def _trace(rows: Iterable[tuple[str, Mapping[str, Any], Any]], form: Form[Any], path: Path, plan: Plan) -> RequestTrace:
-    """Requests of a trace, in microseconds since its first."""
     stamp = next(iter(form.columns))
     requests: list[Request] = []
     first: tuple[str, float] | None = None

@@ -237,7 +237,6 @@ class _Server:
                 self.standby.append(request)
 
     def _admit(self, now: int, adapters: set[int]) -> tuple[Request, int] | None:
-        """Take in the first request that may run, if there is one; its prefill begins."""
         if self.running >= self.bounds.max_num_seqs:
             return None
         full = self.bounds.max_loras is not None and len(adapters) >= self.bounds.max_loras

@@ -254,7 +254,6 @@ class StepTimes(Record):
         return (*(case for case, above in pairwise(ordered) if times(case) != times(above)), *ordered[-1:])
 
     def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[Curve | None, float]:
-        """The measured curve that stands for a case, and the factor to apply to it."""
         curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
         if not curves:
             return None, 1.0

@@ -14,6 +14,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import StepCounts, Traffic
 from cgplan.traffic.rows import MOST_STEPS, MOST_TOKENS, Form, Row, RuntimeMode, whole
+from cgplan.units import listed
 
 COLUMNS = ("Unpadded Tokens", "Padded Tokens", "Num Paddings", "Runtime Mode", "Count")
 MOST_SIZES = 8  # that a note lists
@@ -133,7 +134,7 @@ def _of_another_server(rows: Sequence[tuple[_Row, _Server]], plan: Plan) -> Iter
     for sizes in dict.fromkeys(server.sizes for server in servers if server.sizes):
         parts = {"not here": sorted({*sizes} - {*ladder}), "only here": sorted({*ladder} - {*sizes})}
         if any(parts.values()):
-            differing = "; ".join(f"{_listed(found)} {where}" for where, found in parts.items() if found)
+            differing = "; ".join(f"{listed(found, MOST_SIZES)} {where}" for where, found in parts.items() if found)
             yield (
                 f"the log's server captured {len(sizes)} sizes up to {max(sizes)}, the configuration without traffic "
                 f"{len(ladder)} up to {ladder[-1]}: {differing}"
@@ -143,10 +144,5 @@ def _of_another_server(rows: Sequence[tuple[_Row, _Server]], plan: Plan) -> Iter
     if others:
         yield (
             f"{sum(row.count for row in padded if row.padded in others):,} steps of the log were padded to sizes that "
-            f"the configuration does not have without traffic: {_listed(others)}"
+            f"the configuration does not have without traffic: {listed(others, MOST_SIZES)}"
         )
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sizes[:MOST_SIZES]))
-    return shown if len(sizes) <= MOST_SIZES else f"{shown} and {len(sizes) - MOST_SIZES} more"

@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import cgplan
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.captures.budget import NO_GRAPH, fitting
-from cgplan.config import Config, Input, validate_config
+from cgplan.config import Config, validate_config
 from cgplan.errors import CaptureMemoryError, DispatchMissError, HostSyncError
 from cgplan.graphs.pools import GraphPool
 from cgplan.modes import CUDAGraphMode
@@ -30,6 +29,7 @@ from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan, build_plan
 from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.reports import CaptureReport
+from cgplan.reports.records import BudgetRecord
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
@@ -104,6 +104,11 @@ def captured_sizes(runner: GraphRunner) -> list[int]:
     return [descriptor.num_tokens for _, descriptor in runner.plan.keys]
 
 
+def budget_of(runner: GraphRunner) -> BudgetRecord:
+    assert runner.report.budget is not None
+    return runner.report.budget
+
+
 def sizes(keys: Any) -> list[int]:
     return [descriptor.num_tokens for _, descriptor in keys]
 
@@ -142,18 +147,18 @@ def check_report(runner: GraphRunner, config_keys: int = len(SIZES)) -> None:
 # --- without a limit ------------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_nothing_is_watched() -> None:
+def test_a_budget_that_is_absent_or_pays_for_all_changes_nothing() -> None:
     runner = open_runner({})
     assert runner.report.budget is None
     assert captured_sizes(runner) == [16, 8, 4, 2, 1]
     assert "budget" not in str(runner.report)
-
-
-def test_a_budget_that_pays_for_all_changes_nothing() -> None:
+    assert "redicted" not in str(runner.report), "without predictions nothing is compared"
+    saved = json.loads(runner.report.model_dump_json())
+    del saved["budget"], saved["workspace_bytes"]
+    assert CaptureReport.model_validate(saved).budget is None, "a report of before budgets can still be read"
     runner = open_runner({"memory": "1GiB", "capture_time": "10min", "max_graphs": 5, "reserve": "1B"})
     assert captured_sizes(runner) == [16, 8, 4, 2, 1]
-    assert runner.report.budget is not None
-    assert runner.report.budget.stops == ()
+    assert budget_of(runner).stops == ()
     check_numbers(runner)
     check_report(runner)
 
@@ -165,8 +170,7 @@ def test_a_budget_that_pays_for_all_changes_nothing() -> None:
 def test_of_too_many_graphs_those_stay_that_pad_least(most: int, kept: list[int]) -> None:
     runner = open_runner({"max_graphs": most})
     assert captured_sizes(runner) == kept
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert sizes(budget.left_out) == sorted({*SIZES} - {*kept}, reverse=True)
     assert f"at most {most} graph{'' if most == 1 else 's'}\n" in str(runner.report)
     if len(kept) < len(SIZES):
@@ -244,8 +248,7 @@ def test_a_graph_that_overshoots_is_freed_and_those_before_it_are_captured_again
     assert device.captures == 4 + 3
     assert device.taken == 3 * DRIVER
     assert runner.report.graph_bytes == limit - 2000
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("memory", 2)]
     assert sizes(budget.skipped) == [2, 1]
     check_numbers(runner)
@@ -260,8 +263,7 @@ def test_without_predictions_sizes_are_left_out_from_the_top() -> None:
     assert captured_sizes(runner) == [4, 2, 1]
     assert device.captures == 5
     assert runner.report.graph_bytes == limit - 100
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("memory", 16), ("memory", 8)]
     assert budget.stops[1].detail == "15.9 KiB are used with it, 11.7 KiB expected for the 3 keys after it"
     check_numbers(runner)
@@ -277,8 +279,7 @@ def test_without_predictions_a_key_is_expected_to_cost_what_others_did() -> None
     runner = open_runner({"memory": limit}, backend=device)
     assert captured_sizes(runner) == [16, 8, 4]
     assert device.captures == 3
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert budget.stops[0].detail == "31.7 KiB are used, 11.7 KiB expected for it"
 
 
@@ -300,8 +301,7 @@ def test_what_others_captured_into_the_pool_does_not_count() -> None:
     limited = config_of({"memory": 16 * ROW + KIB})  # not a byte of it is new
     runner = CaptureSession(build_plan(limited), Model(), device, limited, pool=pool).run()
     assert captured_sizes(runner) == [16, 8, 4, 2, 1]
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert budget.used_bytes == 16 * ROW
     assert runner.report.pool_bytes == 16 * POOL_ROW
 
@@ -314,8 +314,7 @@ def test_predictions_leave_the_largest_out_before_the_start() -> None:
     assert captured_sizes(runner) == [8, 4, 2, 1]
     assert device.captures == 4
     assert runner.report.static_bytes == 8 * ROW
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert (sizes(budget.left_out), budget.skipped, budget.stops) == ([16], (), ())
     predicted = runner.plan.predicted
     assert predicted is not None
@@ -360,8 +359,7 @@ def test_no_memory_for_static_buffers_is_no_crash_under_a_budget(monkeypatch: py
     monkeypatch.setattr(torch, "zeros", zeros)
     runner = open_runner({"max_graphs": 100})
     assert captured_sizes(runner) == []
-    assert runner.report.budget is not None
-    assert [stop.limit for stop in runner.report.budget.stops] == ["device memory"]
+    assert [stop.limit for stop in budget_of(runner).stops] == ["device memory"]
     check_numbers(runner)
     with pytest.raises(CaptureMemoryError, match="static buffers"):
         open_runner({})
@@ -379,8 +377,7 @@ def test_under_a_budget_running_out_of_memory_at_large_sizes_leaves_small_ones()
     backend = TapeBackend(pool_limit=4 * POOL_ROW)
     runner = open_runner({"memory": "1GiB"}, backend=backend)
     assert captured_sizes(runner) == [4, 2, 1]
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert [stop.limit for stop in budget.stops] == ["device memory"] * 2
     check_numbers(runner)
     check_report(runner)
@@ -404,8 +401,7 @@ def test_running_out_of_memory_on_the_way_keeps_what_was_captured(call: int) -> 
     backend = TapeBackend()
     runner = open_runner({"memory": "1GiB"}, backend=backend, model=RunsOut(4, {call}))
     assert captured_sizes(runner) == [16, 8]
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("device memory", 4)]
     assert "ran out" in str(runner.report)
     check_numbers(runner)
@@ -424,8 +420,7 @@ def test_a_second_failure_gives_graphs_up() -> None:
     runner = open_runner({"memory": "1GiB"}, backend=backend, model=forward)
     assert captured_sizes(runner) == []
     assert reserved(backend) == before
-    assert runner.report.budget is not None
-    assert len(runner.report.budget.stops) == 2
+    assert len(budget_of(runner).stops) == 2
     check_numbers(runner)
 
 
@@ -464,10 +459,13 @@ def test_when_time_is_over_the_rest_is_not_captured(monkeypatch: pytest.MonkeyPa
     ticking(monkeypatch, 10.0)
     runner = open_runner({"capture_time": "35s"})
     assert captured_sizes(runner) == [16, 8, 4]
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("capture_time", 2)]
     assert re.match(r"\d0\.0 s are used", budget.stops[0].detail)
+    ticking(monkeypatch, 20.0)
+    short = open_runner({"capture_time": "35s"}).report
+    assert len(short.records) == 1
+    assert "of 35.0 s used, because the last capture took longer than was known before" in " ".join(str(short).split())
     monkeypatch.undo()
     check_numbers(runner)
     check_report(runner)
@@ -478,8 +476,7 @@ def test_a_key_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPa
     ticking(monkeypatch, 4.0)
     runner = open_runner({"capture_time": "23s"}, predicted=predict(4.0))
     assert captured_sizes(runner) == [16, 8, 4, 2]
-    assert runner.report.budget is not None
-    assert "4.00 s expected for it" in runner.report.budget.stops[0].detail
+    assert "4.00 s expected for it" in budget_of(runner).stops[0].detail
 
 
 def test_seconds_are_those_of_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,17 +497,9 @@ def test_seconds_are_those_of_captures_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     runner = open_runner({"capture_time": "11s"}, backend=Slow(), predicted=predict(2.0))
     assert captured_sizes(runner) == [16, 8, 4, 2, 1]
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert budget.used_seconds == 10.0
     assert "because the last capture took longer" not in str(runner.report)
-
-
-def test_seconds_that_nobody_foresaw_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticking(monkeypatch, 20.0)
-    report = open_runner({"capture_time": "35s"}).report
-    assert len(report.records) == 1
-    assert "of 35.0 s used, because the last capture took longer than was known before" in " ".join(str(report).split())
 
 
 # --- reserve --------------------------------------------------------------------------------------------------
@@ -526,8 +515,7 @@ def test_memory_that_is_reserved_stays_free(foresees: bool) -> None:
     assert free >= 20 * KIB
     stopped, kept = (16, [8, 4, 2, 1]) if foresees else (2, [16, 8, 4])
     assert captured_sizes(runner) == kept
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("reserve", stopped)]
     assert ("are free, 15.6 KiB expected for the 4 keys after it" in budget.stops[0].detail) is foresees
     check_numbers(runner)
@@ -538,23 +526,20 @@ def test_a_reserve_is_kept_by_predictions_before_the_start() -> None:
     device = WithDriver(rate=0, total=40 * KIB)
     runner = open_runner({"reserve": "30KiB"}, backend=device, predicted=predict())
     assert captured_sizes(runner) == [8, 4, 2, 1]
-    assert runner.report.budget is not None
-    assert sizes(runner.report.budget.left_out) == [16]
-
-
-def test_a_reserve_that_is_not_there_allows_no_graph() -> None:
+    assert sizes(budget_of(runner).left_out) == [16]
     device = WithDriver(total=40 * KIB)
     runner = open_runner({"reserve": "1GiB"}, backend=device)
-    assert captured_sizes(runner) == []
-    assert device.captures == 0
+    assert (captured_sizes(runner), device.captures) == ([], 0)
     check_numbers(runner)
 
 
 # --- afterwards -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("route", ["modules", "ops"])
+@pytest.mark.parametrize(
+    ("mode", "route"),
+    [("FULL_DECODE_ONLY", "ops"), ("PIECEWISE", "ops"), ("PIECEWISE", "modules"), ("FULL_AND_PIECEWISE", "modules")],
+)
 def test_every_route_works_with_half_of_the_memory(mode: str, route: str) -> None:
     def changes(budget: dict[str, Any]) -> GraphRunner:
         how = {"piecewise": route, "splitting_modules": ["last"]} if route == "modules" else {
@@ -590,15 +575,6 @@ def test_a_miss_can_still_be_an_error() -> None:
         runner(x=torch.ones(17, WIDTH))
 
 
-def test_a_capture_in_one_call_takes_a_budget() -> None:
-    specs = {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)}
-    sizes = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": list(SIZES)}
-    with torch.no_grad():
-        runner = cgplan.capture(Model().eval(), specs, compilation=sizes, budget={"max_graphs": 2}, device="cpu")
-    assert captured_sizes(runner) == [16, 8]
-    runner.close()
-
-
 @pytest.mark.parametrize("policy", ["eager", "adaptive"])
 def test_what_a_budget_dropped_is_counted_as_such(policy: str) -> None:
     runner = open_runner({"capture_time": "2s"}, compilation={"capture_policy": policy}, predicted=predict(1.0))
@@ -624,15 +600,10 @@ def test_what_a_left_out_key_would_have_brought_is_brought_by_the_next_in_propor
     assert nothing.predicted is not None
     assert nothing.predicted.total_bytes == 0
     assert restricted(plan, plan.keys, config) is plan
-
-
-def test_segments_stay_whole() -> None:
-    config = config_of({})
-    plan = build_plan(config)
     plan = plan.model_copy(update={"predicted": predict(row=1 << 20)(plan)})
     part = restricted(plan, [key for key in plan.keys if key[1].num_tokens <= 1], config)
     assert part.predicted is not None
-    assert part.predicted.keys[0].pool_bytes == 2 << 20
+    assert part.predicted.keys[0].pool_bytes == 2 << 20, "segments stay whole"
 
 
 @settings(max_examples=40, deadline=None)
@@ -686,8 +657,7 @@ def test_the_prediction_says_which_keys_it_leaves_out() -> None:
     device = WithDriver(rate=1000, chunk=1)
     limit = 8 * ROW + 8 * POOL_ROW + DRIVER + 2000
     runner = open_runner({"memory": limit}, backend=device, predicted=predict())
-    budget = runner.report.budget
-    assert budget is not None
+    budget = budget_of(runner)
     assert (sizes(budget.left_out), sizes(budget.skipped)) == ([16], [4, 2, 1])
     part = " ".join(str(runner.report).partition("Prediction")[2].partition("Totals")[0].split())
     assert "note 4 keys (FULL: 1, 2, 4, 16) over the budget: not captured, and neither predicted nor measured" in part
@@ -719,21 +689,11 @@ def test_a_tape_has_no_driver_to_compare() -> None:
     assert "memory          20.0 KiB predicted, 20.0 KiB measured: +0.0%" in part
 
 
-def test_without_predictions_nothing_is_compared() -> None:
-    assert "redicted" not in str(open_runner({}).report)
-
-
 def test_a_long_list_of_stops_is_cut_short() -> None:
     text = str(open_runner({"memory": 16 * ROW + POOL_ROW}).report)
     assert text.count("stopped by") == 3
     assert "and at 1 more keys" in text
     assert "not captured  4 keys (FULL: 2, 4, 8, 16): padded to other sizes, or run eagerly" in text
-
-
-def test_a_report_of_before_budgets_can_still_be_read() -> None:
-    saved = json.loads(open_runner({}).report.model_dump_json())
-    del saved["budget"], saved["workspace_bytes"]
-    assert CaptureReport.model_validate(saved).budget is None
 
 
 @pytest.mark.gpu

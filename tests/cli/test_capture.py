@@ -119,7 +119,7 @@ def test_a_saved_plan_is_captured_as_it_is(home: Path, command: str) -> None:
     report = CaptureReport.model_validate(data if command == "capture" else data["capture"])
     assert tuple((r.mode, r.descriptor) for r in report.records) == plan.keys
     assert not report.warnings
-    said = "plan.json decides compilation.cudagraph_capture_sizes; what the configuration says of it is not used"
+    said = "plan.json decides compilation.cudagraph_capture_sizes; the value in the configuration is not used"
     assert f"note: {said}" in result.stderr
     assert said in report.plan.notes, "the report says it, too"
 

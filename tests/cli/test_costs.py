@@ -51,7 +51,7 @@ def test_graphs_of_a_mode_that_a_report_does_not_have_are_not_priced(
     captured(MODE + measured)
     for command in (traffic, PLAN, INSPECT):
         message = refused(errors.ReportError, *command, *settings(MODE + planned), "--costs", "run.json")
-        assert f"run.json does not say what {missing} graphs cost: those that it has are {measured}" in message
+        assert f"run.json has no costs of {missing} graphs: its graphs are {measured}" in message
         assert f"a capture in mode {planned}, --costs measure or --costs estimate" in message
     assert predicted(*traffic, *settings(MODE + measured), "--costs", "run.json").keys[0].pool_bytes > 0
 

@@ -80,6 +80,7 @@ def ladder(evidence: Evidence, name: str) -> LadderPoint:
 # --- the rule of the dispatcher -------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(plan=plans.plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
 def test_batches_run_where_the_dispatcher_sends_them(plan: Plan, tokens: int, uniform: bool, loras: int) -> None:
     mode, descriptor = CudagraphDispatcher(plan).dispatch(tokens, uniform, loras)
@@ -105,6 +106,7 @@ def test_traffic_through_a_plan() -> None:
 # --- keys that could not be captured --------------------------------------------------------------------------
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     lost=st.sets(st.integers(1, 12), max_size=12),
     weights=st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -50,6 +50,7 @@ def test_a_fine_ladder_is_thinned_out_evenly() -> None:
     assert kept(4, list(range(1, 65))) == {"FULL": (16, 32, 48, 64)}
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3))
 def test_no_other_choice_pads_less(found: set[int], most: int, stride: int) -> None:
     sizes = sorted(size * stride for size in found)
@@ -62,6 +63,7 @@ def test_no_other_choice_pads_less(found: set[int], most: int, stride: int) -> N
     assert padding(plan.capture_sizes, stride) == pytest.approx(min(padding(few, stride) for few in others))
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(1, 24), min_size=2, max_size=6), st.integers(2, 8), st.integers(1, 24))
 def test_graphs_are_shared_out_best_between_lanes(found: set[int], most: int, seqs: int) -> None:
     """Decode graphs end at max_num_seqs, so that the two lanes differ."""

@@ -158,7 +158,7 @@ def test_ladders_literally(name: str, maximum: int, expected: list[int]) -> None
 MAXIMA = st.integers(1, 2000)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(name=st.sampled_from(sorted(LADDERS)), small=MAXIMA, large=MAXIMA)
 def test_ladders_ascend_from_one_to_the_maximum_and_a_larger_one_keeps_them(name: str, small: int, large: int) -> None:
     small, large = sorted((small, large))
@@ -245,7 +245,7 @@ def test_no_size_left_is_an_error_that_says_what_to_raise(given: dict[str, Any],
     assert "max_num_batched_tokens" in caught.value.remedy
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(
     mode=st.sampled_from([m for m in CUDAGraphMode if m is not CUDAGraphMode.NONE]),
     q=st.integers(1, 6),

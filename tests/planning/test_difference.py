@@ -44,7 +44,7 @@ def test_sizes_are_compared_lane_by_lane() -> None:
     assert compare(old, new).graphs == Figure(old=3, new=3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(old=plans(), new=plans())
 def test_added_and_removed_turn_one_plan_into_the_other(old: Plan, new: Plan) -> None:
     before, after = old.lanes(), new.lanes()

@@ -48,14 +48,14 @@ def test_vllm_literally() -> None:
     assert emission.notes == ("made for --max-num-seqs 4 --max-num-batched-tokens 8192",)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(plan=plans())
 def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
     assert read_back(plan).keys == plan.keys
     assert len(emit(plan, "vllm").notes) == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(plan=plans_with_lanes())
 def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_lanes(plan: Plan) -> None:
     assert all(emit(plan, engine).text.isascii() for engine in ("vllm", "sglang", "trtllm", "json"))

@@ -124,7 +124,7 @@ def test_the_expected_step_comes_from_the_evidence(evidence: dict[str, Any] | No
 # --- the JSON form --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(plan=plans())
 def test_a_saved_plan_reloads_to_an_equal_value(plan: Plan) -> None:
     again = Plan.from_json(plan.model_dump_json())

@@ -16,6 +16,7 @@ from decoding import Chunk, batch_of, configure, decoder, logits_of, one_thread,
 import cgplan
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config, Input, validate_config
 from cgplan.errors import BackendError, CaptureError, CgplanError, HostSyncError, InputError, PlanError
 from cgplan.modes import CUDAGraphMode
@@ -129,24 +130,6 @@ def test_capture_close_and_capture_again(backend: GraphBackend) -> None:
     manager.close()
 
 
-def test_numbers_go_on_over_a_recapture(backend: GraphBackend) -> None:
-    manager, x = CudaGraphManager(config_of(backend, [4]), MLP(backend), backend), rows(backend, 3)
-    manager.capture()
-    manager.stats.time_every = 1
-    manager.run(x=x)
-    manager.recapture()
-    for calls in (2, 3):
-        manager.run(x=x)
-        assert (manager.stats.calls, manager.stats.timed_calls) == (calls, calls)
-        (hits,) = manager.stats.record().replays
-        assert hits.calls == calls
-    assert manager.stats.captures == 2
-    manager.close()
-    manager.capture()
-    assert manager.stats.calls == 0, "a new beginning"
-    manager.close()
-
-
 def test_who_reads_numbers_reads_those_after_a_recapture_too(backend: GraphBackend) -> None:
     """A server registers them once; what they counted before the last replan is not planned for again."""
     config = config_of(backend, [2, 8], capture_policy="adaptive")
@@ -163,8 +146,12 @@ def test_who_reads_numbers_reads_those_after_a_recapture_too(backend: GraphBacke
         assert manager.runner is runner
         assert manager.stats is stats
         assert (stats.calls, stats.timed_calls, stats.captures) == (2, 2, 2 + 1 + 1)
+        assert [hits.calls for hits in stats.record().replays] == [1, 1]
         manager.replan(times=TIMES)
         assert manager.sizes == (3,)
+        manager.close()
+        manager.capture()
+        assert manager.stats.calls == 0, "a new beginning"
 
 
 def test_a_manager_alone_is_told_of_its_own_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,24 +232,48 @@ def together(backend: GraphBackend) -> tuple[GraphPool, dict[str, CudaGraphManag
 
 
 def test_models_that_share_a_pool_take_turns(backend: GraphBackend) -> None:
-    pool, managers = together(backend)
-    before = baseline(backend)
+    """The one with the largest size is captured first, so that the other fits into the same memory."""
+    pool, seen = GraphPool(backend), list[str]()
+
+    def told(name: str, _: CaptureProgress) -> None:
+        seen.append(name)
+
+    before, models = baseline(backend), {"draft": MLP(backend, 2), "target": MLP(backend, 6)}
+    managers = {
+        name: CudaGraphManager(
+            config_of(backend, sizes),
+            models[name],
+            pool=pool,
+            name=name,
+            progress=lambda _, name=name: seen.append(name),
+        )
+        for name, sizes in (("draft", [32, 64]), ("target", [64, 128]))
+    }
     report = capture_together(list(managers.values()))
+    assert seen == ["target"] * 2 + ["draft"] * 2
+    assert list(report.parts) == ["target", "draft"]
     alone = {}
     for name, manager in managers.items():
-        with CudaGraphManager(manager.config, MLP(backend, 6 if name == "target" else 2), backend) as other:
+        with CudaGraphManager(manager.config, models[name], backend) as other:
             other.capture()
             alone[name] = other.pool.nbytes
     assert max(alone.values()) <= pool.nbytes < sum(alone.values())
-    assert report.pool_bytes == pool.nbytes
+    assert isinstance(report, PoolReport)
+    assert (report.graphs, report.pool_bytes, report.static_bytes) == (4, pool.nbytes, (128 + 64) * WIDTH * 4)
+    assert report.total_bytes == report.pool_bytes + report.static_bytes + report.outside_bytes
+    if backend.device.type == "cpu":
+        grown = [sum(record.pool_growth for record in part.records) for part in report.parts.values()]
+        assert sum(grown) == report.pool_bytes
+    for words in ("draft", "target", f"4 graphs in one pool of {format_bytes(pool.nbytes)}"):
+        assert words in str(report)
     for count in (3, 64, 100, 128, 1):
         for name, manager in managers.items():
             x = rows(backend, count)
-            torch.testing.assert_close(manager.run(x=x), manager._session._model(x), msg=name)
+            torch.testing.assert_close(manager.run(x=x), models[name](x), msg=name)
     managers["target"].close()
     assert pool.nbytes > 0
     x = rows(backend, 7)
-    torch.testing.assert_close(managers["draft"].run(x=x), managers["draft"]._session._model(x))
+    torch.testing.assert_close(managers["draft"].run(x=x), models["draft"](x))
     managers["draft"].close()
     assert pool.nbytes == 0
     assert back_at(backend, before)
@@ -290,24 +301,6 @@ def test_an_output_is_valid_until_the_next_call_of_any_member(backend: GraphBack
         manager.close()
 
 
-def test_the_report_of_a_pool(backend: GraphBackend) -> None:
-    _, managers = together(backend)
-    report = capture_together(list(managers.values()))
-    assert isinstance(report, PoolReport)
-    assert report.graphs == 4
-    assert report.static_bytes == 2 * 128 * WIDTH * 4
-    assert report.total_bytes == report.pool_bytes + report.static_bytes + report.outside_bytes
-    grown = [sum(record.pool_growth for record in part.records) for part in report.parts.values()]
-    if backend.device.type == "cpu":
-        assert sum(grown) == report.pool_bytes
-    text = str(report)
-    assert "draft" in text
-    assert "target" in text
-    assert f"4 graphs in one pool of {format_bytes(report.pool_bytes)}" in text
-    for manager in managers.values():
-        manager.close()
-
-
 def test_all_are_captured_or_none(backend: GraphBackend) -> None:
     pool, managers = together(backend)
 
@@ -327,24 +320,6 @@ def test_all_are_captured_or_none(backend: GraphBackend) -> None:
     assert all(manager.is_captured for manager in managers.values())
     for manager in managers.values():
         manager.close()
-
-
-def test_the_largest_goes_first() -> None:
-    backend = TapeBackend()
-    pool, seen = GraphPool(backend), []
-    managers = [
-        CudaGraphManager(
-            config_of(backend, [size]),
-            MLP(backend),
-            pool=pool,
-            name=str(size),
-            progress=lambda p: seen.append(p.descriptor.num_tokens),
-        )
-        for size in (2, 32, 8)
-    ]
-    report = capture_together(managers)
-    assert seen == [32, 8, 2]
-    assert list(report.parts) == ["32", "8", "2"]
 
 
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:

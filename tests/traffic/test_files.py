@@ -166,7 +166,7 @@ def test_files_that_hold_no_traffic(refused: Any, text: bytes, message: str, rem
 CELLS = st.text(alphabet='0123456789.,-+eE_ "naif:TZ\r\x1c\u0661', max_size=12)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(rows=st.lists(st.lists(CELLS, max_size=4), max_size=4))
 def test_junk_below_a_header_is_refused_or_read(
     rows: list[list[str]], read: Any, tmp_path_factory: pytest.TempPathFactory

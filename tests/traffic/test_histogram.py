@@ -18,7 +18,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(counts=st.lists(st.tuples(SHAPES, st.integers(0, 1000)), min_size=1))
 def test_a_histogram_holds_each_shape_once_and_reads_back_equal(counts: list[tuple[StepShape, int]]) -> None:
     if not any(count for _, count in counts):

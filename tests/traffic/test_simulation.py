@@ -131,7 +131,7 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
     assert steps_of(requests, bounds, step_time) == one_by_one(requests, bounds, step_time)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None:
     requests, bounds = case

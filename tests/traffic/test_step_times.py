@@ -91,7 +91,7 @@ def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert times.notes_for(FULL) == tuple(note for note in times.notes if "PIECEWISE" not in note) != times.notes
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(points=st.fixed_dictionaries({NONE: POINTS, FULL: POINTS}, optional={PIECEWISE: POINTS}))
 def test_times_never_fall_as_batches_grow_and_are_not_below_what_was_measured(
     points: dict[CUDAGraphMode, dict[int, float]],
