@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -23,6 +24,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
 _DEFAULTS = CUDAGraphOptions()
+_living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
 
 
 class _Active(threading.local):
@@ -66,6 +68,8 @@ class BreakableCUDAGraphCapture:
         self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
         self._last_piece = ""
+        self._others: list[BreakableCUDAGraphCapture] = []
+        _living.add(self)
         self._copies = Copies()
         self._derived: dict[str, Any] = {}
         self._steps: list[Callable[[], object]] | None = None
@@ -111,6 +115,9 @@ class BreakableCUDAGraphCapture:
         _active.capture = self
         self._state = AmbientState.now(self._backend.device.type)
         try:
+            # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
+            # destroyed while another one is captured makes that capture invalid.
+            self._others = list(_living)
             self._begin_segment()
         except BaseException:
             self._discard()
@@ -255,7 +262,7 @@ class BreakableCUDAGraphCapture:
         """End the turn of this capture, and give attributes of modules back what eager pieces bound them to."""
         for piece in self.eager_pieces:
             piece.end_capture()
-        _active.capture, self._open, self._derived = None, None, {}
+        _active.capture, self._open, self._derived, self._others = None, None, {}, []
 
     def _discard(self) -> None:
         self._close()

@@ -151,7 +151,7 @@ def test_an_eager_fallback_in_silence(backend: GraphBackend, way: str) -> None:
     assert "cudagraph_capture_sizes" in caught.value.remedy
 
 
-@each_size
+@all_ways
 def test_a_failed_capture_that_keeps_its_memory(backend: GraphBackend, way: str) -> None:
     """The traceback of a capture that failed holds the forward's tensors, and they hold the pool: with the error in
     hand, "try a smaller size" runs out of memory at once. A session lets go of them before it raises.
@@ -181,22 +181,4 @@ def test_a_failed_capture_that_keeps_its_memory(backend: GraphBackend, way: str)
     with pytest.raises(HostSyncError) as caught:
         open_runner(backend, Model(backend, way, stem), way)
     assert grown() <= 2 * MIB  # a random generator's state may hold one small segment on CUDA
-    assert caught.value.remedy
-
-
-def test_the_error_of_a_traced_segment_keeps_no_memory(backend: GraphBackend) -> None:
-    """To name the line, cgplan looks at the frame of the traced code; that frame must not keep its tensors for it."""
-
-    def stem(x: Tensor) -> Tensor:
-        big = x.sum() + torch.zeros(2 * MIB, device=x.device)
-        return x * big.sum().item() + big[0]
-
-    backend.release_cached()
-    before = backend.memory().reserved
-    with pytest.raises(HostSyncError, match=r"return x \* big\.sum\(\)\.item\(\)") as caught:
-        open_runner(backend, Model(backend, "ops", stem), "ops")
-    backend.release_cached()
-    assert (
-        backend.memory().reserved - before <= 2 * MIB
-    )  # a random generator's state may hold one small segment on CUDA
     assert caught.value.remedy

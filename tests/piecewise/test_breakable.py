@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -404,6 +405,21 @@ def test_a_capture_is_used_once_and_replays_until_it_is_reset(backend: GraphBack
     del y
     backend.release_cached()
     assert backend.pool_bytes(pool) == 0
+
+
+def test_captures_in_a_loop_under_one_name(backend: GraphBackend) -> None:
+    """The name lets the capture before go when the next one has begun: a graph must not be destroyed then."""
+    x, pool = randn(backend, 64, 64), backend.new_pool()
+    doubled(x)
+    for _ in range(3):
+        with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, pool) as made:
+            y = doubled(x * 2) + 1
+        x.add_(1)
+        made.replay()
+        same(y, x * 4 + 1)
+    gone = weakref.ref(made)
+    del made
+    assert gone() is None
 
 
 def test_empty_segments_keep_no_graph(backend: GraphBackend) -> None:
