@@ -40,7 +40,6 @@ def run_plan(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Make a plan, then save it, show it, or emit it for an engine. Without traffic the list or ladder decides."""
     loaded = read_config(path, overrides)
     if plot is not None:
         check_plot_path(plot)
