@@ -48,11 +48,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
     from cgplan.pricing.measured import MeasuredCosts
 
-    on_device = report.environment.driver is not None
+    machine = None if report.environment.driver is None else report.environment.as_machine
     notes = tuple(about(f"the costs of {given}", report.plan, report.environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
-    return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
+    return Priced(costs, machine, uncapturable(report.failed))
 
 
 def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:

@@ -13,15 +13,14 @@ from pydantic import BaseModel
 from rich.console import RenderableType
 
 from cgplan.cli.costs import costs_of
-from cgplan.cli.output import note, publish, show
+from cgplan.cli.output import note, show
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.template import inline_yaml
-from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.pricing.measured import case_costs
-from cgplan.reports import load_report, render
+from cgplan.reports import render
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences, titled
 from cgplan.reports.plan_tables import case_table, lane_table
 
@@ -99,14 +98,6 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
         return
     rows = [r for r in origin_rows(read.loaded, plan) if r.origin != "default" and r.key != "report.sizes"]
     show(render(plan), titled("vLLM's configuration", _key_table(rows)))
-
-
-def inspect_report(path: Path, *, as_json: bool) -> None:
-    if path.suffix in (".yaml", ".yml"):
-        raise ReportError(
-            f"{path} is not a saved report", remedy=f"For a configuration: cgplan inspect --config {path}"
-        )
-    publish(load_report(path), None, as_json=as_json)
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, BadParameter, Option
 
-from cgplan.cli.output import failures_reported, is_first_rank
+from cgplan.cli.output import failures_reported, is_first_rank, publish
 from cgplan.version import __version__
 
 
@@ -283,12 +283,13 @@ def inspect(
     if vllm is None and given:
         raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):
-        from cgplan.cli.inspect import inspect_config, inspect_report, inspect_vllm
+        from cgplan.cli.inspect import inspect_config, inspect_vllm
+        from cgplan.reports import load_report
 
         if config is not None:
             inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs, everything=everything)
         elif report is not None:
-            inspect_report(report, as_json=as_json)
+            publish(load_report(report), None, as_json=as_json)
         elif vllm is not None:
             inspect_vllm(vllm, as_json=as_json, **given)
 
