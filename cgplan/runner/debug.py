@@ -54,7 +54,6 @@ class DebugChecks:
         call.replay, call.output = checked, found.pop
 
     def _checked(self, call: PreparedCall, read: Callable[[], Any]) -> Any:
-        """The output of a replay. Raises NumbersError: it differs; names the output and the largest deviation."""
         mode, descriptor = call.route.mode, call.route.descriptor
         with torch.no_grad():
             for tensor in self._handed:
@@ -121,7 +120,6 @@ class DebugChecks:
         return [(name, eager), poisoned]
 
     def _padding(self, descriptor: BatchDescriptor) -> list[torch.Tensor]:
-        """The padding rows of each floating-point input in the staged batch."""
         reqs, found = self._graphed.padded_reqs(descriptor), []
         for buffer in self._graphed.buffers.buffers.values():
             count = buffer.count(descriptor.num_tokens, reqs) - buffer.filled

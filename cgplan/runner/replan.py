@@ -69,12 +69,7 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
 
 
 class OnDemand:
-    """Captures keys for a runner while it serves.
-
-    Args:
-        live: The runner's graphs.
-        stats: Of the runner; captures and failures are counted there.
-    """
+    """Captures keys for a runner while it serves, and counts captures and failures in its stats."""
 
     def __init__(self, live: CapturedKeys, stats: RunnerStats) -> None:
         self.live = live
@@ -89,12 +84,10 @@ class OnDemand:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether keys are captured when they are first met."""
         return self.config.compilation.capture_policy == "lazy"
 
     @contextmanager
     def forbidden(self) -> Iterator[None]:
-        """A block in which nothing is captured."""
         self._forbidden += 1
         try:
             yield
@@ -106,7 +99,6 @@ class OnDemand:
         return route.wanted is not None and route.wanted not in self.live.failed
 
     def may_capture(self, route: Route) -> bool:
-        """Whether the key that a batch asks for can be captured now."""
         return not self._forbidden and self.is_open(route)
 
     def capture(self, key: Key) -> None:

@@ -49,7 +49,7 @@ class GraphRunner:
 
     Args:
         live: The model with its graphs.
-        capture: Captures a plan, of its keys those given; absent: as a session does.
+        capture: Captures a plan, of its keys those given; None: as a session does.
         use: The lock and the stream of its pools; runners that share a pool share it.
         name: What messages call the runner.
 
@@ -80,7 +80,6 @@ class GraphRunner:
         self._open()
 
     def _open(self) -> None:
-        """Take the graphs that ``_demand`` holds."""
         self._graphed = graphed = self._demand.live.graphed
         compilation = graphed.config.compilation
         self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
@@ -91,7 +90,6 @@ class GraphRunner:
         self._state: Literal["open", "suspended", "closed"] = "open"
 
     def _forget_calls(self) -> None:
-        """Drop the calls and staged buffers that were prepared, after graphs were captured or freed."""
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
@@ -208,7 +206,6 @@ class GraphRunner:
     def _prepare(
         self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
     ) -> tuple[PreparedCall, Values]:
-        """Check a call of a new kind and prepare it. The key that it asks for may be captured on the way."""
         flags = uniform_decode, num_active_loras, invalid_modes
         route, demand = self.route(inputs, *flags), self._demand
         values: Values = self._pick(inputs)
@@ -238,12 +235,6 @@ class GraphRunner:
         return call
 
     def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
-        """Copy a batch in and run it; the lock is held. ``known``: as for BatchCopy.
-
-        Raises:
-            CgplanError: the stream of the call before is another one, and still has work.
-            CaptureError, AddressError: as a call.
-        """
         stream, use = self._current_stream(), self._use
         if stream != use.stream or use.user is not self._name:
             use.take_stream(stream, self._name, self.backend)
@@ -258,11 +249,9 @@ class GraphRunner:
         call.replay()
 
     def _take_stream(self) -> None:
-        """Note that the caller works on the current stream; the lock is held. Raises as ``_launch``."""
         self._use.take_stream(self._current_stream(), self._name, self.backend)
 
     def _capture_for(self, route: Route) -> None:
-        """Capture the key that a batch asks for; the lock is held."""
         self._take_stream()
         self._graphed.check_autocast()
         try:
@@ -412,7 +401,7 @@ class GraphRunner:
         nothing, if a call is under way.
         """
         with self._use.held(self._name):
-            if self._state == "closed":
+            if self._state != "suspended":
                 self._check_open()
             live = self._demand.live
             keys = live.keys if self._demand.is_lazy else None
@@ -434,9 +423,7 @@ class GraphRunner:
 
     def retry_failed(self) -> None:
         """Forget which keys could not be captured (``report.failed``): the next batch that asks for one tries again.
-
-        Raises:
-            CgplanError: a call is under way.
+        Raises CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._demand.live.failed.clear()
@@ -461,9 +448,6 @@ class GraphRunner:
             costs: Costs of graphs; absent: those of the captures so far.
             apply: False: propose only.
 
-        Returns:
-            What changed; it prints as tables.
-
         Raises:
             CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or captures are
                 forbidden.
@@ -486,15 +470,12 @@ class GraphRunner:
                     self._forget_calls()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
-        """Give all memory back, and make static buffers for a plan, without a graph yet."""
         self._free()
         return self._capture_plan(plan, ())
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no longer valid.
-
-        Raises:
-            CgplanError: a call is under way.
+        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no longer valid. Raises
+        CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._free()

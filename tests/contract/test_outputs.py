@@ -305,8 +305,6 @@ class OwnDict(dict[str, Tensor]):
         (lambda x: (x, x[:1]), r"output 1 of the model has shape \[1, 3\]"),
         (lambda x: Hidden(x * 2), "a Hidden, whose tensors cannot be reached"),
         (lambda x: OwnDict(y=x * 2), "an? OwnDict, whose tensors cannot be reached"),
-        (lambda x: {x * 2}, "a set, whose tensors cannot be reached"),
-        (lambda x: (part for part in x.unbind(0)), "a generator, whose tensors cannot be reached"),
     ],
 )
 def test_outputs_whose_padding_cannot_be_cut_off(
