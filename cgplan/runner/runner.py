@@ -35,7 +35,7 @@ from cgplan.traffic.step_times import StepTimes
 MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = torch.Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
-_NOT_MET = (LookupError, AttributeError, TypeError, RuntimeError)  # looking up a wrong call may raise them
+_NOT_MET = (LookupError, RuntimeError)  # of a missing input, and of the shape of a nested tensor
 logger = logging.getLogger(__name__)
 
 
@@ -98,7 +98,7 @@ class GraphRunner:
         self._last: PreparedCall | None = None
         self._last_staged: StagedBuffers | None = None
         live = self._demand.live
-        wanted = live.wanted if self._demand.is_lazy else None
+        wanted = live.wanted if live.is_lazy else None
         planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
         self._router = BatchRouter(self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned)
         self.stats.plan = self.plan
@@ -117,7 +117,7 @@ class GraphRunner:
     @property
     def wanted(self) -> Plan:
         """What may be captured: with ``capture_policy: lazy`` all that batches can ask for, elsewhere ``plan``."""
-        return self._demand.live.wanted if self._demand.is_lazy else self.plan
+        return self._demand.live.wanted if self._demand.live.is_lazy else self.plan
 
     @property
     def config(self) -> Config:
@@ -385,7 +385,6 @@ class GraphRunner:
         """Say that memory which the graphs use has moved (a KV cache that was allocated again, say).
 
         Until ``recapture``, calls and staged blocks that a graph would serve raise AddressError with that name.
-        Raises InputError for an empty name, CgplanError if the runner is closed.
         """
         self._check_open()
         self._graphed.invalidate(name)
@@ -404,7 +403,7 @@ class GraphRunner:
             if self._state != "suspended":
                 self._check_open()
             live = self._demand.live
-            keys = live.keys if self._demand.is_lazy else None
+            keys = live.keys if live.is_lazy else None
             self._free()
             self._state = "suspended"
             try:
