@@ -163,7 +163,6 @@ class OnDemand:
         return plan.model_copy(update={"max_num_batched_tokens": tokens, **made})
 
     def _step_times(self) -> StepTimes:
-        """Of the keys that are captured now, and of earlier ones."""
         for name, points in time_on_padding(self.live.graphed).items():
             self._points.setdefault(name, {}).update(points)
         if not self._points:
@@ -183,7 +182,6 @@ class OnDemand:
         return MeasuredCosts.from_report(report, self.config)
 
     def _exchange(self, wanted: Plan, reopen: Reopen) -> tuple[Way, tuple[Key, ...]]:
-        """Make the wanted plan's keys those that are captured; how, and which were captured for it."""
         live = self.live
         keys = tuple(key for key in wanted.keys if key not in live.failed)
         if wanted.max_capture_size > live.graphed.most_tokens:

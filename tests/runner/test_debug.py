@@ -144,9 +144,9 @@ class Chosen:
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        (lambda x: (x * 2).half(), r"their dtypes differ: torch\.float32 and torch\.float16"),
-        (lambda x: (x * 2)[:, :3], r"their shapes differ: \[2, 4\] and \[2, 3\]"),
-        (lambda x: 3.0, "only one of them is a tensor"),
+        (lambda x: (x * 2).half(), r"output 0, torch\.float32 \[2, 4\] and torch\.float16 \[2, 4\]"),
+        (lambda x: (x * 2)[:, :3], r"output 0, torch\.float32 \[2, 4\] and torch\.float32 \[2, 3\]"),
+        (lambda x: 3.0, r"output 0, torch\.float32 \[2, 4\] and no tensor"),
         (lambda x: x * 2 + 1, r"the largest deviation is 1\n"),
         (lambda x: x * 2 + x.new_tensor([0, 0, 0, float("nan")]), r"the largest deviation is inf\n"),
     ],
