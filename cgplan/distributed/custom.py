@@ -6,7 +6,7 @@ On GPUs Triton kernels sum over a row of the registry's table; on the CPU torch 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import logging
 import os
 import time
@@ -45,8 +45,7 @@ _BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
 # over the whole system, about a microsecond each. The bound ends waits that would never end; it measures no time.
 _LOOKS_PER_SECOND = 1 << 20
 
-_MOST_DIMS = 64  # of a tensor whose shape is compared; of one with more it is the number of elements
-_RECORD = 1 + _MOST_DIMS  # words: dtype and shape of a rank's input
+_RECORD = 1 + 64  # words: dtype and shape, of 64 dimensions at most, of a rank's input
 _SPINS = 200  # looks at the signals before the thread yields for longer
 _SAME_CALLS = "Every rank has to make the same calls in the same order."  # a remedy
 
@@ -257,8 +256,7 @@ class CpuAllReduce(CustomAllReduce):
         if not all(addresses):
             raise _unregistered()
         with self.whole_sum():
-            shape = x.shape if x.dim() <= _MOST_DIMS else (x.numel(),)
-            record = [len(shape) * len(DTYPES) + DTYPES.index(x.dtype), *shape]
+            record = [x.dim() * len(DTYPES) + DTYPES.index(x.dtype), *x.shape]
             at = self.world_size + self.rank * _RECORD
             for signals in self._signals:
                 signals[at : at + len(record)] = record
@@ -358,8 +356,10 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
         return f"{ranks.world_size} ranks, where kernels exist for {', '.join(map(str, ONE_SHOT_BYTES))}"
-    for module, package in (("triton", "triton"), ("cuda", "cuda-bindings")):
-        if importlib.util.find_spec(module) is None:
+    for module, package in (("triton", "triton"), ("cuda.bindings.runtime", "cuda-bindings")):
+        try:
+            importlib.import_module(module)
+        except ImportError:
             return f"{package} is not installed"
     if uses_expandable_segments():
         return "expandable segments are on, whose memory has no IPC handle"

@@ -209,11 +209,8 @@ class GraphBufferRegistry:
 def _compare(inputs: Sequence[Sequence[str]]) -> None:
     for rank, theirs in enumerate(inputs):
         if len(theirs) != len(inputs[0]):
-            raise RankMismatchError(
-                f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}",
-                remedy="Every rank has to capture the same graphs in the same order; does the model branch on its "
-                "rank?",
-            )
+            counts = f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}"
+            raise RankMismatchError(counts, remedy=f"{SUM_ALIKE} Does the model branch on its rank?")
         for number, (own, first) in enumerate(zip(theirs, inputs[0], strict=True), 1):
             if own != first:
                 raise RankMismatchError(

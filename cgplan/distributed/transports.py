@@ -10,22 +10,16 @@ from typing import Any
 
 import torch
 
-from cgplan.errors import BackendError, RegistrationError
+from cgplan.errors import RegistrationError
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """An address as another process can reach it.
+    """An address as another process can reach it."""
 
-    Attributes:
-        handle: Of the allocation that holds it: plain values, equal for all addresses of one allocation.
-        offset: Bytes from the allocation's base to the address.
-        nbytes: Of the whole allocation, which a peer maps.
-    """
-
-    handle: Any
-    offset: int
-    nbytes: int
+    handle: Any  # of the allocation that holds it: plain values, equal for all addresses of one allocation
+    offset: int  # bytes from the allocation's base to the address
+    nbytes: int  # of the whole allocation, which a peer maps
 
 
 class MemoryTransport(ABC):
@@ -66,16 +60,11 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class CudaIpcTransport(MemoryTransport):
-    """Memory of one GPU. Raises BackendError where cuda-bindings is not installed."""
+    """Memory of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            from cuda.bindings import driver, runtime
-        except ImportError:
-            raise BackendError(
-                "the custom all-reduce needs cuda-bindings, which is not installed",
-                remedy="Install cuda-bindings, or set compilation.all_reduce: nccl.",
-            ) from None
+        from cuda.bindings import driver, runtime
+
         self._driver, self._runtime, self._device = driver, runtime, device
         self._own: list[torch.Tensor] = []
         self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
@@ -158,11 +147,9 @@ class _Block:
 
 
 class SharedMemoryTransport(MemoryTransport):
-    """Blocks that other processes of this machine can map. Raises BackendError where the system has no memfd."""
+    """Blocks that other processes of this machine can map."""
 
     def __init__(self) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise BackendError("shared memory between ranks needs Linux", remedy="Set compilation.all_reduce: nccl.")
         self._own: list[_Block] = []
         self._placed: list[_Block] = []
         self._opened: dict[int, mmap.mmap] = {}

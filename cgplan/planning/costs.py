@@ -24,10 +24,8 @@ class Record(BaseModel):
 class KeyCost:
     """The cost that one key adds when it is captured after those before it.
 
-    Attributes:
-        pool_bytes: Growth of the graph pool.
-        driver_bytes: Device memory that the driver takes for its nodes (0 on the tape).
-        seconds: Warm-ups and capture.
+    ``pool_bytes``: growth of the graph pool; ``driver_bytes``: device memory that the driver takes for its nodes (0 on
+    the tape); ``seconds``: warm-ups and capture.
     """
 
     pool_bytes: int
@@ -42,8 +40,7 @@ class Predicted(Record):
         keys: Of each key, in capture order.
         static_bytes: Static buffers for the largest key, which all keys share.
         workspace_bytes: Library workspaces and other memory that the first graph takes once.
-        source: Where the figures come from, in words.
-        estimated: Whether none of them was measured on the device.
+        estimated: Whether no figure was measured on the device.
         notes: Why the figures may not be those of the configuration that is planned for.
     """
 
@@ -56,12 +53,10 @@ class Predicted(Record):
 
     @property
     def total_bytes(self) -> int:
-        """Device memory of the graphs and buffers."""
         return self.static_bytes + self.workspace_bytes + sum(k.pool_bytes + k.driver_bytes for k in self.keys)
 
     @property
     def seconds(self) -> float:
-        """Start-up time."""
         return sum(k.seconds for k in self.keys)
 
 
@@ -69,8 +64,7 @@ class GraphCosts(ABC):
     """Predicts the cost of keys. They share one pool: a key costs the memory that it adds to those captured before it.
 
     Attributes:
-        source, estimated, notes: As in the predictions.
-        workspace_bytes: Device memory that the first capture takes once: library workspaces and the like.
+        source, estimated, notes, workspace_bytes: As in the predictions.
         once_seconds: Time that the first capture takes longer than a second one would: tracing, loading kernels.
     """
 
@@ -93,7 +87,7 @@ class GraphCosts(ABC):
 
     @abstractmethod
     def driver_bytes(self, key: Key) -> int:
-        """Device memory that the driver takes for one key, on top of the pool."""
+        """Device memory that the driver takes for one key."""
 
     @abstractmethod
     def seconds(self, key: Key) -> float:
@@ -136,10 +130,6 @@ def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ..
     Of each mode, without and with LoRA adapters: the largest size, a small one, and between them the largest in which
     every token can be a request, because costs bend there. The small one is not of size 1 if there is another:
     kernels for a single row differ from those for more.
-
-    Args:
-        keys: All keys, in capture order.
-        max_num_seqs: Requests of a batch at most.
     """
     lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
     for key in sorted(keys, key=lambda key: key[1].num_active_loras):  # of the LoRA cases, the one for the most stays

@@ -53,14 +53,13 @@ class LaneChange(LaneRecord):
 
 
 class Figure(Record):
-    """A figure of both plans, None where a plan does not have it."""
+    """A figure of both plans; None where a plan has none."""
 
     old: float | None
     new: float | None
 
     @property
     def change(self) -> float | None:
-        """New less old; None where one is missing."""
         return None if self.old is None or self.new is None else self.new - self.old
 
 
@@ -68,11 +67,8 @@ class PlanDifference(Record):
     """The changes from one plan to another.
 
     Attributes:
-        lanes: Sizes by lane, of every lane that either plan has.
-        graphs: Number of keys.
-        memory: Predicted device memory of all graphs and their buffers, in bytes.
-        seconds: Predicted start-up time.
-        expected_us: Expected time of a step over the traffic, in microseconds.
+        memory: Predicted, in bytes; ``seconds`` of start-up likewise.
+        expected_us: Expected microseconds of a step over the traffic.
         failed: Keys that could not be captured and that the new plan leaves out, with their errors.
         settings: Other differences: the resolved mode, the configurations, the budgets, the machines.
         notes: Why figures may not be comparable.
@@ -90,7 +86,6 @@ class PlanDifference(Record):
 
     @property
     def changed_lanes(self) -> tuple[LaneChange, ...]:
-        """Lanes that gain or lose a size."""
         return tuple(lane for lane in self.lanes if lane.added or lane.removed)
 
 
@@ -122,17 +117,10 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
     """Settings of a saved plan (old) and of the present configuration (new) that differ.
 
     Settings that the plan decides itself do not count, nor does the device, which does not change a plan.
-
-    Args:
-        plan: A saved plan.
-        config: The configuration that it is to be captured with.
-        machine: The present machine; compared where the plan's figures were measured on one.
+    The present machine is compared where the plan's figures were measured on one.
     """
-    if plan.config is None:
-        found = _changes({"config_hash": plan.config_hash}, {"config_hash": config_hash(config)})
-    else:
-        ignored = (*DECIDED_BY_THE_PLAN, "device")
-        found = [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
+    ignored = (*DECIDED_BY_THE_PLAN, "device")
+    found = [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
     if plan.machine is not None and machine is not None:
         found += machine_changes(plan.machine, machine)
     return tuple(found)
@@ -140,7 +128,7 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
 
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
     """Settings of the configuration (new) that the plan decides otherwise than the one it was made from (old)."""
-    changes = _changes(plan.config, capture_config(config)) if plan.config else ()
+    changes = _changes(plan.config, capture_config(config))
     return tuple(change for change in changes if change.name in DECIDED_BY_THE_PLAN)
 
 
@@ -149,15 +137,8 @@ def fitted(
 ) -> Plan:
     """The plan with its keys as they are, ready to be captured with a configuration.
 
-    Args:
-        plan: A saved plan.
-        config: The configuration that it is to be captured with.
-        machine: The present machine, see ``mismatches``.
-        force: Take a plan that does not match, too, with a warning.
-        file: The file it was read from; messages name it.
-
-    Raises:
-        PlanMismatchError: the plan was made for something else; the message names each field.
+    With ``force`` a plan that does not match gets a warning instead of a PlanMismatchError that names each field;
+    ``file`` is the one that it was read from, for messages.
     """
     wrong = mismatches(plan, config, machine)
     if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:  # the plan decides which graphs, not if
@@ -174,7 +155,6 @@ def fitted(
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
-    """Differences of two machines: the GPU, its driver, torch."""
     return _changes(old.model_dump(), new.model_dump())
 
 
@@ -186,13 +166,8 @@ def named(changes: Sequence[FieldChange]) -> str:
 
 def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
     yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
-    if old.config is not None and new.config is not None:
-        yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
-    else:
-        bounds = {"query_len", "max_num_seqs", "max_num_batched_tokens", "max_loras"}
-        yield from _changes(old.model_dump(include=bounds), new.model_dump(include=bounds))
-    if old.budget is not None and new.budget is not None:
-        yield from _changes({"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}})
+    yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
+    yield from _changes({"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}})
     if old.machine is not None and new.machine is not None:
         yield from machine_changes(old.machine, new.machine)
 

@@ -74,15 +74,14 @@ class CudagraphDispatcher:
         """Runtime mode and descriptor for a batch.
 
         Args:
-            num_tokens: Tokens of the batch, unpadded.
+            num_tokens: Unpadded.
             uniform_decode: Whether each request has ``plan.query_len`` tokens.
             num_active_loras: Distinct adapters in the batch.
             valid_modes: The runtime modes that may be chosen; all if absent. NONE is always possible.
             invalid_modes: Runtime modes that may not be chosen.
 
         Returns:
-            FULL with its key if there is one, else PIECEWISE with its key, else NONE with the unpadded
-            descriptor (``explain`` says why). Equal questions get the same tuple.
+            FULL or PIECEWISE with its key, else NONE with the unpadded descriptor (``explain`` says why).
         """
         if valid_modes is None and invalid_modes is None:
             try:

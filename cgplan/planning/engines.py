@@ -46,9 +46,7 @@ _MODES = {"NONE": 0, "STOCK_TORCH_COMPILE": 1, "DYNAMO_TRACE_ONCE": 2, "VLLM_COM
 class VllmConfig:
     """vLLM's settings as a configuration.
 
-    Attributes:
-        loaded: The configuration, with the origin of each value: an option, or vLLM's default.
-        notes: Options that were left out, assumed or changed.
+    ``loaded`` has the origin of each value: an option, or vLLM's default. ``notes``: what was left out or assumed.
     """
 
     loaded: LoadedConfig
@@ -70,13 +68,8 @@ def read_vllm(
 ) -> VllmConfig:
     """The configuration that captures for the same batches as vLLM with these options.
 
-    Args:
-        text: vLLM's ``--compilation-config``: a JSON object.
-        max_num_seqs, max_num_batched_tokens: vLLM's options of these names. Absent: cgplan's defaults, with a note;
-            vLLM's own depend on the GPU.
-        num_speculative_tokens: Of its ``--speculative-config``.
-        max_loras: Its option; None without ``--enable-lora``.
-        specialize_active_lora: Its option.
+    ``text`` is its ``--compilation-config``, a JSON object. Absent bounds are cgplan's defaults, with a note, because
+    vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``.
 
     Raises:
         ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that cannot be.
@@ -123,7 +116,6 @@ def read_vllm(
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """The keys of a compilation config, all of them vLLM's; cudagraph_mode by name."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -175,12 +167,7 @@ Engine = Literal["vllm", "sglang", "trtllm", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A plan as an engine takes it.
-
-    Attributes:
-        text: Options for a command line, or a file; without a newline at the end.
-        notes: Differences between the engine's graphs and the plan's, and their cost.
-    """
+    """A plan as an engine takes it: options or a file, and how the engine's graphs differ from the plan's."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -192,11 +179,9 @@ def emit(plan: Plan, engine: Engine) -> Emission:
     The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for all. Where the
     plan's lanes differ, their union is emitted, and a note tells its cost.
 
-    Args:
-        plan: Any plan.
-        engine: ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its options for decode
-            (sizes in requests) and prefill (in tokens). ``trtllm``: YAML for ``cuda_graph_config`` (in requests).
-            ``json``: sizes by lane, for any other.
+    ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its options for decode (sizes in
+    requests) and prefill (in tokens). ``trtllm``: YAML for ``cuda_graph_config`` (in requests). ``json``: sizes by
+    lane.
     """
     return {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "json": _json}[engine](plan)
 

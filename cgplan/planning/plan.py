@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainSerializer, model_validator
+from pydantic import Field, PlainSerializer
 
 from cgplan.config import Config
 from cgplan.config.values import Mode as Mode
@@ -48,7 +48,6 @@ class Lane(NamedTuple):
 
     @classmethod
     def of(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Lane:
-        """The lane of a key."""
         return cls(mode, descriptor.uniform, descriptor.num_active_loras)
 
     def __str__(self) -> str:
@@ -67,7 +66,6 @@ class LaneRecord(Record):
 
     @property
     def lane(self) -> Lane:
-        """Which batches the figures are for."""
         return Lane(self.mode, self.uniform, self.num_active_loras)
 
 
@@ -97,19 +95,16 @@ class Plan(Record):
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
         changes: Each step from the one to the other, with its reason.
         capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of them.
-        sizes_source: Where the sizes came from.
-        keys: (runtime mode, batch descriptor) pairs in capture order: PIECEWISE before FULL, largest first,
-            so that later graphs fit into the pool memory that the first one reserved.
+        keys: In capture order, see ``capture_order``.
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
-        max_num_seqs, max_num_batched_tokens, max_loras: Bounds of a batch (max_loras None: no LoRA).
+        max_loras: None: no LoRA.
         warnings: Settings that were dropped or changed.
-        config_hash: Digest of the configuration that the plan was made from.
-        config: The settings of that configuration that decide a capture, in JSON, so that a mismatch can be named.
+        config: The settings that decide a capture, in JSON; ``config_hash`` is their digest.
         predicted: The cost of capturing the keys, where it is known.
         machine: The machine that the figures were measured on, if they were.
-        evidence: Why the planner chose these keys; absent where a list or ladder did.
-        budget: The limits that this configuration sets, in JSON; None in plans without that entry.
+        evidence: Why the planner chose these keys; None where a list or ladder did.
+        budget: The limits that the configuration sets, in JSON.
         notes, lint: Notes and warnings of a plan that was not made for traffic; the evidence of other plans has them.
             Once it is captured: how its budget differs from the one that bounds the capture.
         file: The file that a saved plan was read from.
@@ -130,20 +125,14 @@ class Plan(Record):
     max_loras: int | None
     warnings: tuple[str, ...] = ()
     config_hash: str
-    config: dict[str, Any] | None = None
+    config: dict[str, Any]
     predicted: Predicted | None = None
     machine: Machine | None = None
     evidence: dict[str, Any] | None = None
-    budget: dict[str, Any] | None = None
+    budget: dict[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     lint: tuple[str, ...] = ()
     file: str | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Plan:
-        for problem in _problems(self):
-            raise ValueError(problem)
-        return self
 
     @property
     def max_capture_size(self) -> int:
@@ -154,8 +143,7 @@ class Plan(Record):
     def expected_us(self) -> float | None:
         """Expected time of a step over the traffic that the plan was made for, in microseconds, from the evidence."""
         expected = (self.evidence or {}).get("expected_us")
-        found = expected.get("plan") if isinstance(expected, dict) else expected
-        return float(found) if isinstance(found, int | float) else None
+        return expected and float(expected["plan"])
 
     def lanes(self) -> dict[Lane, tuple[int, ...]]:
         """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first key."""
@@ -211,27 +199,3 @@ def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
     return tuple(
         sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].num_tokens, -key[1].num_active_loras))
     )
-
-
-def _problems(plan: Plan) -> Iterable[str]:
-    """Contradictions in a plan, whose file may have been edited; the dispatcher and the buffers rely on its keys."""
-    sizes = set(plan.capture_sizes)
-    if sorted(sizes) != list(plan.capture_sizes):
-        yield "capture_sizes are not ascending"
-    if len(set(plan.keys)) < len(plan.keys):
-        yield "a key stands twice"
-    if plan.predicted is not None and len(plan.predicted.keys) != len(plan.keys):
-        yield f"{len(plan.keys)} keys, but predictions for {len(plan.predicted.keys)}"
-    for mode, key in plan.keys:
-        if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL) or not plan.mode.has_mode(mode):
-            yield f"{mode} {key}: the plan's mode {plan.mode} has no such graphs"
-        if key.uniform != (mode is CUDAGraphMode.FULL and plan.mode.separate_routine()):
-            yield f"{mode} {key}: in mode {plan.mode}, uniform is {not key.uniform} for {mode} graphs"
-        if key.num_tokens not in sizes:
-            yield f"{mode} {key}: {key.num_tokens} is not among capture_sizes"
-        if (key.num_reqs is None) != (mode is CUDAGraphMode.PIECEWISE):
-            yield f"{mode} {key}: num_reqs is {key.num_reqs}"
-        if key.uniform and key.num_tokens != plan.query_len * (key.num_reqs or 0):
-            yield f"{mode} {key}: a uniform batch has num_reqs * {plan.query_len} tokens"
-        if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in plan.lora_cases:
-            yield f"{mode} {key}: {key.num_active_loras} active adapters are not among lora_cases, or has_lora is wrong"

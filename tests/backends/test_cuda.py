@@ -22,6 +22,8 @@ def cuda() -> GraphBackend:
     x = torch.ones(64, 64, device="cuda")
     x @ x  # workspaces that stay
     del x
+    with backend.session():  # and those of its stream
+        pass
     return backend
 
 

@@ -1,4 +1,4 @@
-"""Mutated configurations, overrides, plans and reports through the commands: each ends with 0 or a documented error."""
+"""Mutated configurations and overrides, damaged reports: each command ends with 0 or a documented error."""
 
 from __future__ import annotations
 
@@ -82,11 +82,10 @@ def cases(rng: random.Random, folder: Path) -> Iterator[list[str]]:
         key = rng.choice([section, f"{section}.{rng.choice(fields)}", f"{section}.{rng.choice(fields)}.x", "", "a..b"])
         yield ["inspect", "--config", str(ROOT / "configs" / "decoder_cpu.yaml"), "--set", f"{key}={value}"]
     saved = [path.read_text(encoding="utf-8") for path in sorted(GOLDEN.glob("*.json"))]
-    for _ in range(30):
+    for _ in range(15):
         text = rng.choice(saved)
-        damaged = rng.choice(["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", text[: rng.randrange(len(text))]])
-        whole = json.dumps(mutated(json.loads(text), rng), default=str, skipkeys=True)
-        report.write_text(damaged if rng.random() < 0.2 else whole, encoding="utf-8")
+        damaged = ["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", text[: rng.randrange(len(text))]]
+        report.write_text(rng.choice(damaged), encoding="utf-8")
         yield ["inspect", str(report)]
 
 

@@ -152,10 +152,8 @@ def test_files_that_cannot_be_read_are_named(
     good("plan", "--config", "good.yaml", "--output", "plan.json")
     (home / "binary.dat").write_bytes(b"good\n\xff\xfe\x00")
     (home / "folder").mkdir()
-    (home / "digits.json").write_text('{"kind": ' + "1" * 5000 + "}")
-    for name in ("binary.dat", "folder", "missing.dat", "digits.json"):
-        if name != "digits.json" or error is errors.ReportError:
-            assert name in refused(error, *(part.format(name) for part in option))
+    for name in ("binary.dat", "folder", "missing.dat"):
+        assert name in refused(error, *(part.format(name) for part in option))
 
 
 def test_traceback_is_shown_on_demand(home: Path) -> None:
@@ -221,7 +219,7 @@ def target(name: str) -> tuple[str, ...]:
         ("ConfigError", (*PLAN, "--step-times", "times.csv"), ["there is none"]),
         ("ConfigError", (*CAPTURE, *set_to(model="null")), ["good.yaml: there is no `model`"]),
         ("ConfigError", ("bench", *CAPTURE[1:], *set_to(inputs="{}")), ["no input has a dimension that counts"]),
-        ("ConfigError", ("bench", *CAPTURE[1:], "--against", "eager,baer"), ["baseline 'baer'", "mean 'bare'?"]),
+        ("ConfigError", ("bench", *CAPTURE[1:], "--against", "eager,baer"), ["baseline 'baer'", "eager, bare, make_"]),
         ("ConfigError", ("init", "models.py:build", "--kwargs", "[1, 2]"), ["--kwargs '[1, 2]' is not a mapping"]),
         ("ConfigError", ("init", "models.py:build", "--kwargs", "{a: "), ["--kwargs '{a: ' is not YAML"]),
         ("ConfigError", ("init", "models.py:build", "--kwargs", "{a: 2026-13-01}"), ["is not a valid timestamp"]),

@@ -350,10 +350,7 @@ def into_its_own(x: Tensor, scale: Tensor) -> tuple[Tensor, int]:
     return put_(x * 2, x), 3
 
 
-@pytest.mark.parametrize("change", ["t_", "requires_grad_"])
-def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_place(
-    backend: GraphBackend, change: str
-) -> None:
+def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_place(backend: GraphBackend) -> None:
     """The last operator writes into what a segment made and returns it; what becomes of that object is the caller's."""
     model = Steps(backend, into_its_own)
     compiled = compiled_by(backend, model, "recorded::put_")
@@ -363,7 +360,7 @@ def test_a_segments_output_that_the_last_piece_hands_through_may_be_changed_in_p
         with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
             found = compiled(x=x)
         same(found, wanted)
-        getattr(found[0], change)()
+        found[0].t_()
     compiled.forget()
 
 
@@ -391,16 +388,13 @@ def what_is_left() -> dict[type, int]:
     return {kind: found.count(kind) for kind in (Tensor, PiecewiseModel, BreakableCUDAGraphCapture, PiecewiseBackend)}
 
 
-@pytest.mark.parametrize("how", ["never called", "forgotten", "held by the model"])
+@pytest.mark.parametrize("how", ["forgotten", "held by the model"])
 def test_a_compiled_model_that_is_dropped_leaves_nothing_behind(backend: GraphBackend, how: str) -> None:
     """Dynamo's caches, which no collector sees, held its wrappers with their graphs and tensors."""
 
     def drop() -> weakref.ref[Any]:
         model: Any = Steps(backend, scaled_and_doubled)
-        if how == "never called":
-            compiled = compiled_by(backend, model, "recorded::middle")
-        else:
-            compiled = captured_by(backend, model)
+        compiled = captured_by(backend, model)
         if how == "forgotten":
             compiled.forget()
         elif how == "held by the model":
@@ -450,9 +444,7 @@ def test_a_compiled_model_may_be_dropped_anywhere(
     ("branch", "traces"),
     [
         (lambda rows: rows > 4, 3),
-        (lambda rows: rows != 2, 3),
         (lambda rows: rows == 1, 2),
-        (lambda rows: rows % 4 != 0, 3),
         (lambda rows: 3 <= rows <= 5, 4),
     ],
 )
@@ -659,15 +651,6 @@ def test_recaptures_and_closed_runners_leave_no_trace_behind(backend: GraphBacke
     assert traces_left() == before
 
 
-def test_a_runner_that_its_model_holds_is_collected(backend: GraphBackend) -> None:
-    model: Any = Scaled(8, 2.0).to(backend.device)
-    model.runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 def test_a_graph_break_names_the_line(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         print("breaks")
@@ -807,7 +790,6 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}, ATTENTION),
     "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}, ATTENTION),
     "BertModel": ("BertConfig", SMALL, ATTENTION),
     "MambaForCausalLM": ("MambaConfig", {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}, "aten::conv1d"),
@@ -835,15 +817,15 @@ def test_models_of_transformers_by_operators(backend: GraphBackend, kind: str) -
     model = Ids(getattr(transformers, kind)(getattr(transformers, config)(**sizes))).eval().to(backend.device)
     runner = cgplan.capture(
         model,
-        {"ids": Input(shape=("num_tokens", 16), dtype="int64", pad=0)},
-        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 4, 2, 1], "splitting_ops": [op]},
+        {"ids": Input(shape=("num_tokens", 6), dtype="int64", pad=0)},
+        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 2, 1], "splitting_ops": [op]},
         device=backend.device.type,
     )
     assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
-    layers = sizes.get("num_hidden_layers", 2)
+    layers = sizes["num_hidden_layers"]
     assert {(r.graphs, r.eager_pieces) for r in runner.report.records} == {(layers + 1, layers)}
-    for rows in (8, 3, 1, 2, 5, 4, 1, 8):
-        ids = torch.randint(0, 61, (rows, 16), device=backend.device)
+    for rows in (4, 3, 1, 2, 4):
+        ids = torch.randint(0, 61, (rows, 6), device=backend.device)
         torch.testing.assert_close(runner(ids=ids), model(ids).detach(), atol=1e-4, rtol=1e-4)
     assert not runner.stats.eager
     runner.close()

@@ -1,8 +1,7 @@
-"""The plan: lanes, contradictions in edited files, capture order, predictions, the JSON form and the digest."""
+"""The plan: lanes, capture order, predictions, the JSON form and the digest."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -45,29 +44,6 @@ def test_lanes_have_sizes_of_their_own() -> None:
     assert str(plan_of("NONE", [1])) == "NONE, 0 graphs"
 
 
-@pytest.mark.parametrize(
-    ("keys", "fields", "complaint"),
-    [
-        ([key(FULL, 4), key(FULL, 2)], {"capture_sizes": (2,)}, "4 is not among capture_sizes"),
-        ([key(FULL, 4)], {"capture_sizes": (4, 2)}, "capture_sizes are not ascending"),
-        ([key(FULL, 4)], {"keys": (key(FULL, 4), key(FULL, 4))}, "a key stands twice"),
-        ([key(FULL, 4)], {"mode": PIECEWISE}, "the plan's mode PIECEWISE has no such graphs"),
-        ([(CUDAGraphMode.NONE, BatchDescriptor(4))], {}, "NONE num_tokens=4: the plan's mode FULL has no such graphs"),
-        ([key(FULL, 4, uniform=True)], {"mode": FULL}, "in mode FULL, uniform is False for FULL graphs"),
-        ([key(FULL, 4)], {"mode": "FULL_AND_PIECEWISE"}, "in mode FULL_AND_PIECEWISE, uniform is True for FULL graphs"),
-        ([(FULL, BatchDescriptor(4))], {}, "num_reqs is None"),
-        ([(PIECEWISE, BatchDescriptor(4, 4))], {}, "num_reqs is 4"),
-        ([(FULL, BatchDescriptor(4, 2, True))], {"mode": "FULL_DECODE_ONLY"}, "a uniform batch has num_reqs . 1"),
-        ([key(FULL, 4, case=1)], {"lora_cases": (0,)}, "1 active adapters are not among lora_cases"),
-        ([(FULL, BatchDescriptor(4, 4, False, True, 0))], {}, "has_lora is wrong"),
-    ],
-)
-def test_plans_that_contradict_themselves_are_refused(keys: list[Any], fields: dict[str, Any], complaint: str) -> None:
-    """Someone may have edited the file; the dispatcher and the buffers rely on it."""
-    with pytest.raises(ValueError, match=complaint):
-        plan_with(keys, **fields)
-
-
 def test_capture_order_is_piecewise_first_and_largest_first() -> None:
     keys = [key(FULL, 4), key(PIECEWISE, 2), key(FULL, 8, case=1), key(FULL, 8, case=2), key(PIECEWISE, 16)]
     assert capture_order(reversed(keys)) == (keys[4], keys[1], keys[3], keys[2], keys[0])
@@ -100,25 +76,8 @@ def test_a_plan_with_predictions_reloads_to_an_equal_value() -> None:
     assert again.predicted is not None
     assert again.predicted == COST
     assert (again.predicted.total_bytes, again.predicted.seconds) == ((10 << 20) + (1 << 10) + 150, 0.75)
-
-
-def test_predictions_are_one_a_key() -> None:
-    with pytest.raises(ValueError, match="1 keys, but predictions for 2"):
-        predicted_plan(keys=(key(FULL, 4),))
-
-
-@pytest.mark.parametrize(
-    ("evidence", "expected"),
-    [
-        ({"expected_us": {"plan": 1600.0, "eager": 9.0}}, 1600.0),
-        ({"expected_us": 12}, 12.0),
-        ({"expected_us": None}, None),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_the_expected_step_comes_from_the_evidence(evidence: dict[str, Any] | None, expected: float | None) -> None:
-    assert predicted_plan(evidence=evidence).expected_us == expected
+    assert plan.expected_us == 1600.0
+    assert predicted_plan(evidence=None).expected_us is None
 
 
 # --- the JSON form --------------------------------------------------------------------------------------------
@@ -139,9 +98,6 @@ def test_a_saved_plan_reloads_to_an_equal_value(plan: Plan) -> None:
     [
         ("{", "not a plan"),
         ("[]", "schema version None"),
-        ('"plan"', "schema version None"),
-        ("{}", "schema version None"),
-        ('{"schema_version": 99}', "schema version 99"),
         ('{"schema_version": 1, "kind": "plan"}', "schema version 1, this cgplan reads 2"),
         ('{"schema_version": 2, "kind": "capture"}', "not a plan"),
     ],
@@ -149,12 +105,6 @@ def test_a_saved_plan_reloads_to_an_equal_value(plan: Plan) -> None:
 def test_what_is_no_plan_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ReportError, match=complaint):
         Plan.from_json(text)
-
-
-def test_a_plan_with_unknown_keys_is_refused() -> None:
-    data = json.loads(plan_of().model_dump_json())
-    with pytest.raises(ReportError):
-        Plan.from_json(json.dumps({**data, "surprise": 1}))
 
 
 def test_the_hash_follows_the_configuration() -> None:
