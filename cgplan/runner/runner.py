@@ -391,9 +391,9 @@ class GraphRunner:
     def recapture(self) -> None:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
 
-        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no longer valid. Raises
-        as CaptureSession.run does; the runner is then closed. Raises CgplanError, and changes nothing, if a call is
-        under way.
+        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no longer valid.
+        Raises as CaptureSession.run does; the runner is then closed. Raises CgplanError, and changes nothing, if a call
+        is under way.
         """
         with self._use.held(self._name):
             if self._state != "suspended":
