@@ -21,7 +21,6 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import is_probing
 from cgplan.backends.tape import TapeBackend
-from cgplan.buffers.static import StaticBuffers
 from cgplan.cli.main import app
 from cgplan.config import Config, load_config
 from cgplan.distributed import (
@@ -38,7 +37,7 @@ from cgplan.distributed import (
 )
 from cgplan.distributed.all_reduce import GLOO_DTYPES
 from cgplan.distributed.transports import SharedMemoryTransport
-from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, RegistrationError
+from cgplan.errors import CgplanError, ModelError, RegistrationError
 from cgplan.models.decoder import Decoder, build, example_batch
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
@@ -485,16 +484,6 @@ def raises_twice(rank: int, phase: str, budget: bool, all_reduce: str = "custom"
     settings: dict[str, Any] = {"budget": {"max_graphs": 2}} if budget else {}
     with session(once(rank, phase, 2), compilation={"all_reduce": all_reduce}, **settings) as (ranks, _, capture):
         return [tried(capture.run), tried(capture.run), captured_again(capture, ranks)]
-
-
-def no_memory_for_buffers(rank: int) -> Said:
-    """Rank 1 has no memory for static buffers; there is a budget, so all go on without a graph."""
-    fails_once(rank, StaticBuffers, "__init__", CaptureMemoryError("no memory"))
-    with session(budget={"max_graphs": 2}) as (ranks, _, capture):
-        runner = capture.run()
-        check_runner(runner, ranks)
-        runner.close()
-    return "ok", len(runner.plan.keys)
 
 
 def fails_beside_the_capture(rank: int, what: str) -> list[Said]:

@@ -207,10 +207,6 @@ def test_a_rank_that_fails_before_its_capture_and_after_it(what: str, words: str
     assert {said[1] for said in found} == {("ok", None)}
 
 
-def test_no_memory_for_static_buffers_on_one_rank() -> None:
-    assert values(run_ranks(2, programs.no_memory_for_buffers)) == [("ok", 0), ("ok", 0)]
-
-
 def test_eager_calls_after_a_failed_capture() -> None:
     """A rank that left an all-reduce does not count one less than the others from then on."""
     found = values(run_ranks(2, programs.eagerly_instead))
