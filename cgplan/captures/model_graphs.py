@@ -206,6 +206,7 @@ class ModelGraphs:
             if not scope.entries:
                 raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy())
             done = time.perf_counter()
+            kept.restore(between_keys=True)
             scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
             after, pool_after = backend.memory(), self.pools.nbytes
             nodes = [backend.num_nodes(graph) for entry in scope.entries for graph in entry.segments]

@@ -73,6 +73,7 @@ class Footprint:
         numbers: The numbers that operators in graph code were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
+        stale: Paths that graph code bound and an eager piece read: a replay leaves them as they were.
         error: The first line of what the forward raised.
     """
 
@@ -85,6 +86,7 @@ class Footprint:
     numbers: list[object] = field(default_factory=list)
     moved: dict[str, None] = field(default_factory=dict)
     unreturned: str | None = None
+    stale: list[str] = field(default_factory=list)
     error: str | None = None
 
 
@@ -125,6 +127,8 @@ class Look(TorchDispatchMode):
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
+        self._foreign: dict[int, weakref.ref[torch.Tensor]] = {}  # read by eager pieces, neither given nor made by them
+        self._own: set[int] = set()
         self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
         cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
         self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
@@ -169,6 +173,9 @@ class Look(TorchDispatchMode):
             finally:
                 self._note_states()
         if self._is_aside:
+            read = [t for t in tensors_in((args, kwargs)) if id(t) not in self._own]
+            self._foreign |= {id(t): weakref.ref(t) for t in read}
+            self._own |= set(map(id, tensors_in(result)))
             given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
             for t in tensors_in(result):
                 if t.untyped_storage()._cdata not in given:
@@ -239,6 +246,7 @@ class Look(TorchDispatchMode):
         if self._is_whole:
             return function(*args, **kwargs)
         before, self._is_aside = self._is_aside, True
+        self._own |= set(map(id, tensors_in((args, kwargs))))
         context = current_forward_context()
         derived = {} if context is None else context.derived
         if context is not None:  # as a breakable capture: no segment reads what a piece derives
@@ -285,6 +293,9 @@ class Look(TorchDispatchMode):
         for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync = self.refusals.first
+        for path, (now, _) in self._state.rebound().items() if self._foreign else ():
+            if id(now) in self._foreign and self._foreign[id(now)]() is now:
+                found.stale.append(path)
         return found
 
 
@@ -338,10 +349,17 @@ def examine(
             f"the forward sets the state of {found.random}; a replay would not",
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
+    if found.stale:
+        raise CaptureError(
+            f"an eager piece reads {_listed(found.stale)}, which graph code binds on each call; a replay would not",
+            remedy="Pass it to the piece as an argument, or have the piece compute it.",
+        )
     first = _later(state)
     numbers = first.numbers
     differ = any(numbers.get(path, value) != value for path, value in state.numbers.items())
-    if not (found.unreturned or differ or _lost(found, state, first, inputs)):
+    lists = state.grown()
+    unsure = found.unreturned or differ or lists or state.has_blind_writes()
+    if not (unsure or _lost(found, state, first, inputs)):
         return found, []
     again = look(call, state, limit, now=first, **options)
     if again.unreturned is not None:
@@ -352,6 +370,8 @@ def examine(
         )
     second = _later(first)
     refused, moved = _lost(again, first, second, inputs), list(again.moved)
+    lists &= first.grown()
+    refused += [path for path in again.reads if path.rpartition("[")[0] in lists]
     if moved:
         third = look(call, state, limit, now=second, **options)
         refused += [path for path in moved if path in third.moved and third.numbers != again.numbers]
@@ -366,7 +386,7 @@ def examine(
 
 
 def _later(state: ModelState) -> ModelState:
-    return ModelState.of(state.roots, state.device) if state.rebound() else state
+    return ModelState.of(state.roots, state.device) if state.rebound() or state.grown() else state
 
 
 def _lost(found: Footprint, before: ModelState, now: ModelState, inputs: Sequence[torch.Tensor]) -> list[str]:

@@ -20,6 +20,7 @@ Note [What is put back]
 
 from __future__ import annotations
 
+import dis
 import re
 import sys
 import types
@@ -131,6 +132,14 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
+@cache
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that code reads; among its names are those of attributes, too."""
+    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals_of(c)]
+    read = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return tuple(dict.fromkeys((*read, *inner)))
+
+
 def _is_foreign(module: object) -> bool:
     return str(module).partition(".")[0] in _FOREIGN
 
@@ -161,14 +170,23 @@ class Place:
 
 @dataclass(slots=True)
 class _Saved:
-    """A storage that an operator was about to write: its copy (None where it is too large), and its version then."""
+    """A storage that an operator was about to write: its copy (None where it is too large), and its version then.
+    ``look`` is the number of the look that saw it, ``again`` whether a later one did.
+    """
 
     path: str
     tensor: torch.Tensor
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage | None
     version: int | None
+    look: int
     kept: Outcome = "device"
+    again: bool = False
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the version tells nothing of the write: of inference tensors, views of others, and ``.data``."""
+        return _version_of(self.tensor) in (None, self.version)
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +220,8 @@ class ModelState:
     _saved: dict[int, _Saved] = field(default_factory=dict)
     _fresh: dict[int, tuple[StorageWeakRef, torch.UntypedStorage, int | None]] = field(default_factory=dict)
     _once: dict[Token, bool] = field(default_factory=dict)  # whether no capture changed it
+    _looks: int = 0
+    _has_captured: bool = False
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], device: torch.device) -> ModelState:
@@ -315,12 +335,11 @@ class ModelState:
         given = {name: getattr(function, name) for name in ("__defaults__", "__kwdefaults__")}
         found += [(given, name, f".{name}") for name in given if given[name] is not None]
         found += [(own, name, f".{name}") for name in own]
-        names = _names_of(code)
-        for name in names:
+        for name in _globals_of(code):
             value = named.get(name)
             if issubclass(type(value), types.ModuleType | type):
                 of_module = vars(value).get("__module__" if issubclass(type(value), type) else "__name__")
-                for inner in () if _is_foreign(of_module) else names:
+                for inner in () if _is_foreign(of_module) else _names_of(code):
                     if issubclass(type(vars(value).get(inner)), (*_STATE, types.FunctionType)):
                         found.append((_Via(value, getattr_static, setattr), inner, f".<{name}.{inner}>"))
             elif name in named:
@@ -466,10 +485,21 @@ class ModelState:
             is_first = path not in grown or not isinstance(kind, tuple)  # else a dict grows in captures, too
             is_same = (path, kind) in warm and _equal(value, warm[path, kind])
             self._once[path, kind] = self._once.get((path, kind), is_first) and is_same
+        self._has_captured = True
 
     def forget_captures(self) -> None:
         """Say that no graph stays, so ``restore`` undoes what was made on first use, too."""
         self._once.clear()
+        self._has_captured = False
+
+    def grown(self) -> set[str]:
+        """Paths of lists and deques that are longer or shorter than they were."""
+        lists = {path: held for path, held in self._contents.items() if not issubclass(held[1], dict)}
+        return {path for path, (value, base, was) in lists.items() if base.__len__(value) != len(was)}
+
+    def has_blind_writes(self) -> bool:
+        """Whether only another look can tell that a storage is written once, or by each run."""
+        return any(saved.is_blind for saved in self._saved.values())
 
     def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
         """Copy the model's storages that an operator is about to write, unless that was done; ``limit`` bytes of copies
@@ -482,6 +512,8 @@ class ModelState:
             except (RuntimeError, NotImplementedError):
                 continue
             if not address or address in self._saved:
+                if address:
+                    self._saved[address].again |= self._looks > self._saved[address].look
                 continue
             for place in () if self._storages else self.places.values():
                 with suppress(RuntimeError, NotImplementedError):
@@ -500,7 +532,8 @@ class ModelState:
                 storage = place.value.untyped_storage()
                 address = storage.data_ptr()
                 if address in fresh and address not in self._saved:
-                    self._saved[address] = _Saved(place.path, place.value, storage, *fresh[address][1:])
+                    self._saved[address] = _Saved(place.path, place.value, storage, *fresh[address][1:], self._looks)
+        self._looks += 1
 
     def _save(self, place: Place, storage: torch.UntypedStorage, limit: int) -> None:
         nbytes, kept, copy = storage.nbytes(), "not kept", None
@@ -509,21 +542,28 @@ class ModelState:
                 kept, copy = "device", storage.clone()
         if copy is None and storage.device.type != "cpu" and self.copied("host") + nbytes <= _HOST_COPIES:
             kept, copy = "host", storage.cpu()
-        saved = _Saved(place.path, place.value, storage, copy, _version_of(place.value), kept)  # type: ignore[arg-type]
-        self._saved[storage.data_ptr()] = saved
+        version = _version_of(place.value)
+        self._saved[storage.data_ptr()] = _Saved(place.path, place.value, storage, copy, version, self._looks, kept)  # type: ignore[arg-type]
 
     def copied(self, where: Outcome = "device") -> int:
         """Bytes of copies that are held now, on their own device or on the host."""
         return sum(s.copy.nbytes() for s in self._saved.values() if s.copy is not None and s.kept == where)
 
-    def restore(self) -> None:
-        """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle."""
+    def restore(self, *, between_keys: bool = False) -> None:
+        """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle.
+        ``between_keys``: a forward that counts its calls goes on from where it was; large storages wait for the end.
+        """
         changes = self._changes()
         for key, saved in self._saved.items():
-            if not self._once.get((saved.path, key)):
-                self.outcome[saved.path] = saved.storage.nbytes(), saved.kept
-                if saved.copy is not None and saved.storage.nbytes() == saved.copy.nbytes():
-                    saved.storage.copy_(saved.copy)
+            nbytes = saved.storage.nbytes()
+            if self._once.get((saved.path, key)) or (between_keys and nbytes > _SMALL):
+                continue
+            if self._has_captured and saved.is_blind and not saved.again and self._looks > saved.look + 1:
+                self.outcome[saved.path] = nbytes, "new"
+                continue
+            self.outcome[saved.path] = nbytes, saved.kept
+            if saved.copy is not None and nbytes == saved.copy.nbytes():
+                saved.storage.copy_(saved.copy)
         for path, kind in sorted(changes, key=lambda token: token[1] != "items"):  # lengths come first
             now = changes[path, kind]
             if self._once.get((path, kind)):

@@ -47,8 +47,8 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
     backend, keys = graphed.backend, representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
     if not keys:
         return found
-    kept = random_state_kept(backend.device, graphed.generators)
-    with graphed.keeping_state(), torch.no_grad(), graphed.buffers.on_padding(), kept:
+    random = random_state_kept(backend.device, graphed.generators)
+    with graphed.keeping_state() as kept, torch.no_grad(), graphed.buffers.on_padding(), random:
         for mode, descriptor in keys:
             graphed.look(mode, descriptor)
             views = graphed.views(descriptor)
@@ -57,9 +57,11 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
                 CUDAGraphMode.NONE: partial(graphed.run_eager, descriptor, views),
             }
             for way, call in ways.items():
-                call()
-                device, _ = backend.time_calls(call, REPEATS)
-                found.setdefault((way, descriptor.num_active_loras), {})[descriptor.num_tokens] = median(device)
+                times: list[float] = []
+                for _ in range(1 + REPEATS):
+                    kept.restore(between_keys=True)
+                    times += backend.time_calls(call, 1)[0]
+                found.setdefault((way, descriptor.num_active_loras), {})[descriptor.num_tokens] = median(times[1:])
     return found
 
 
