@@ -58,11 +58,7 @@ class Refusals:
 
 
 class HostGuard(TorchFunctionMode):
-    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher.
-
-    torch leaves this mode for the call of an operator. A composite kernel in Python runs within that call and never
-    reaches a dispatch mode, so the guard calls it with itself in force.
-    """
+    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
 
     def __init__(self, refusals: Refusals) -> None:
         super().__init__()
@@ -71,16 +67,9 @@ class HostGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if (name := _HOST_METHODS.get(func)) is not None:
             self._refusals.refuse(f"Tensor.{name}()")
-        if isinstance(func, torch._ops.OpOverloadPacket) and func._qualified_op_name.split("::")[0] not in _BUILTIN:
-            overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
-            func = getattr(func, overload or "default")
-        if isinstance(func, torch._ops.OpOverload) and _has_python_kernel(func, ("CompositeImplicitAutograd",)):
-            with self:
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)
@@ -138,19 +127,16 @@ def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 @cache
-def _has_python_kernel(func: Any, keys: tuple[str, ...]) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
-        return False
-    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
-    name = func._schema.name.replace("::", "/") + overload
-    return func._schema.name not in _RECORDED_WHOLE and any(f"{name}/{key}" in torch.library._impls for key in keys)
-
-
 def implemented_in_python(func: Any, key: str) -> bool:
     """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python: the operators that it
     calls pass the dispatcher and can be seen there.
     """
-    return _has_python_kernel(func, (key, "CompositeExplicitAutograd"))
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
+        return False
+    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
+    name = func._schema.name.replace("::", "/") + overload
+    kernels = (f"{name}/{key}", f"{name}/CompositeExplicitAutograd")
+    return func._schema.name not in _RECORDED_WHOLE and any(kernel in torch.library._impls for kernel in kernels)
 
 
 @cache

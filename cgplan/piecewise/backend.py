@@ -26,9 +26,8 @@ class PiecewiseBackend:
     """A torch.compile backend that splits what Dynamo traced; outside of a capture the pieces run one after the other.
 
     Attributes:
-        traces: The traced forwards, split, in the order in which Dynamo traced them. Their constants are memory that
-            graphs read, so they live as long as the graphs.
-        pieces: The pieces of each.
+        traces: The traced forwards, split. Graphs read their constants, so they live as long as the graphs.
+        pieces: The pieces of each trace.
         compiled: Segments that inductor compiled, by structure.
         capture: The capture that the next forward is recorded into; the forward takes it.
         codes: The code of all traces: traces that differ in guards alone have the same.

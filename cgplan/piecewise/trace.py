@@ -62,10 +62,9 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
 
         own = with_own_code(model)
-        self._code = own.__code__
         self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)(own)
         # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
-        weakref.finalize(self, forget_trace, self._code, self.splitter).atexit = False
+        weakref.finalize(self, _forget_trace, own.__code__, self.splitter).atexit = False
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
         """Run the model, or capture or replay it as the forward context says.
@@ -130,11 +129,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 inner = error.inner_exception
                 raise inner if isinstance(inner, CgplanError) else error from None
-
-    def forget(self) -> None:
-        """Free all graphs, and drop what Dynamo keeps of the traces."""
-        self.reset()
-        forget_trace(self._code, self.splitter)
 
     def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]  # the model may write into its inputs
@@ -220,7 +214,7 @@ def compile_piecewise(
     return PiecewiseModel(model, config, backend or select_backend(config.device))
 
 
-def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
+def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
     """Drop what Dynamo keeps of a function, where no garbage collector sees it."""
     torch._C._dynamo.eval_frame.reset_code(code)
     backends = torch._dynamo.eval_frame.cached_backends

@@ -127,9 +127,6 @@ def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     return cgplan.capture(model, CONFIG["inputs"], compilation=sizes, device="cpu")  # type: ignore[arg-type]
 
 
-# --- torch.compile(model, backend="cgplan") --------------------------------------------------------------------
-
-
 def test_options_of_torch_compile_are_fields_of_the_configuration() -> None:
     options = {"splitting_ops": ["aten::softmax"], "address_check": "always", "compiler": "eager", "debug": False}
     split = torch.compile(Model(), backend="cgplan", options=options)
@@ -158,9 +155,6 @@ def test_wrong_options_of_torch_compile(given: dict[str, Any], said: str) -> Non
         torch.compile(Model(), backend="cgplan", **given)(X)
     assert caught.value.remedy
     assert caught.value.exit_code == ConfigError.exit_code
-
-
-# --- models that are compiled, or break, already ---------------------------------------------------------------
 
 
 class BreaksGraph(nn.Module):
@@ -323,9 +317,6 @@ def test_what_runs_a_model_to_see_whether_it_breaks_swallows_no_failure() -> Non
             open_runner(Fails(), cudagraph_mode="PIECEWISE", piecewise=piecewise)
 
 
-# --- splits that split nothing ---------------------------------------------------------------------------------
-
-
 class Idle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -352,9 +343,6 @@ def test_a_split_that_leaves_nothing_eager_is_warned_of(compilation: dict[str, A
     assert warned is None or warned in warnings[0]
 
 
-# --- the forward context in traced code ------------------------------------------------------------------------
-
-
 class ReadsContext(Model):
     def forward(self, x: Tensor) -> Tensor:
         cgplan.get_forward_context()  # this line
@@ -366,9 +354,6 @@ def test_reading_the_context_in_traced_code_names_the_users_line() -> None:
         ReadsContext()(X)
     with pytest.raises(CaptureError, match=r"in code that is traced, at .*test_backend\.py:\d+: .*# this line"):
         open_runner(ReadsContext(), **CONFIG["compilation"])  # type: ignore[arg-type]
-
-
-# --- metadata outside of a runner ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("breaks", [False, True])

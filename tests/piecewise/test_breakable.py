@@ -173,13 +173,6 @@ def residual_that_the_next_segment_drops(x: Tensor) -> Any:
 
 
 @case("SeS")
-def indices_from_the_host(x: Tensor) -> Any:
-    _, more = parts(x * 2)
-    table = torch.arange(4.0, device=x.device)
-    return table[more["order"]], x[more["order"][:, 0]]
-
-
-@case("SeS")
 def input_as_an_output(x: Tensor) -> Any:
     h = x * 2
     nothing()

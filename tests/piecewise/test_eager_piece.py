@@ -123,15 +123,11 @@ def append(_: Tensor, given: Any) -> None:
     given["list"].append(1.5)
 
 
-def replace_item(_: Tensor, given: Any) -> None:
-    given["list"][0] = object()
-
-
 def set_key(x: Tensor, given: Any) -> None:
     given["key"] = x
 
 
-@pytest.mark.parametrize("function", [append, replace_item, set_key])
+@pytest.mark.parametrize("function", [append, set_key])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_piece_that_puts_values_into_what_it_was_given(
     backend: GraphBackend, function: Callable[[Tensor, Any], None], captured: bool
@@ -173,8 +169,6 @@ class Stateful(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.attribute = way, torch.zeros(3)
-        self.register_buffer("buffer", torch.zeros(3))
-        self.parameter = nn.Parameter(torch.zeros(3))
         self.inner = nn.Module()
         self.inner.register_buffer("buffer", torch.zeros(3))
 
@@ -183,13 +177,7 @@ class Stateful(nn.Module):
         """Of the kind that ``way`` names."""
         if self.way == "made anew":  # state before it ran, but not what it returns
             self.attribute = self.attribute + 1
-        kinds = {
-            "buffer": self.buffer,
-            "parameter": self.parameter,
-            "inner": self.inner.buffer,
-            "view": self.buffer[1:],
-        }
-        return kinds.get(self.way, self.attribute)
+        return {"buffer": self.inner.buffer, "view": self.inner.buffer[1:]}.get(self.way, self.attribute)
 
     @eager_break_during_capture
     def delayed(self, x: Tensor) -> Tensor:
@@ -202,12 +190,8 @@ class Stateful(nn.Module):
             return self.delayed(x[0] * 2) + x
         return self.state().add_(x[0, -1]) + x[:, -1:]
 
-    def now(self) -> list[Tensor]:
-        """All state."""
-        return [self.buffer, self.parameter.detach(), self.inner.buffer]
 
-
-@pytest.mark.parametrize("way", ["buffer", "parameter", "inner", "view", "attribute", "made anew", "delayed"])
+@pytest.mark.parametrize("way", ["buffer", "view", "attribute", "made anew", "delayed"])
 def test_state_that_a_piece_hands_out(backend: GraphBackend, way: str) -> None:
     """A segment writes to state itself; what is made anew on each call is copied."""
     model, other = Stateful(way).to(backend.device), Stateful(way).to(backend.device)
@@ -223,14 +207,13 @@ def test_state_that_a_piece_hands_out(backend: GraphBackend, way: str) -> None:
             if way == "made anew":  # the segment writes to the slot, and the next replay does not see it
                 continue
             same(output, other(x))
-            same(model.now(), other.now())
-            same(model.attribute, other.attribute)
+            same((model.inner.buffer, model.attribute), (other.inner.buffer, other.attribute))
 
 
 def test_state_that_moved_is_refused(backend: GraphBackend) -> None:
     model, x = Stateful("buffer").to(backend.device), randn(backend, 2, 3)
     made, _ = capture(backend, lambda: model(x))
-    model.buffer = model.buffer.clone()
+    model.inner.buffer = model.inner.buffer.clone()
     with pytest.raises(CaptureError, match="at capture it was its own argument's memory, or a module's"):
         made.replay()
 

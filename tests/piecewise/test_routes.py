@@ -266,7 +266,7 @@ def test_a_splitting_op_that_does_not_occur_is_remembered_on_demand(backend: Gra
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("aten::sofmax", "aten::softmax"), ("softmax", "aten::softmax"), ("cgplan::atention", "cgplan::attention"),
+        ("softmax", "aten::softmax"), ("cgplan::atention", "cgplan::attention"),
         ("aten::softmax.nonesuch", "aten::softmax"), ("python::nonesuch", "namespace::name"),
     ],
 )  # fmt: skip
