@@ -157,11 +157,8 @@ class BudgetGuard:
         )
 
     def _expected(self, key: Key) -> tuple[int, float]:
-        """Bytes and seconds for a key: as predicted, else as measured of its mode, else of the session; else nothing.
-
-        A larger size was captured before it, and left a pool that holds it: without predictions that growth is not
-        expected again. The driver takes memory in chunks, so that the most that a key took counts.
-        """
+        # Bytes and seconds, as predicted; else as measured of its mode, else of the session. A larger size left a pool
+        # that holds this one. The driver takes memory in chunks, so the most that a key took counts.
         cost = self._predicted.get(key)
         if cost is not None:
             return cost.pool_bytes + cost.driver_bytes, cost.seconds

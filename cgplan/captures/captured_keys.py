@@ -92,11 +92,12 @@ class CapturedKeys:
         failed = self.failed.get(key)
         if failed is not None:
             return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
-        waits = self._is_lazy and key in self.wanted.keys
+        waits = self.is_lazy and key in self.wanted.keys
         return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
 
     @property
-    def _is_lazy(self) -> bool:
+    def is_lazy(self) -> bool:
+        """Whether keys are captured when they are first met."""
         return self.graphed.config.compilation.capture_policy == "lazy"
 
     def check(self, key: Key | None = None) -> None:
@@ -120,7 +121,7 @@ class CapturedKeys:
             backend.synchronize()
         self._together.end()
         self._seconds = time.perf_counter() - start
-        if keys and not self._records and not self._is_lazy:  # the buffers are of no use either
+        if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
             graphed.allocate_buffers(0)
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
@@ -261,7 +262,7 @@ class CapturedKeys:
         graphed.plan = plan
         records = tuple(self._records[key] for key in plan.keys)
         missing = tuple(key for key in self.wanted.keys if key not in self._records)
-        skipped = () if self._is_lazy else missing
+        skipped = () if self.is_lazy else missing
         no_graph = (NO_GRAPH,) if (self._left_out or skipped) and not records else ()
         driver = None if self._loaded_bytes is None else self._loaded_bytes + sum(r.driver_bytes or 0 for r in records)
         report = CaptureReport(
@@ -281,7 +282,7 @@ class CapturedKeys:
             capture_policy=compilation.capture_policy,
             pool=pools.policy,
             generation=pools.generation,
-            waiting=sum(key not in self.failed for key in missing) if self._is_lazy else 0,
+            waiting=sum(key not in self.failed for key in missing) if self.is_lazy else 0,
             failed=tuple(self.failed.values()),
             warnings=(*plan.warnings, *self._warnings(), *no_graph),
             looked_at=graphed.looked_at,

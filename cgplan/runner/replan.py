@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from cgplan.captures.captured_keys import CapturedKeys
-from cgplan.captures.failures import explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError
@@ -42,7 +41,7 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
     """Median microseconds of graphs and of eager steps, from an idle device, by (runtime mode, LoRA case) and tokens.
 
     The representative keys among those that are captured are run on padding; no call is under way. That is what their
-    kernels take, except attention over long sequences: padding has none. Raises ModelError if the model fails.
+    kernels take, except attention over long sequences: padding has none.
     """
     found: Points = {}
     backend, keys = graphed.backend, representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
@@ -58,11 +57,7 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
                 CUDAGraphMode.NONE: partial(graphed.run_eager, descriptor, views),
             }
             for way, call in ways.items():
-                try:
-                    call()
-                except Exception as error:
-                    failure = explain_eager_failure(error, f"{mode} {descriptor} on padding")
-                    raise failure from (error if failure is not error else error.__cause__)
+                call()
                 device, _ = backend.time_calls(call, REPEATS)
                 found.setdefault((way, descriptor.num_active_loras), {})[descriptor.num_tokens] = median(device)
     return found
@@ -81,10 +76,6 @@ class OnDemand:
     @property
     def config(self) -> Config:
         return self.live.graphed.config
-
-    @property
-    def is_lazy(self) -> bool:
-        return self.config.compilation.capture_policy == "lazy"
 
     @contextmanager
     def forbidden(self) -> Iterator[None]:
@@ -172,7 +163,6 @@ class OnDemand:
         return plan.model_copy(update={"max_num_batched_tokens": tokens, **made})
 
     def _step_times(self) -> StepTimes:
-        """Of the keys that are captured now, and of earlier ones."""
         for name, points in time_on_padding(self.live.graphed).items():
             self._points.setdefault(name, {}).update(points)
         if not self._points:
@@ -192,7 +182,6 @@ class OnDemand:
         return MeasuredCosts.from_report(report, self.config)
 
     def _exchange(self, wanted: Plan, reopen: Reopen) -> tuple[Way, tuple[Key, ...]]:
-        """Make the wanted plan's keys those that are captured; how, and which were captured for it."""
         live = self.live
         keys = tuple(key for key in wanted.keys if key not in live.failed)
         if wanted.max_capture_size > live.graphed.most_tokens:

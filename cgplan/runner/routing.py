@@ -81,8 +81,6 @@ class BatchRouter:
         """
         q, num_tokens = self._plan.query_len, operator.index(num_tokens)
         self.check_size(num_tokens)
-        if num_reqs is not None and (num_reqs := operator.index(num_reqs)) < 1:
-            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
         if not counts_reqs:
             return Batch(num_tokens, None)
         if num_reqs is None:
@@ -92,7 +90,7 @@ class BatchRouter:
                     remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
                 )
             num_reqs = num_tokens // q if uniform_decode else num_tokens
-        return Batch(num_tokens, num_reqs)
+        return Batch(num_tokens, operator.index(num_reqs))
 
     def check_size(self, num_tokens: int) -> None:
         most = self._most_tokens
@@ -114,7 +112,7 @@ class BatchRouter:
                 f"uniform_decode=True, but {tokens} tokens are not {'whole' if reqs is None else reqs} requests of {q}",
                 remedy="Pass uniform_decode=False for a mixed batch.",
             )
-        if reqs is not None and reqs > min(tokens, most):
+        if reqs is not None and not 0 < reqs <= min(tokens, most):
             raise InputError(
                 f"the batch has {reqs} requests, but {tokens} tokens and scheduler.max_num_seqs {most} allow "
                 f"{min(tokens, most)}",

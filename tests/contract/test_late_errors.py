@@ -19,7 +19,6 @@ from ways import (
     GraphBackend,
     Model,
     all_ways,
-    double,
     each_size,
     full,
     open_runner,
@@ -27,7 +26,6 @@ from ways import (
 
 from cgplan import (
     CaptureError,
-    DispatchMissError,
     HostSyncError,
 )
 
@@ -129,26 +127,6 @@ def test_nothing_was_warmed_up(backend: GraphBackend) -> None:
         bare(backend, lambda: forward(x), warmups=0)
     same(open_runner(backend, lazy())(x=x), x * 2)
     same(open_runner(backend, lazy(), cudagraph_num_of_warmups=0)(x=x), x * 2)  # the look came before the capture
-
-
-@pytest.mark.parametrize("way", ["full", "ops"])
-def test_an_eager_fallback_in_silence(backend: GraphBackend, way: str) -> None:
-    """A batch that no graph serves runs eagerly, many times slower, and nobody is told. Each one is counted with its
-    reason, and with `on_miss: error` it is an error.
-    """
-    x = full(backend, 1)
-    graphs = {4: bare(backend, lambda: x * 2)}
-    assert 9 not in graphs  # and `if rows in graphs: ... else: model(x)` never tells
-    runner = open_runner(backend, Model(backend, way, double), way)
-    for rows in (9, 4, 30):
-        x = full(backend, 1, rows, 2)
-        same(runner(x=x), x * 2 + 1)
-    assert runner.stats.eager == {"larger than the largest capture size": 2}
-    assert sum(runner.stats.replays.values()) == 1
-    strict = open_runner(backend, double, on_miss="error")
-    with pytest.raises(DispatchMissError, match="9 tokens: larger than the largest capture size") as caught:
-        strict(x=full(backend, 1, 9, 2))
-    assert "cudagraph_capture_sizes" in caught.value.remedy
 
 
 @all_ways

@@ -627,23 +627,6 @@ def test_only_what_was_asked_since_the_last_replan_counts() -> None:
     assert backend.memory().reserved == 0
 
 
-@pytest.mark.parametrize("pool", ["shared", "per_mode", "per_graph"])
-def test_several_replans_equal_a_fresh_runner(backend: GraphBackend, pool: str) -> None:
-    model = Net(backend)
-    runner = open_runner(backend, "adaptive", model, sizes=(8, 32, 64), pool=pool)
-    for seen in ([5, 9, 60], [40, 41, 9], [70, 9, 3], [2], [64, 64, 2, 100]):
-        ask(runner, backend, *seen)
-        runner.replan(times=TIMES)
-        assert max(seen) in sizes_of(runner)
-        fresh = CaptureSession(runner.plan, model, runner.backend, runner.config).run()
-        for count in (1, 2, 9, max(sizes_of(runner))):
-            if count <= max(sizes_of(runner)):
-                x = rows(backend, count)
-                same(runner(x=x).clone(), fresh(x=x))
-        fresh.close()
-    runner.close()
-
-
 def test_replans_with_adapters_and_pieces_equal_a_fresh_runner(backend: GraphBackend) -> None:
     model = decoder(backend, num_layers=1, max_loras=2, lora_rank=4)
     compilation = {

@@ -687,17 +687,6 @@ def test_capture_in_one_call(backend: GraphBackend) -> None:
 # --- what first-time users tried ------------------------------------------------------------------------------
 
 
-def test_wrappers_without_a_backend_take_the_sessions(backend: GraphBackend) -> None:
-    first, second = (CUDAGraphWrapper(nn.Linear(2, 2).to(backend.device), PIECEWISE) for _ in range(2))
-    runner = open_runner(
-        backend, lambda x: second(first(x)), compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
-    )
-    assert first.backend is backend
-    x = batch(backend, 3)
-    with torch.no_grad():
-        torch.testing.assert_close(runner(x=x), second.runnable(first.runnable(x)))
-
-
 def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         return x * get_forward_context().metadata["lenghts"].sum()
