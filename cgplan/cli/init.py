@@ -24,8 +24,7 @@ _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn
 def starting_config(target: str, kwargs_text: str) -> str:
     """YAML for a model. Raises ConfigError for wrong kwargs, ModelError if the model cannot be built."""
     kwargs = read_yaml(kwargs_text, f"--kwargs {kwargs_text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
-    kwargs = {} if kwargs is None else kwargs
-    if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
+    if not isinstance(kwargs, dict):
         raise ConfigError(
             f"--kwargs {kwargs_text!r} is not a mapping of names to values",
             remedy="Write keyword arguments, such as '{hidden_size: 64}'.",

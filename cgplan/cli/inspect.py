@@ -16,7 +16,6 @@ from cgplan.cli.costs import costs_of
 from cgplan.cli.output import note, show
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.template import inline_yaml
-from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.pricing.measured import case_costs
@@ -51,9 +50,6 @@ def inspect_config(
             note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
-    named = loaded.config.compilation.splitting_ops or loaded.config.compilation.splitting_modules
-    if named and not split and plan.mode.has_mode(CUDAGraphMode.PIECEWISE):
-        note("note: a capture, and --split, show which of the splitting operators and modules the model has")
     parts = [render(plan)]
     if plan.predicted is not None and plan.keys:
         parts.append(lane_table(plan))

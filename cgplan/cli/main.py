@@ -88,7 +88,7 @@ def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
     settings: list[str | Override] = [*(overrides or ())]
     for name, value in short.items():
         option = f"--{name.replace('_', '-')}"
-        if value is not None and not str(value).strip():
+        if value == "":
             raise BadParameter(f"{option} is empty; leave it out, or give it a value")
         if value is not None:
             settings.append(Override(f"{SHORT_FOR[name]}={value}", option))

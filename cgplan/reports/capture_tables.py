@@ -225,7 +225,8 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     """Limits and how much of them was used, and the keys that have no graph."""
     limits = []
     if budget.memory is not None:
-        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used")
+        freed = ": without a graph the static buffers are freed, too" if budget.stops and not budget.used_bytes else ""
+        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used{freed}")
     if budget.capture_time is not None:
         over = budget.used_seconds > budget.capture_time
         passed = ", because the last capture took longer than was known before" if over else ""
@@ -236,7 +237,12 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rows.append(("left out", f"{_by_lane(budget.left_out)}: known before not to fit"))
+        rule = "known before not to fit; the largest first"
+        if budget.max_graphs is not None:
+            fits = budget.memory is None and budget.capture_time is None and budget.reserve is None
+            rule = "" if fits else "known before not to fit; of those that fit, "
+            rule += "max_graphs keeps the keys that pad least"
+        rows.append(("left out", f"{_by_lane(budget.left_out)}: {rule}"))
     by_key: dict[tuple[str, Key], list[StopRecord]] = {}
     for stop in budget.stops:
         by_key.setdefault((stop.limit, stop.key), []).append(stop)

@@ -64,14 +64,6 @@ def test_a_report_of_the_same_mode_is_taken_whatever_its_budget_left(home: Path)
     assert cost.keys[0].pool_bytes > 0
 
 
-def test_a_report_without_adapters_prices_those_with_them_as_such(home: Path) -> None:
-    captured()
-    for command in (use_traffic(home), PLAN, INSPECT):
-        shown = good(*command, *settings("lora.max_loras=2"), "--costs", "run.json").stdout
-        assert "no figures of FULL graphs with adapters: they are priced as those without" in " ".join(shown.split())
-        assert "no figures" not in good(*command, "--costs", "run.json").stdout
-
-
 @pytest.mark.parametrize("word", ["estimate", "measure"])
 def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
     """Also FULL graphs of 2 tokens, where the sizes of the configuration leave PIECEWISE alone to measure."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import yaml
 from commands import good
 
 import cgplan
@@ -60,9 +59,3 @@ def test_init_does_not_pretend_where_the_forward_branches(home: Path) -> None:
     assert "in_features" not in text
     assert config.inputs["token_ids"].dtype == "int64"
     assert "the forward says int, but inputs are tensors" in text
-
-
-def test_init_prints_only_yaml(home: Path) -> None:
-    result = good("init", "models.py:chatty")
-    assert set(yaml.safe_load(result.stdout)["inputs"]) == {"x"}
-    assert "the builder speaks" in result.stderr

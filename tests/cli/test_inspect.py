@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from commands import good
 
 from cgplan.cli.inspect import origin_rows
@@ -40,20 +39,6 @@ def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Pa
     every = re.findall(r"^[\w.]+  ", whole.partition("\nValues of good.yaml\n")[2], re.MULTILINE)[1:]
     assert f"and {len(every) - len(some)} defaults, listed with --all" in values
     assert "listed with --all" not in whole
-
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml"))[::3])
-def test_inspect_breaks_no_word_in_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ("inspect", "--config", str(CONFIGS / name), "--all")
-    monkeypatch.setenv("COLUMNS", "300")
-    words = set(good(*command).stdout.split())
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = good(*command).stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert {word for word in shown.split() if word.strip("-") and word not in words} == set()
 
 
 def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
@@ -102,11 +87,7 @@ def test_inspect_shows_the_split(home: Path) -> None:
     command = ("inspect", "--config", "good.yaml", "--split")
     assert "no PIECEWISE graph is planned" in good(*command).stdout
     options = ("--set", "compilation.cudagraph_mode=PIECEWISE", "--set", "compilation.splitting_modules=[up]")
-    split = good(*command, *options)
-    assert "eager up" in " ".join(split.stdout.split())
-    assert "--split" not in split.stderr
-    assert "a capture, and --split, show which" in good(*command[:-1], *options).stderr
-    assert "--split" not in good(*command[:-1], *options[:2]).stderr, "no names"
+    assert "eager up" in " ".join(good(*command, *options).stdout.split())
 
 
 def test_inspect_shows_what_vllm_would_capture(home: Path) -> None:

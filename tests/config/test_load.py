@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cgplan.config import Config, LoadedConfig, load_config, read_config
+from cgplan.config import Config, load_config, read_config
 from cgplan.errors import ConfigFileError
 from cgplan.modes import CUDAGraphMode
 
@@ -98,17 +98,6 @@ inputs:
     pad: -1
     <<: *tokens
 """
-
-
-def test_each_value_has_its_origin(write: Any) -> None:
-    loaded = read_config(write("device: cpu\n\nscheduler:\n  max_num_seqs: 4\n"), ["report.repeats=2"])
-    assert isinstance(loaded, LoadedConfig)
-    assert loaded.origin("device") == "c.yaml:1"
-    assert loaded.origin("scheduler.max_num_seqs") == "c.yaml:4"
-    assert loaded.origin("scheduler.max_num_batched_tokens") == "default"
-    assert loaded.origin("report.repeats") == "--set"
-    assert loaded.origin("compilation.cudagraph_mode") == "default"
-    assert loaded.base_dir.is_absolute()
 
 
 def test_aliases_and_merge_keys(write: Any) -> None:

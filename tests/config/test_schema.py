@@ -52,11 +52,6 @@ budget: {reserve: 0}
     assert config == Config.model_validate(config.model_dump(mode="json")), "its own dump reads back equal"
 
 
-def test_sizes_and_a_maximum_may_agree(write: Any) -> None:
-    text = "compilation:\n  cudagraph_capture_sizes: [8, 1]\n  max_cudagraph_capture_size: 8\n"
-    assert load_config(write(text)).compilation.max_cudagraph_capture_size == 8
-
-
 @pytest.mark.parametrize(
     ("text", "dim"),
     [

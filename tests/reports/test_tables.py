@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from saved import golden_report, plan_named
+from saved import golden_report
 
 from cgplan.config import Config
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.difference import compare
 from cgplan.reports import CaptureReport, StateRecord, Timing, render, render_text
 from cgplan.reports.layout import Column, Grid, describe_sizes, plain_text
-from cgplan.reports.plan_tables import render_difference
 
 
 def make_plan(**sections: Any) -> Plan:
@@ -137,14 +134,6 @@ def test_mode_changes_and_warnings_are_shown_with_reasons() -> None:
     assert "9999" in shown.partition("warning")[2]
 
 
-def test_two_equal_plans_differ_in_nothing() -> None:
-    plan = plan_named("plan_traffic")
-    same = plain_text(render_difference(compare(plan, plan), "old.json", "new.json"))
-    assert "settings  the same" in same
-    assert "No graph is added or removed." in same
-    assert re.search(r"graphs +8 +8 +0 +\+0\.0%", same)
-
-
 # --- captures and benches -------------------------------------------------------------------------------------
 
 
@@ -179,10 +168,3 @@ def test_a_bench_says_where_graphs_are_slower(eager: float, padded: int, gpu: bo
     text = " ".join(str(report.model_copy(update={"records": (record,), "environment": environment})).split())
     assert ("graphs take the device longer than the model's own code at 3 tokens" in text) == said
     assert ("Calls that follow one another" in text) == gpu
-
-
-def test_a_lane_is_told_from_the_others() -> None:
-    uniform = BatchDescriptor(2, 2, True)
-    report = capture_named("capture_gpu")
-    record = report.records[0].model_copy(update={"mode": CUDAGraphMode.FULL, "descriptor": uniform})
-    assert rows_of(str(report.model_copy(update={"records": (record,)})))[0][:3] == ["FULL uniform", "2", "2"]
