@@ -77,16 +77,16 @@ def capture(
     given = {name: value for name, value in sections.items() if value is not None}
     if config is None and inputs is None:
         raise ConfigError("neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file.")
-    if config is None:
-        config, folder = validate_config({"model": {}, "device": device or "auto", **given}), None
-    elif given:
+    if config is not None and given:
         raise ConfigError(
             f"config and {', '.join(given)} were both given", remedy="Put the sections into the configuration."
         )
-    else:
-        folder = None if isinstance(config, Config) else Path(config).parent
-        config = config if isinstance(config, Config) else load_config(config)
-        config = config.model_copy(update={"device": device or config.device})
+    folder = None if config is None or isinstance(config, Config) else Path(config).parent
+    if config is None:
+        config = validate_config({"model": {}, "device": device or "auto", **given})
+    elif not isinstance(config, Config):
+        config = load_config(config)
+    config = config.model_copy(update={"device": device or config.device})
     plan, backend = build_plan(config), select_backend(config.device)
     if model is None:
         if config.model is None or config.model.target is None:

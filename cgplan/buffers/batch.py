@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +22,16 @@ class Batch:
     num_reqs: int | None
 
 
-class BatchReader:
-    """Checks the tensors of a call against the declared inputs, and counts their rows.
+def unknown_input(name: str, declared: Iterable[str]) -> InputError:
+    """The error for a name that is not declared."""
+    declared = tuple(declared)
+    near = difflib.get_close_matches(name, declared, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return InputError(f"unknown input {name!r}", remedy=f"{hint}Declared are {', '.join(declared) or 'none'}.")
 
-    Args:
-        specs: Inputs and metadata by name.
-        device: Where the tensors have to be, if not on the host.
-    """
+
+class BatchReader:
+    """Checks the tensors of a call against the declared inputs and metadata, and counts their rows."""
 
     def __init__(self, specs: Mapping[str, Input], device: torch.device) -> None:
         self._device = device
@@ -43,7 +46,11 @@ class BatchReader:
     def read(self, given: Mapping[str, torch.Tensor]) -> Batch:
         """The batch that these tensors are. Raises InputError for a wrong name, dtype, device, shape or row count."""
         if given.keys() != self._specs.keys():
-            raise self._wrong_names(given)
+            for name in given:
+                if name not in self._specs:
+                    raise unknown_input(name, self._specs)
+            missing = next(name for name in self._specs if name not in given)
+            raise InputError(f"input {missing!r} is missing", remedy="Pass every declared input by name.")
         counts: dict[str | None, tuple[int, str]] = {}
         for name, (spec, dtype, dims, row_dim) in self._specs.items():
             value = given[name]
@@ -104,14 +111,3 @@ class BatchReader:
                 f"input {name!r} is on {value.device}, the runner on {self._device}",
                 remedy=f"Move it with .to('{self._device}'), or pass a tensor on the host.",
             )
-
-    def _wrong_names(self, given: Mapping[str, torch.Tensor]) -> InputError:
-        unknown = [name for name in given if name not in self._specs]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], self._specs, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            return InputError(
-                f"unknown input {unknown[0]!r}", remedy=f"{hint}Declared are {', '.join(self._specs) or 'none'}."
-            )
-        missing = [name for name in self._specs if name not in given]
-        return InputError(f"input {missing[0]!r} is missing", remedy="Pass every declared input by name.")

@@ -20,7 +20,6 @@ from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import InputError
 
 CopyIn = Callable[[Sequence[torch.Tensor], int, bool], None]
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class BatchCopy:
@@ -28,13 +27,8 @@ class BatchCopy:
     each dtype, one for each input with padding to reset.
 
     Its functions take the batch's tensors in the order of the buffers, their names, shapes, dtypes and devices checked;
-    the current stream's handle, which devices without streams ignore; and whether the tensors are known to be laid out
-    as those that ``path`` was given, without gaps and lazy conjugates.
-
-    Args:
-        copier: Owns the targets.
-        num_tokens, num_reqs: The batch.
-        padded_tokens, padded_reqs: The size that it is padded to.
+    the current stream's handle; and whether the tensors are known to be laid out as those that ``path`` was given,
+    without gaps and lazy conjugates.
     """
 
     def __init__(self, copier: Copier, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> None:
@@ -47,7 +41,6 @@ class BatchCopy:
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
-        """Prepare for the buffers that the model is known to write into, at first and whenever there are more."""
         # Rows up to which padding is due after each batch, whatever came before it; 0 for none.
         self._least_rows = [
             padded if padded > rows and (buffer.spec.pad == "last" or buffer.written) else 0
@@ -76,9 +69,7 @@ class BatchCopy:
         return self.run
 
     def pad(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
-        """Reset the padding that needs it, most often none: the caller has written the rows of the batch in place, and
-        ``values`` are ignored.
-        """
+        """Reset the padding that needs it, most often none: the caller has written the batch in place."""
         marks = self._marks
         if marks.tokens > self._tokens or marks.reqs > self._reqs or marks.exposed_tokens or self._always_pads:
             self._reset_padding(stream)
@@ -90,11 +81,6 @@ class BatchCopy:
             buffer.pad(rows, padded)
 
     def _source(self, index: int, value: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that is copied for an input: None for its buffer's own view, which stays as it is; a clone of one
-        that lies in the buffers otherwise; the elements of one of a subclass, whose address says nothing about them.
-        """
-        if type(value) not in PLAIN:
-            value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
         tensor, address = self._buffers[index].tensor, value.data_ptr()
         if address == tensor.data_ptr() and value.stride() == tensor.stride():
             return None
@@ -132,7 +118,6 @@ class Copier:
         self._copies: weakref.WeakSet[BatchCopy] = weakref.WeakSet()
 
     def prepare(self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int) -> BatchCopy:
-        """For batches of one size; arguments as for BatchCopy."""
         copy = self.batch_copy(self, num_tokens, num_reqs, padded_tokens, padded_reqs)
         self._copies.add(copy)
         return copy

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cgplan.buffers.copier import PLAIN, BatchCopy, Copier, CopyIn
+from cgplan.buffers.copier import BatchCopy, Copier, CopyIn
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
 from cgplan.buffers.static import StaticBuffer, StaticBuffers
 from cgplan.errors import BackendError
@@ -58,12 +58,8 @@ class LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyKernel:
-    """``copy_rows`` and ``copy_rows_inline``, ready to launch.
-
-    Attributes:
-        function, inline_function: The driver's handles.
-        launch: cuLaunchKernelEx, of (address of a LaunchConfig, function, address of the pointers to the arguments,
-            None); returns the driver's error number, 0 for none.
+    """The driver's handles of ``copy_rows`` and ``copy_rows_inline``. ``launch`` is cuLaunchKernelEx, of (address of a
+    LaunchConfig, function, address of the pointers to the arguments, None); it returns the driver's error number.
     """
 
     function: int
@@ -95,12 +91,7 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
 
 
 def compile_copy_rows(capability: tuple[int, int]) -> bytes:
-    """The kernel for GPUs of a compute capability.
-
-    Raises:
-        ImportError: cuda-bindings is not installed.
-        RuntimeError: NVRTC failed.
-    """
+    """The kernel for GPUs of a compute capability. Raises ImportError without cuda-bindings, RuntimeError of NVRTC."""
     from cuda.bindings import nvrtc
 
     def checked(result: tuple[Any, ...]) -> Any:
@@ -179,7 +170,6 @@ class KernelBatchCopy(BatchCopy):
         self._write = struct.Struct(f"=4I{len(self._own)}Q").pack_into
 
     def look_at_writes(self) -> None:
-        """Prepare for the buffers that the model is known to write into."""
         super().look_at_writes()
         self._sizes = [target.nbytes(rows) for target, rows in zip(self._targets, self._rows, strict=True)]
         *self._places, self._staged_bytes = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in self._sizes), initial=0)
@@ -196,7 +186,6 @@ class KernelBatchCopy(BatchCopy):
             ]
 
     def run(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
-        """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
         sources, on_host, kept = [], [], []
         with torch.no_grad():
             for index, value in enumerate(values):
@@ -220,8 +209,7 @@ class KernelBatchCopy(BatchCopy):
         self._launch(self._arguments, sources, stream)
 
     def path(self, values: Sequence[torch.Tensor]) -> CopyIn:
-        """The quickest function that does the work of ``run`` for tensors on the devices of these."""
-        if not self._copy_inputs or any(type(value) not in PLAIN for value in values):
+        if not self._copy_inputs:
             return self.run
         if all(value.device == self._copier.device for value in values):
             return self._from_device
@@ -275,7 +263,6 @@ class KernelBatchCopy(BatchCopy):
         self._launch(self._arguments, self._own, stream)
 
     def _launch(self, arguments: _Arguments, sources: Sequence[int], stream: int) -> None:
-        """Launch the kernel on sources at these addresses; absent: they are in the arguments. Raises BackendError."""
         marks, write, launch = self._marks, self._write if sources else _HEAD.pack_into, self._copier.kernel.launch
         write(arguments.memory, 0, marks.tokens, marks.reqs, marks.exposed_tokens, marks.exposed_reqs, *sources)
         if stream != self._stream:
@@ -296,14 +283,7 @@ class KernelBatchCopy(BatchCopy):
 
 
 class KernelCopier(Copier):
-    """Copies by ``copy_rows``, see Note [Launching].
-
-    Args:
-        buffers: The targets, at most INPUTS of them; the caller owns them.
-        kernel: On their device.
-        blocks: Where host tensors are staged.
-        copy_inputs: As for Copier.
-    """
+    """Copies at most INPUTS inputs by ``copy_rows``, host tensors through ``blocks``, see Note [Launching]."""
 
     name = "one kernel"
     batch_copy = KernelBatchCopy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -34,13 +34,7 @@ class OutputRows:
         return num_tokens // self.query_len if num_reqs is None else num_reqs
 
     def check(self, output: Any, descriptor: BatchDescriptor, num_reqs: int) -> None:
-        """Raise OutputShapeError if the padding of a padded output could not be cut off.
-
-        Args:
-            output: The model's.
-            descriptor: The key that it ran for.
-            num_reqs: Requests that it ran for.
-        """
+        """Raise OutputShapeError if padding could not be cut off a padded output of this key and so many requests."""
         rows = self.count(descriptor.num_tokens, num_reqs)
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
@@ -90,13 +84,9 @@ def renewed(output: Any, only: Container[int] | None = None, *, clone: bool = Fa
 
 def hides_tensors(leaf: Any) -> bool:
     """Whether a leaf for pytree holds tensors after all: their padding would be handed out."""
-    if isinstance(leaf, torch.Tensor | type):
+    if isinstance(leaf, torch.Tensor):
         return False
-    if isinstance(leaf, set | frozenset):
-        return any(isinstance(value, torch.Tensor) for value in leaf)
-    if isinstance(leaf, Iterator):
-        return True
-    if isinstance(leaf, Mapping):
-        return any(isinstance(value, torch.Tensor) for value in leaf.values())
-    names = [f.name for f in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", ())
-    return any(isinstance(getattr(leaf, name, None), torch.Tensor) for name in names)
+    if is_dataclass(leaf):  # it may have slots
+        return any(isinstance(getattr(leaf, field.name, None), torch.Tensor) for field in fields(leaf))
+    held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+    return any(isinstance(value, torch.Tensor) for value in held.values())

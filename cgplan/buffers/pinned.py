@@ -17,12 +17,10 @@ LEAST_BYTES = 1 << 16
 class Fence(Protocol):
     """A point in the device's work, as torch.cuda.Event."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+    def synchronize(self) -> None: ...
 
 
 def stream_at(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """torch's stream of a raw handle."""
     return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
@@ -42,11 +40,6 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             f"no pinned memory on the host for {list(shape)} elements of {dtype}: {str(error).splitlines()[0]}",
             remedy="Free memory of the host; or pass tensors on the device, or write them in place (runner.stage).",
         ) from error
-
-
-def allocate_pinned(nbytes: int) -> torch.Tensor:
-    """A block that the device reads under the host's address. Raises as ``empty_pinned``."""
-    return empty_pinned([nbytes], torch.uint8)
 
 
 def _release(wait: Callable[[], None], blocks: list[torch.Tensor]) -> None:
@@ -71,7 +64,7 @@ class StagingBlocks:
         self,
         new_fence: Callable[[int], Fence],
         wait: Callable[[], None],
-        allocate: Callable[[int], torch.Tensor] = allocate_pinned,
+        allocate: Callable[[int], torch.Tensor] = lambda nbytes: empty_pinned([nbytes], torch.uint8),
     ) -> None:
         self._new_fence, self._wait, self._allocate = new_fence, wait, allocate
         self._blocks: list[torch.Tensor] = []
@@ -83,7 +76,6 @@ class StagingBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both blocks; 0 before the first batch."""
         return sum(block.nbytes for block in self._blocks)
 
     def take(self, nbytes: int, stream: int) -> int:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cgplan.config import Dim, Input
-from cgplan.errors import BackendError, CaptureMemoryError
+from cgplan.errors import CaptureMemoryError
 
 
 def torch_dtype(spec: Input) -> torch.dtype:
-    """The torch dtype that an input declares."""
     return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
 
 
@@ -42,10 +41,9 @@ class StaticBuffer:
     """One input's memory for the largest batch.
 
     Attributes:
-        spec: The declaration.
         tensor: The memory; its address never changes.
         row_dim, rows: The dimension that counts rows of the batch, and how; None for a fixed shape.
-        marks: How far batches reach; shared by the buffers of a model.
+        marks: Shared by the buffers of a model.
         written: Whether the model itself writes into it, so that padding does not last from one replay to the next.
         version: torch's count of writes to the memory when it was last all padding.
     """
@@ -61,7 +59,6 @@ class StaticBuffer:
 
     @classmethod
     def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks) -> StaticBuffer:
-        """Memory for a batch of that size, all padding."""
         dims, row_dim = spec.dims, spec.row_dim
         shape = [dim.size(num_tokens, num_reqs) for dim in dims]
         with torch.inference_mode(False):  # a tensor made in inference mode could be written to only there
@@ -118,21 +115,13 @@ class StaticBuffer:
 
 
 class StaticBuffers:
-    """All inputs and metadata of a model, for the largest batch that is captured.
-
-    Args:
-        specs: Declarations by name.
-        num_tokens, num_reqs: The largest batch.
-        device: Where the memory lies.
+    """All inputs and metadata of a model, by name, for the largest batch that is captured.
 
     Attributes:
-        buffers: Each input's memory, by name.
-        marks: How far batches reach into them.
         bounds: First address and the one behind the last of each buffer in turns, ascending.
 
     Raises:
         CaptureMemoryError: the device has no memory for them.
-        BackendError: this torch or the device lacks the dtype of an input; names the input.
     """
 
     def __init__(self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device) -> None:
@@ -141,17 +130,12 @@ class StaticBuffers:
         for name, spec in specs.items():
             try:
                 self.buffers[name] = StaticBuffer.allocate(spec, num_tokens, num_reqs, device, self.marks)
-            except (AttributeError, TypeError, RuntimeError) as error:
-                reason = (str(error).splitlines() or [""])[0]
-                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in reason:  # a GPU's, the CPU's
-                    raise CaptureMemoryError(
-                        f"no memory for static buffers of {num_tokens} tokens: {reason}",
-                        remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
-                    ) from error
-                raise BackendError(
-                    f"input {name!r} is declared as {spec.dtype}, which torch {torch.__version__} does not have on "
-                    f"{device}: {reason}",
-                    remedy="Declare a dtype that it has and convert in the model, or install a newer torch.",
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                    raise
+                raise CaptureMemoryError(  # a GPU's, the CPU's
+                    f"no memory for static buffers of {num_tokens} tokens: {str(error).splitlines()[0]}",
+                    remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
                 ) from error
         tensors = [buffer.tensor for buffer in self.buffers.values()]
         # An address lies in a buffer where an odd number of bounds is at its left.
@@ -159,7 +143,6 @@ class StaticBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(b.tensor.nbytes for b in self.buffers.values())
 
     def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
@@ -167,16 +150,10 @@ class StaticBuffers:
         return {name: b.view(b.count(num_tokens, num_reqs)).detach() for name, b in self.buffers.items()}
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in one of the buffers, wherever its storage begins: one that came through numpy or
-        DLPack may begin inside a buffer.
-        """
-        try:
-            return bool(bisect_right(self.bounds, tensor.data_ptr()) & 1)
-        except RuntimeError:  # a tensor of a subclass may have no address
-            return False
+        """Whether the tensor begins in one of the buffers."""
+        return bool(bisect_right(self.bounds, tensor.data_ptr()) & 1)
 
     def versions(self) -> list[int]:
-        """torch's counts of writes to the buffers, for ``note_writes``."""
         return [buffer.tensor._version for buffer in self.buffers.values()]
 
     def note_writes(self, before: list[int]) -> bool:

@@ -31,11 +31,6 @@ def fitting(plan: Plan, config: Config, free: int | None) -> Plan:
     The number of graphs is always known, memory and time where the plan has predictions. For want of memory or time the
     largest sizes go first: they take most of the pool, and graphs gain least there; of equal sizes, PIECEWISE before
     FULL. Of what is left, ``budget.max_graphs`` keeps the largest sizes and those that pad least: Note [Spread].
-
-    Args:
-        plan: What is to be captured.
-        config: Its budget, and the inputs.
-        free: Free device memory, None where not known.
     """
     budget = config.budget
 
@@ -63,7 +58,6 @@ class BudgetGuard:
     memory with the same predictions, not seconds.
 
     Args:
-        graphed: The model; its plan's predictions are used where it has some.
         records: What is captured now, by key; the caller keeps it up to date.
         before: The device's memory before anything of the model was allocated.
 
@@ -100,12 +94,10 @@ class BudgetGuard:
 
     @property
     def used_seconds(self) -> float:
-        """Of captures, without the times between ``rest`` and ``go_on``."""
         return time.perf_counter() - self._start
 
     @property
     def used_bytes(self) -> int:
-        """See Note [What a budget counts]."""
         pool = self._graphed.pools.nbytes - self.shared_bytes if self._records else 0
         return max(self._graphed.buffers.nbytes, self._outside or 0) + pool + sum(map(_driver, self._records.values()))
 
@@ -115,7 +107,6 @@ class BudgetGuard:
         return graphed.backend.memory().reserved - graphed.copied_bytes - self._reserved - pool
 
     def stop_before(self, key: Key) -> bool:
-        """Whether capturing ``key`` would pass a limit, as far as that can be foreseen."""
         if not self.active:
             return False
         budget, (growth, seconds) = self.budget, self._expected(key)
@@ -152,12 +143,10 @@ class BudgetGuard:
         return self._short_of_reserve(key, rest, expected)
 
     def ran_out(self, key: Key) -> None:
-        """Take note that memory ran out at ``key``."""
         free = format_bytes(self._graphed.backend.memory().free)
         self._stop("device memory", key, f"it ran out, with {free} free on the device")
 
     def record(self, left_out: Sequence[Key], skipped: Sequence[Key], used_bytes: int) -> BudgetRecord:
-        """The outcome for the report."""
         return BudgetRecord(
             **self.budget.model_dump(),
             used_bytes=used_bytes,
@@ -168,11 +157,8 @@ class BudgetGuard:
         )
 
     def _expected(self, key: Key) -> tuple[int, float]:
-        """Bytes and seconds for a key: as predicted, else as measured of its mode, else of the session; else nothing.
-
-        A larger size was captured before it, and left a pool that holds it: without predictions that growth is not
-        expected again. The driver takes memory in chunks, so that the most that a key took counts.
-        """
+        # Bytes and seconds, as predicted; else as measured of its mode, else of the session. A larger size left a pool
+        # that holds this one. The driver takes memory in chunks, so the most that a key took counts.
         cost = self._predicted.get(key)
         if cost is not None:
             return cost.pool_bytes + cost.driver_bytes, cost.seconds

@@ -47,7 +47,7 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphed: The model with its buffers; nothing is captured yet.
+        graphed: The model with its buffers; nothing is captured yet. Its ``plan`` is what is captured now.
         asked: The plan that the user asked for.
         wanted: The part of it that may be captured; the budget does not pay for the rest.
         before: Device memory before anything of the model was allocated.
@@ -55,11 +55,8 @@ class CapturedKeys:
         progress: Called before each key.
 
     Attributes:
-        graphed, asked, wanted: As above; ``graphed.plan`` is what is captured now.
-        guard: Says what the budget allows.
         failed: Keys that were not captured, by key. They are not tried again until they are taken out.
         history: Records of this generation's captures in order, those of evicted keys included.
-        report: What the captures cost, as they are now.
     """
 
     report: CaptureReport
@@ -88,7 +85,6 @@ class CapturedKeys:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """What is captured now."""
         return self.graphed.plan.keys
 
     def reason_against(self, key: Key) -> MissReason:
@@ -96,11 +92,12 @@ class CapturedKeys:
         failed = self.failed.get(key)
         if failed is not None:
             return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
-        waits = self._is_lazy and key in self.wanted.keys
+        waits = self.is_lazy and key in self.wanted.keys
         return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
 
     @property
-    def _is_lazy(self) -> bool:
+    def is_lazy(self) -> bool:
+        """Whether keys are captured when they are first met."""
         return self.graphed.config.compilation.capture_policy == "lazy"
 
     def check(self, key: Key | None = None) -> None:
@@ -112,13 +109,8 @@ class CapturedKeys:
     # --- captures -------------------------------------------------------------------------------------------------
 
     def capture_first(self, keys: Sequence[Key], start: float) -> None:
-        """Capture these keys until the budget stops it, on all ranks, and write the report.
-
-        A key that cannot be captured is an error, but for memory that runs out where there is a budget.
-
-        Args:
-            keys: In capture order.
-            start: When the session began, by ``time.perf_counter``.
+        """Capture these keys until the budget stops it, on all ranks, and write the report. A key that cannot be
+        captured is an error, but for memory that runs out where there is a budget.
         """
         graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
         with graphed.keeping_state(), backend.session(), torch.no_grad():
@@ -129,7 +121,7 @@ class CapturedKeys:
             backend.synchronize()
         self._together.end()
         self._seconds = time.perf_counter() - start
-        if keys and not self._records and not self._is_lazy:  # the buffers are of no use either
+        if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
             graphed.allocate_buffers(0)
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
@@ -144,11 +136,11 @@ class CapturedKeys:
     def capture(
         self, keys: Collection[Key], *, evicted: Collection[Key] = (), renew: bool = False, from_zero: bool = False
     ) -> tuple[Key, ...]:
-        """Give up some keys between batches, then capture others, the largest first. Failures are remembered, and do
-        not raise.
+        """Capture keys between batches, the largest first, as far as they are among ``wanted``, have no graph and have
+        not failed before. Failures are remembered, and do not raise.
 
         Args:
-            keys: Keys to capture, as far as they are among ``wanted``, have no graph and have not failed before.
+            keys: What to capture.
             evicted: Keys to give up before.
             renew: Give all up, and begin a new generation.
             from_zero: Whether the budget's seconds count from 0 again.
@@ -176,14 +168,8 @@ class CapturedKeys:
         return tuple(key for key in new if key in self._records)
 
     def _capture(self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False) -> None:
-        """Capture keys in order, as far as the budget allows.
-
-        Args:
-            keys: What to capture.
-            in_service: Whether a key that cannot be captured, or that the budget refuses, is remembered in ``failed``
-                and the next one tried. Else its error is raised, and the budget ends the loop.
-            again: Whether these are keys that were captured before.
-        """
+        # In service a key that cannot be captured, or that the budget refuses, is remembered in `failed` and the next
+        # one tried. Else its error is raised, and the budget ends the loop. `again`: they were captured before.
         pools = self.graphed.pools
         for index, key in enumerate(keys):
             if self._together.any(self.guard.stop_before(key)):
@@ -245,7 +231,6 @@ class CapturedKeys:
         self.failed[key] = FailedKey(mode=key[0], descriptor=key[1], error=error, detail=detail)
 
     def _give_up(self, key: Key) -> None:
-        """Free what there is of a key that could not be captured, or may not stay."""
         self._evict([key])
         self.graphed.backend.release_cached()
 
@@ -270,8 +255,6 @@ class CapturedKeys:
         """Bring plan and report up to date with the graphs that are there."""
         graphed, guard = self.graphed, self.guard
         backend, pools, compilation = graphed.backend, graphed.pools, graphed.config.compilation
-        for key in [key for key in self._records if not graphed.holds(key)]:  # an interrupt came after it was freed
-            del self._records[key]
         plan = restricted(self.wanted, tuple(self._records), graphed.config)
         if plan.predicted is not None and plan.keys and graphed.most_tokens != plan.max_capture_size:
             predicted = plan.predicted.model_copy(update={"static_bytes": graphed.buffers.nbytes})
@@ -279,7 +262,7 @@ class CapturedKeys:
         graphed.plan = plan
         records = tuple(self._records[key] for key in plan.keys)
         missing = tuple(key for key in self.wanted.keys if key not in self._records)
-        skipped = () if self._is_lazy else missing
+        skipped = () if self.is_lazy else missing
         no_graph = (NO_GRAPH,) if (self._left_out or skipped) and not records else ()
         driver = None if self._loaded_bytes is None else self._loaded_bytes + sum(r.driver_bytes or 0 for r in records)
         report = CaptureReport(
@@ -299,7 +282,7 @@ class CapturedKeys:
             capture_policy=compilation.capture_policy,
             pool=pools.policy,
             generation=pools.generation,
-            waiting=sum(key not in self.failed for key in missing) if self._is_lazy else 0,
+            waiting=sum(key not in self.failed for key in missing) if self.is_lazy else 0,
             failed=tuple(self.failed.values()),
             warnings=(*plan.warnings, *self._warnings(), *no_graph),
             looked_at=graphed.looked_at,

@@ -19,7 +19,6 @@ _FOREIGN_GENERATOR = re.compile(r"generator.*capture mode|offset.*graph capture"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation on the host failed."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
@@ -46,8 +45,6 @@ def explain_failure(
     """The typed error for what was raised while a key was warmed up or captured.
 
     Args:
-        error: The error that was raised.
-        key: The key in words.
         capturing: Whether the capture had begun; before it, the model ran eagerly.
         free: Bytes of device memory that were free then, None if not known.
         host_sync: The operator that needs the host, as the look ahead of the capture named it.
@@ -92,7 +89,6 @@ def explain_failure(
 
 
 def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
-    """The typed error for what the model itself raised on a batch."""
     if isinstance(error, CgplanError):
         return error
     where = blamed_line(error.__traceback__)

@@ -57,9 +57,6 @@ class ModelGraphs:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
     Args:
-        plan, config: The keys, and how to capture them.
-        model: Called with the declared inputs by name.
-        backend: The device.
         pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
         state: The objects whose state counts; absent: the model.
         together: The sessions of other ranks.
@@ -69,8 +66,6 @@ class ModelGraphs:
         most_tokens: Tokens of the largest key that the static buffers hold.
         scope: The pool of the key that is captured, its entries, and whether capturing is still allowed.
         route: How PIECEWISE segments come about.
-        outputs: How the model's outputs are checked and cut.
-        returns_nothing: Whether the model's output held no tensor.
         roots: The objects that are looked at for state, by name.
         generators: The random generators that the model draws from, but for the default one.
         looked_at: One line on what the last captures looked at.
@@ -155,7 +150,6 @@ class ModelGraphs:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes on the device of the copies that the state will be restored from."""
         return 0 if self._kept is None else self._kept.copied()
 
     @contextmanager
@@ -175,15 +169,8 @@ class ModelGraphs:
 
     def capture_key(self, key: Key, *, in_service: bool = False) -> GraphRecord:
         """Warm up and capture one key, inside the backend's session. The model is as it was afterwards, and
-        ``scope.entries`` holds the key's graphs until the next one.
-
-        Args:
-            key: What is captured.
-            in_service: Whether a key that fails leaves the others as they are; for the message.
-
-        Raises:
-            CaptureError: the key could not be captured; its subclasses say why.
-            ModelError: the model failed before its capture began.
+        ``scope.entries`` holds the key's graphs until the next one. ``in_service``: a failure leaves other keys as they
+        are. Raises CaptureError: the key could not be captured; ModelError: the model failed before its capture began.
         """
         (mode, descriptor), backend, scope, capturing = key, self.backend, self.scope, False
         scope.pool, scope.entries = self.pools.of(key), []
@@ -251,10 +238,7 @@ class ModelGraphs:
         )
 
     def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Look at the forward, once for each mode, ahead of its warm-ups; inside ``keeping_state``.
-
-        Raises CaptureError as ``footprint.examine``.
-        """
+        """Look at the forward, once for each mode, ahead of its warm-ups. Raises as ``footprint.examine``."""
         if mode in self._footprints:
             return
         assert self._kept is not None
@@ -283,7 +267,6 @@ class ModelGraphs:
             return look(run, kept, self.copy_limit()).breaks
 
     def copy_limit(self) -> int:
-        """Bytes of copies of the model's state that may lie on the device."""
         limit = self.config.compilation.state_copy
         return (self.backend.memory().free or 4 << 30) // 4 if limit is None else limit
 
@@ -326,16 +309,6 @@ class ModelGraphs:
         entry = None if wrapper is None else wrapper.entries.get(descriptor)
         return entry if entry is not None and entry.scope is self.scope else None
 
-    def holds(self, key: Key) -> bool:
-        """Whether there is a graph of that key, in whichever wrapper."""
-        mode, descriptor = key
-        return any(
-            entry.scope is self.scope and entry.descriptor == descriptor
-            for wrapper in self.scope.wrappers
-            if wrapper.runtime_mode is mode
-            for entry in wrapper.entries.values()
-        )
-
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
 
@@ -347,8 +320,7 @@ class ModelGraphs:
         for wrapper in self.scope.wrappers:
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
             for output, free in wrapper.take_out(self.scope, mine):
-                self._retired.append(([], free))  # freed next time, should anything come between here
-                self._retired[-1] = ([self.backend.watch(tensor) for tensor in output], free)
+                self._retired.append(([self.backend.watch(tensor) for tensor in output], free))
                 del output  # or the loop below would find it held, by this function
         self._checked.difference_update(keys)
         waiting = []
@@ -376,7 +348,6 @@ class ModelGraphs:
         self.scope.entries, self.scope.wrappers = [], []
 
     def free(self) -> None:
-        """Free graphs, pool and static buffers."""
         together, self._together = self._together, ALONE  # other ranks wait for it once
         with ExitStack() as stack:  # memory is freed whatever the steps before it raise
             stack.callback(self._free)
@@ -397,13 +368,10 @@ class ModelGraphs:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def invalidate(self, name: str) -> None:
-        """Refuse replays from now on, because ``name`` has moved. Raises InputError for what is no name."""
-        if not isinstance(name, str) or not name:
-            raise InputError(f"invalidate was given {name!r:.100}", remedy='Name what moved, such as "kv_cache".')
+        """Refuse replays from now on, because ``name`` has moved."""
         self._moved, self._sealed = name, None  # which may hold the old memory
 
     def check_valid(self) -> None:
-        """Raise AddressError after ``invalidate``."""
         if self._moved is not None:
             raise AddressError(
                 f"the model was captured before {self._moved!r} moved: a replay would use the old memory",

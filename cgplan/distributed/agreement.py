@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +15,7 @@ from cgplan.config import Config
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import RankMismatchError
 from cgplan.planning import Plan
-
-_MOST_NAMED = 3  # differences that a message spells out
+from cgplan.units import listed
 
 
 def agree_on_setup(
@@ -25,14 +23,8 @@ def agree_on_setup(
 ) -> None:
     """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU and cgplan.
 
-    Args:
-        ranks: All ranks.
-        config: This rank's.
-        backend: Its device.
-        also: Other values that have to be the same, by their names in messages: the caller's options, say.
-
-    Raises:
-        RankMismatchError: on all ranks; it names the rank, the setting, and both values.
+    ``also``: other values that have to be the same, by their names in messages: the caller's options, say. Raises
+    RankMismatchError on all ranks; it names the rank, the setting, and both values.
     """
     found = describe_environment(backend, "")
     versions = {"torch": found.torch, "cgplan": found.cgplan}
@@ -61,11 +53,6 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
     return Plan.from_json(ranks.agree("broadcasting the plan", value=value)[0])
 
 
-def plan_digest(plan: Plan) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of a plan's JSON."""
-    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:12]
-
-
 def _flat(prefix: str, value: Any) -> dict[str, str]:
     """Dotted names and values in JSON."""
     if not isinstance(value, Mapping) or not value:
@@ -77,12 +64,10 @@ def _flat(prefix: str, value: Any) -> dict[str, str]:
 def compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
     """All ranks have rank 0's values, by name. Raises RankMismatchError; it names the rank and both values."""
     for rank, theirs in enumerate(found):
-        names = [name for name in {**found[0], **theirs} if theirs.get(name) != found[0].get(name)]
-        parts = [
+        unlike = [
             f"{name}: {theirs.get(name, 'nothing')}, rank 0 has {found[0].get(name, 'nothing')}"
-            for name in names[:_MOST_NAMED]
+            for name in {**found[0], **theirs}
+            if theirs.get(name) != found[0].get(name)
         ]
-        if len(names) > _MOST_NAMED:
-            parts.append(f"and {len(names) - _MOST_NAMED} more")
-        if parts:
-            raise RankMismatchError(f"rank {rank} differs from rank 0: {'; '.join(parts)}", remedy=remedy)
+        if unlike:
+            raise RankMismatchError(f"rank {rank} differs from rank 0: {listed(unlike, 3)}", remedy=remedy)

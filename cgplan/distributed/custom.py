@@ -6,7 +6,7 @@ On GPUs Triton kernels sum over a row of the registry's table; on the CPU torch 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import logging
 import os
 import time
@@ -45,8 +45,7 @@ _BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
 # over the whole system, about a microsecond each. The bound ends waits that would never end; it measures no time.
 _LOOKS_PER_SECOND = 1 << 20
 
-_MOST_DIMS = 64  # of a tensor whose shape is compared; of one with more it is the number of elements
-_RECORD = 1 + _MOST_DIMS  # words: dtype and shape of a rank's input
+_RECORD = 1 + 64  # words: dtype and shape, of 64 dimensions at most, of a rank's input
 _SPINS = 200  # looks at the signals before the thread yields for longer
 _SAME_CALLS = "Every rank has to make the same calls in the same order."  # a remedy
 
@@ -56,17 +55,7 @@ class CustomAllReduce(AllReduce):
 
     An all-reduce in a FULL graph reads its peers' inputs where their graphs have them. One that runs eagerly, or in a
     PIECEWISE segment (which runs while the next one is captured, before anything is registered), copies its input to a
-    staging buffer that was registered at the start.
-
-    Args:
-        ranks, backend: As for AllReduce.
-        transport: How ranks reach each other's memory; the all-reduce owns it.
-        signal_bytes: Of the memory through which ranks signal to each other.
-        fallback: For tensors that the kernels cannot take.
-        settings: The largest tensor that the kernels take, and the number of all-reduces in all graphs.
-
-    Attributes:
-        registry: Of the graphs' buffers.
+    staging buffer that was registered at the start. The all-reduce owns its transport.
     """
 
     name = "custom"
@@ -93,14 +82,12 @@ class CustomAllReduce(AllReduce):
     def reset(self) -> None:
         """Make this rank's signals new; no rank is in a sum."""
 
-    def why_not(self, x: torch.Tensor) -> tuple[str, str]:
+    def why_not(self, x: torch.Tensor) -> str:
         if x.dtype not in DTYPES:
-            return "dtype", f"{x.dtype} is none of float32, float16, bfloat16"
+            return f"{x.dtype} is none of float32, float16, bfloat16"
         if x.nbytes > self._max_bytes:
-            return "size", f"{format_bytes(x.nbytes)} are more than distributed.all_reduce_max_size"
-        if x.nbytes % PACK_BYTES:
-            return "alignment", f"{x.nbytes} bytes are not a multiple of {PACK_BYTES}"
-        return "", ""
+            return f"a tensor has more than distributed.all_reduce_max_size, {format_bytes(self._max_bytes)}"
+        return f"a tensor's bytes are not a multiple of {PACK_BYTES}" if x.nbytes % PACK_BYTES else ""
 
     def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The registered buffer in a FULL graph, else the staging buffer."""
@@ -248,17 +235,15 @@ class CpuAllReduce(CustomAllReduce):
 
         Raises:
             RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and sums may go on.
-            RegistrationError: the row is not written: the graph was replayed before registration.
+            RegistrationError: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
-            AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
-                let a rank read memory that another one has not written yet.
+            AllReduceError: a rank did not come within the timeout, now or earlier.
         """
         addresses = row.tolist()
         if not all(addresses):
             raise _unregistered()
         with self.whole_sum():
-            shape = x.shape if x.dim() <= _MOST_DIMS else (x.numel(),)
-            record = [len(shape) * len(DTYPES) + DTYPES.index(x.dtype), *shape]
+            record = [x.dim() * len(DTYPES) + DTYPES.index(x.dtype), *x.shape]
             at = self.world_size + self.rank * _RECORD
             for signals in self._signals:
                 signals[at : at + len(record)] = record
@@ -308,16 +293,16 @@ class CpuAllReduce(CustomAllReduce):
                 os.sched_yield()
                 continue
             time.sleep(2e-5 if spins < 50 * _SPINS else 1e-3)
-            if spins % 256 == 0:
-                self.ranks.check()
-                if time.monotonic() > deadline:
-                    late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
-                    error = AllReduceError(
-                        f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s",
-                        remedy=_SAME_CALLS,
-                    )
-                    self.ranks.leave(error)
-                    raise error
+            if spins % 256:
+                continue
+            self.ranks.check()
+            if time.monotonic() > deadline:
+                late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
+                error = AllReduceError(
+                    f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s", remedy=_SAME_CALLS
+                )
+                self.ranks.leave(error)
+                raise error
         time.sleep(0)
 
 
@@ -358,8 +343,10 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
         return f"{ranks.world_size} ranks, where kernels exist for {', '.join(map(str, ONE_SHOT_BYTES))}"
-    for module, package in (("triton", "triton"), ("cuda", "cuda-bindings")):
-        if importlib.util.find_spec(module) is None:
+    for module, package in (("triton", "triton"), ("cuda.bindings.runtime", "cuda-bindings")):
+        try:
+            importlib.import_module(module)
+        except ImportError:
             return f"{package} is not installed"
     if uses_expandable_segments():
         return "expandable segments are on, whose memory has no IPC handle"

@@ -18,8 +18,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RendezvousError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 # By address, port and attempt. A process may open its ranks several times: over one store, each time with other keys.
 _stores: dict[tuple[str, int, int], Any] = {}
 _meetings: Counter[tuple[str, int, int]] = Counter()
@@ -27,53 +25,39 @@ _meetings: Counter[tuple[str, int, int]] = Counter()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place among the others, as torchrun's environment says it.
-
-    Attributes:
-        rank, world_size: From 0; number of ranks.
-        local_rank: Number among the ranks of one machine.
-        address, port: Where the store listens.
-        agent_store: Whether torchrun's agent keeps the store; else rank 0 does.
-        attempt: How often torchrun has restarted the ranks.
-    """
+    """One rank's place among the others, as torchrun's environment says it."""
 
     rank: int
     world_size: int
-    local_rank: int
-    address: str
+    local_rank: int  # among the ranks of one machine
+    address: str  # where the store listens
     port: int
-    agent_store: bool = False
-    attempt: int = 0
+    agent_store: bool = False  # torchrun's agent keeps the store, else rank 0 does
+    attempt: int = 0  # how often torchrun has restarted the ranks
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """From torchrun's variables; None outside of torchrun. Raises ConfigError where they contradict each other."""
+        """From torchrun's variables; None outside of torchrun. Raises ConfigError where one is missing."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
-        try:
-            place = cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-                address=environment.get("MASTER_ADDR", ""),
-                port=int(environment.get("MASTER_PORT", "0")),
-                agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            )
-        except ValueError as error:
-            raise ConfigError(f"the environment of a rank is invalid: {error}", remedy="Use torchrun.") from None
-        unset = [name for name in _VARIABLES if name not in environment]
-        if unset or not 0 <= place.rank < place.world_size:
-            wrong = f"not set: {', '.join(unset)}" if unset else "no such rank"
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
             raise ConfigError(
-                f"rank {place.rank} of {place.world_size}: {wrong}",
+                f"rank {rank} of {world_size}: not set: {', '.join(unset)}",
                 remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
             )
-        return place
+        return cls(
+            rank,
+            world_size,
+            local_rank=int(environment.get("LOCAL_RANK", rank)),
+            address=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
 
     @property
     def keeps_store(self) -> bool:
-        """Whether this process keeps the store."""
         return self.rank == 0 and not self.agent_store
 
     @property
@@ -84,17 +68,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Host and device of a rank.
-
-    Attributes:
-        host: Its machine.
-        device: ``cpu``, or the UUID of its GPU.
-        problem: Why it has no device; empty where it has one.
-    """
+    """Host and device of a rank."""
 
     host: str
-    device: str
-    problem: str = ""
+    device: str  # cpu, or the UUID of its GPU
+    problem: str = ""  # why it has no device
 
     @classmethod
     def of(cls, place: Place, device: str) -> tuple[Presence, torch.device]:
@@ -144,7 +122,7 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
     """The common store, and every rank's presence, once all have come.
 
     Raises:
-        RendezvousError: a rank did not come within the timeout, or came twice.
+        RendezvousError: a rank did not come within the timeout.
         BackendError, RankMismatchError: a rank has no GPU, or two have the same; on all ranks alike.
     """
     where = (place.address, place.port, place.attempt)
@@ -153,11 +131,6 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
     store: Any = PrefixStore(f"cgplan/{place.attempt}/{_meetings[where]}", _stores[where])
     keys = [f"here/{rank}" for rank in range(place.world_size)]
     try:
-        if store.add(f"came/{place.rank}", 1) > 1:
-            raise RendezvousError(
-                f"rank {place.rank} came twice to {place.address}:{place.port}",
-                remedy="Another run uses the same port, or two processes have the same RANK.",
-            )
         store.set(keys[place.rank], pickle.dumps(presence))
         absent = absent_from(store, keys, timeout)
         if absent:
@@ -182,23 +155,15 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
 
 
 def _connected(place: Place, timeout: float) -> Any:
-    """A TCPStore; a client connects once the port is open, because the store's own retries log each failure."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            if not place.keeps_store:
-                socket.create_connection((place.address, place.port), min(5.0, timeout)).close()
-            patience = timedelta(seconds=timeout)
-            return TCPStore(place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False)
-        except (RuntimeError, OSError) as error:
-            if place.keeps_store or time.monotonic() > deadline:
-                failed = "cannot listen" if place.keeps_store else f"does not reach {place.keeper}"
-                raise RendezvousError(
-                    f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: "
-                    f"{first_line(error)}",
-                    remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that is free.",
-                ) from error
-            time.sleep(0.05)
+    patience = timedelta(seconds=timeout)
+    try:
+        return TCPStore(place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False)
+    except RuntimeError as error:
+        failed = "cannot listen" if place.keeps_store else f"does not reach {place.keeper}"
+        raise RendezvousError(
+            f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: {first_line(error)}",
+            remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that is free.",
+        ) from error
 
 
 def check_devices(found: Sequence[Presence]) -> None:
@@ -227,5 +192,4 @@ def check_devices(found: Sequence[Presence]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -23,20 +23,13 @@ _OPTIONS = ("splitting_ops", "compiler", "address_check", "debug", "use_inductor
 
 
 class PiecewiseBackend:
-    """A torch.compile backend that splits what Dynamo traced; eager pieces break the breakable capture that is open.
-
-    Outside of a capture the pieces run one after the other, so the compiled model is then just the model.
-
-    Args:
-        compilation: Its splitting_ops, compiler, address_check, debug and use_inductor_graph_partition.
-        backend: Device of the graphs; chosen as for ``auto`` if absent.
+    """A torch.compile backend that splits what Dynamo traced; outside of a capture the pieces run one after the other.
 
     Attributes:
         traces: The traced forwards, split, in the order in which Dynamo traced them. Their constants are memory that
             graphs read, so they live as long as the graphs.
         pieces: The pieces of each.
         compiled: Segments that inductor compiled, by structure.
-        partition: Whether inductor partitions the whole forward.
         capture: The capture that the next forward is recorded into; the forward takes it.
         codes: The code of all traces: traces that differ in guards alone have the same.
         missed: The last guard that did not hold, so that Dynamo traced the model again.
@@ -119,7 +112,7 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
 
     Raises:
         ConfigError: an option that does not exist, has a wrong value, or means nothing here; a ``mode`` of torch's.
-        Others as PiecewiseBackend. They pass torch.compile as they are.
+        BackendError: inductor without a GPU. CaptureError: a new trace inside a capture.
     """
     try:
         splitter = PiecewiseBackend(_compilation_of(given))
@@ -142,9 +135,7 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
 
 
 def _compilation_of(given: dict[str, Any]) -> CompilationConfig:
-    """The options that torch.compile was given. Raises ConfigError."""
-    options = {**given, **(given.get("options") or {})}
-    options.pop("options", None)
+    options = (given.pop("options", None) or {}) | given
     if "mode" in options:
         raise ConfigError(
             f"torch.compile(backend='cgplan') has no mode, found {options['mode']!r}",

@@ -23,10 +23,8 @@ from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWra
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
-PATIENCE = 60.0  # seconds that a capture waits for one in another thread
-_turn = threading.Lock()  # of the capture that is open in this process
-_living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
 _DEFAULTS = CUDAGraphOptions()
+_living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
 
 
 class _Active(threading.local):
@@ -50,42 +48,31 @@ class BreakableCUDAGraphCapture:
     The block behaves as a real forward, once: each segment is replayed as soon as it is captured, so that the next
     eager piece and the block's results are computed from real values. The block's results lie in the pool, and each
     replay overwrites them. Eager pieces run on the same stream, in the forward context of the replaying call. A piece
-    may write into the memory of its arguments.
-
-    The capture owns its graphs, not the pool. One is open at a time: another thread's capture waits for its end.
+    may write into the memory of its arguments. The capture owns its graphs, not the pool.
 
     Args:
         backend: The device, inside whose ``session`` the block is entered; that of the pool if absent.
         pool: Graph pool that the segments and the output slots of eager pieces share; a new one if absent.
 
     Raises:
-        CgplanError: ``backend`` is not a backend, or the pool's backend is not known.
-        CaptureError: on entering inside another capture, or while one of another thread is open for too long; on
-            leaving if a segment is not valid. After any error the segments are freed, and a new capture may begin.
+        CaptureError: on entering inside another capture; on leaving if a segment is not valid. After any error the
+            segments are freed, and a new capture may begin.
     """
 
     def __init__(self, backend: GraphBackend | None = None, pool: Any = None) -> None:
-        found = backend if backend is not None else select_backend() if pool is None else getattr(pool, "backend", None)
-        if not isinstance(found, GraphBackend):
-            raise CgplanError(
-                f"a breakable capture needs a backend, found {backend!r:.100}"
-                if backend is not None
-                else f"the backend of the pool {pool!r:.100} is not known",
-                remedy='Make a backend with cgplan.select_backend("auto"), and pools with its new_pool().',
-            )
-        self._backend: GraphBackend = found
-        self._pool = found.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
+        self._backend: GraphBackend = backend or (select_backend() if pool is None else pool.backend)
+        self._pool = self._backend.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Any] = []
         # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
         # would release library workspaces that the others use.
         self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
-        self._broken_in: str | None = None
+        self._last_piece = ""
+        self._others: list[BreakableCUDAGraphCapture] = []
+        _living.add(self)
         self._copies = Copies()
         self._derived: dict[str, Any] = {}
         self._steps: list[Callable[[], object]] | None = None
-        self._others: list[BreakableCUDAGraphCapture] = []
-        _living.add(self)
 
     @property
     def segments(self) -> tuple[Any, ...]:
@@ -115,7 +102,7 @@ class BreakableCUDAGraphCapture:
     @property
     def is_recording(self) -> bool:
         """Whether a segment is being captured: not inside an eager piece, nor before, after or once it has failed."""
-        return self._open is not None and self._broken_in is None
+        return self._open is not None
 
     def __enter__(self) -> BreakableCUDAGraphCapture:
         if _active.capture is not None:
@@ -125,14 +112,9 @@ class BreakableCUDAGraphCapture:
             )
         if self._items or self._steps is not None:
             raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
-        if not _turn.acquire(timeout=PATIENCE):
-            raise CaptureError(
-                f"a breakable capture of another thread is still open after {PATIENCE:.0f} s, at {blamed_line()}",
-                remedy="Capture in one thread at a time; an eager piece must not wait for a thread that captures.",
-            )
         _active.capture = self
+        self._state = AmbientState.now(self._backend.device.type)
         try:
-            self._state = AmbientState.now(self._backend.device.type)
             # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
             # destroyed while another one is captured makes that capture invalid.
             self._others = list(_living)
@@ -146,15 +128,15 @@ class BreakableCUDAGraphCapture:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is not None:
+            if kind is not None:
                 if self._open is not None:
                     with _quiet_about_empty_graphs():
                         self._open[1].__exit__(kind, error, traceback)
                 self._discard()
                 return
-            if self._broken_in is not None:
+            if self._open is None:
                 raise CaptureError(
-                    f"eager piece {self._broken_in} failed while it was captured, and the model went on",
+                    f"eager piece {self._last_piece} failed while it was captured, and the model went on",
                     remedy="Let the error pass, or catch it inside the eager piece.",
                 )
             self._end_segment("the end")
@@ -186,12 +168,8 @@ class BreakableCUDAGraphCapture:
         return self.add_named(name_of(function), function, args, kwargs)
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay.
-
-        Raises CaptureError outside of a segment.
-        """
-        if not self.is_recording:
-            raise CaptureError("a slot outside of a segment", remedy="Ask for it inside the capture's block.")
+        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay."""
+        assert self.is_recording
         with torch.inference_mode(False):  # else it could be written to only there
             slot = self._backend.slot(value)
             self._copies.append((self._backend.borrow(slot), value.detach()))
@@ -235,7 +213,7 @@ class BreakableCUDAGraphCapture:
                 f"eager piece {name} outside of a segment, at {line}",
                 remedy="Call add_eager inside the capture's block, and not from an eager piece.",
             )
-        self._broken_in = name
+        self._last_piece = name
         self._end_segment(f"eager piece {name}, at {line}")
         piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
         self._items.append(piece)
@@ -243,7 +221,6 @@ class BreakableCUDAGraphCapture:
             piece.first_run(args, kwargs)
         self._begin_segment()
         handed, self._copies = piece.hand_out()
-        self._broken_in = None
         return handed
 
     def _begin_segment(self) -> None:
@@ -262,14 +239,10 @@ class BreakableCUDAGraphCapture:
         except HostSyncError:  # it names its line
             raise
         except CaptureError as error:
-            unjoined = "unjoined" in error.message
             raise CaptureError(
-                f"the segment before {before} "
-                f"{'has a side stream that was not joined' if unjoined else 'is not valid'}: {error.message}",
-                remedy="Before each eager piece, and at the end, let the main stream wait for every side stream: "
-                "torch.cuda.current_stream().wait_stream(side)."
-                if unjoined
-                else error.remedy,
+                f"the segment before {before} is not valid: {error.message}",
+                remedy=f"{error.remedy} Before each eager piece, and at the end, let the main stream wait for every "
+                "side stream: torch.cuda.current_stream().wait_stream(side).",
             ) from error
         is_empty = self._backend.is_empty(graph)
         (self._empty if is_empty else self._items).append(graph)
@@ -289,10 +262,7 @@ class BreakableCUDAGraphCapture:
         """End the turn of this capture, and give attributes of modules back what eager pieces bound them to."""
         for piece in self.eager_pieces:
             piece.end_capture()
-        if _active.capture is self:
-            _active.capture = None
-            _turn.release()
-        self._open, self._derived, self._others = None, {}, []
+        _active.capture, self._open, self._derived, self._others = None, None, {}, []
 
     def _discard(self) -> None:
         self._close()

@@ -9,13 +9,12 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from cgplan.errors import CgplanError, ConfigError
+from cgplan.errors import ConfigError
 from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
 
@@ -27,20 +26,13 @@ _decorated = False  # whether any function is
 
 
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function or method an eager piece of whatever breakable capture it is called in.
+    """Make a function or method an eager piece of the breakable capture that it is called in.
 
-    Outside of a breakable capture, in a FULL capture, and inside another eager piece, the function runs as it is.
-    Code that torch.compile traces, PIECEWISE segments by operators among it, takes it in as it is, too. See
-    BreakableCUDAGraphCapture.add_eager for what it may return.
-
-    Raises CgplanError for what cannot be called.
+    Outside of a breakable capture, in a FULL capture, inside another eager piece, and where torch.compile traces it
+    (PIECEWISE by operators does), the function runs as it is. See BreakableCUDAGraphCapture.add_eager for what it may
+    return.
     """
     global _decorated
-    if not callable(function):
-        raise CgplanError(
-            f"eager_break_during_capture was given {function!r:.100}, which cannot be called",
-            remedy="Put it on a function or method, without arguments.",
-        )
     _decorated = True
     broken = broken_out(function, name_of(function))
 
@@ -79,52 +71,36 @@ def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) 
 
 
 class _BrokenForward:
-    """Stands in for ``forward`` of one module while any handle breaks there.
+    """Stands in for ``forward`` of one module; it breaks captures while its handle lives and is not removed.
 
-    The last handle takes it out, unless a user's forward was put over it. Copies and pickles of the module get the
-    forward that was there before.
+    Copies and pickles of the module get the forward that was there before.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.holders: set[object] = set()
-        self._before = vars(module).get("forward")
+    def __init__(self, module: nn.Module, name: str, handle: ModuleBreaks) -> None:
+        self.handle = weakref.ref(handle)
+        self.before = vars(module).get("forward")
         self._plain, self._broken = module.forward, broken_out(module.forward, name)
-        functools.update_wrapper(self, module.forward)
+        functools.update_wrapper(self, module.forward, updated=())
+
+    @property
+    def is_on(self) -> bool:
+        handle = self.handle()
+        return handle is not None and not handle.is_removed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._broken if self.holders else self._plain)(*args, **kwargs)
+        return (self._broken if self.is_on else self._plain)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)  # type: ignore[no-any-return]
-        copied = copy.deepcopy(self.module, memo)  # in a copy of the module, the copy that is being made
-        return MethodType(type(copied).forward, copied)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain, memo)  # a bound method gets the copy of its module
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return (_itself, (self._before,)) if self._before is not None else (getattr, (self.module, "forward"))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _release(forwards: Sequence[weakref.ref[_BrokenForward]], holder: object) -> None:
-    for reference in forwards:
-        if (forward := reference()) is None:
-            continue
-        forward.holders.discard(holder)
-        own, before = vars(forward.module), forward._before
-        if not forward.holders and own.get("forward") is forward:
-            del own["forward"]
-            if before is not None:
-                own["forward"] = before
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self._plain,)
 
 
 class ModuleBreaks:
-    """Modules that are eager pieces until ``remove`` is called.
+    """Modules that are eager pieces until ``remove`` is called or this handle is garbage.
 
-    Several handles may break at one module, and be removed in any order: it stays a piece until the last one is gone.
+    Several handles may break at one module and be removed in any order: it stays a piece until the last one is gone.
 
     Attributes:
         names: Their dotted names.
@@ -132,32 +108,27 @@ class ModuleBreaks:
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.names = tuple(modules)
+        self.names, self.is_removed, self._modules = tuple(modules), False, list(modules.values())
         called = [n for n, module in modules.items() if getattr(module.forward, "__func__", None) is not _NO_FORWARD]
         self.outer = tuple(n for n in called if not any(n.startswith(f"{other}.") for other in called))
-        holder, forwards = object(), []
         for name, module in modules.items():
-            forward = vars(module).get("forward")
-            if not isinstance(forward, _BrokenForward) or forward.module is not module:
-                forward = vars(module)["forward"] = _BrokenForward(module, name)
-            forward.holders.add(holder)
-            forwards.append(weakref.ref(forward))
-        self._release = functools.partial(_release, forwards, holder)  # it holds neither this handle nor the model
+            vars(module)["forward"] = _BrokenForward(module, name, self)
 
     def remove(self) -> None:
         """Give the modules their own forward back, where no other handle breaks; a second call does nothing."""
-        self._release()
-
-    def remove_after(self, owner: object) -> None:
-        """Also remove them when ``owner`` is garbage."""
-        weakref.finalize(owner, self._release).atexit = False
+        self.is_removed = True
+        for own in map(vars, self._modules):
+            while isinstance(forward := own.get("forward"), _BrokenForward) and not forward.is_on:
+                del own["forward"]
+                if forward.before is not None:
+                    own["forward"] = forward.before
 
 
 def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
-    """Make submodules eager pieces of whatever breakable capture they are called in.
+    """Make submodules eager pieces of the breakable capture that they are called in, as long as the handle lives.
 
-    The model's code stays as it is: each module gets a ``forward`` of its own until the handle's ``remove``, whether
-    the handle is kept or not. Deep copies and pickles of the model have no breaks; its state dict is not touched.
+    The model's code and state dict stay as they are: each module gets a ``forward`` of its own. Deep copies and pickles
+    of the model have no breaks.
 
     Args:
         model: Where the modules are.
@@ -165,26 +136,20 @@ def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
             ``layers.*.self_attn``. Of a module inside another one that matches, too, the outer one is the piece.
 
     Raises:
-        ConfigError: the model is not an nn.Module, or a pattern matches none of its submodules; nothing is changed.
+        ConfigError: a pattern matches no submodule; nothing is changed.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"breaks at modules need an nn.Module, the model is a {type(model).__name__}",
-            remedy="Put eager_break_during_capture on the functions that are to stay eager.",
-        )
-    patterns = [patterns] if isinstance(patterns, str) else patterns
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    matching: dict[str, nn.Module] = {}
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in named):
+        wanted = pattern.split(".")
+        parts = {name: name.split(".") for name in named}
+        found = [n for n, p in parts.items() if len(p) == len(wanted) and all(map(fnmatch.fnmatchcase, p, wanted))]
+        if not found:
             raise ConfigError(f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named)))
-    matching = {name: module for name, module in named.items() if any(_matches(name, p) for p in patterns)}
-    first_names = {id(module): name for name, module in reversed(matching.items())}
-    return ModuleBreaks({name: module for name, module in matching.items() if first_names[id(module)] == name})
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+        matching |= {name: named[name] for name in found}
+    ordered = {name: module for name, module in named.items() if name in matching}
+    first_names = {id(module): name for name, module in reversed(ordered.items())}
+    return ModuleBreaks({name: module for name, module in ordered.items() if first_names[id(module)] == name})
 
 
 def _near(pattern: str, names: list[str]) -> str:

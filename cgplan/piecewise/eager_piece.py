@@ -78,10 +78,6 @@ class EagerPiece:
         self._backend, self._pool = backend, pool
         self._bound: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []  # the value at capture, and its slot
         self._results: list[Copied | PassThrough | Constant] = []
-        self._sharing: list[tuple[Any, ...]] = []  # how results of one memory lie to each other
-
-    def __repr__(self) -> str:
-        return f"EagerPiece({self.name!r}, called at {self.line})"
 
     def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run on the arguments of the capture and keep them."""
@@ -102,72 +98,65 @@ class EagerPiece:
         own = {at for _, at in given} - {0}
         state = set.intersection(*({_address(t) for t in now.values() if type(t) in _PLAIN} for now in (before, after)))
 
-        def is_kept(leaf: Any) -> bool:
-            if not isinstance(leaf, torch.Tensor) or (address := _address(leaf)) == 0:
-                return False
-            return address in own or (address in state and not self._backend.in_pool(leaf, self._pool))
-
-        def is_dense(value: torch.Tensor) -> bool:
-            return value.layout is torch.strided and value.device == self._backend.device
+        def is_fresh(leaf: torch.Tensor) -> bool:
+            address = _address(leaf)
+            is_state = address in state and not self._backend.in_pool(leaf, self._pool)
+            return not address or not (address in own or is_state)
 
         self._flat, self._spec = tree_flatten(result)
-        self._fresh = [isinstance(leaf, torch.Tensor) and not is_kept(leaf) for leaf in self._flat]
         for leaf in self._flat:
-            if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if hides_tensors(leaf) or (is_tensor and not self._is_dense(leaf)):
+                found = described(leaf) if is_tensor else f"a {type(leaf).__name__}, whose tensors cannot be reached"
                 raise CaptureError(
-                    f"eager piece {self.name} returned {described(leaf)}, at {self.line}",
-                    remedy=f"Return dense tensors on {self._backend.device}; a graph would not see others change.",
+                    f"eager piece {self.name} returned {found}, at {self.line}",
+                    remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts or classes that "
+                    "are registered as pytree nodes; a graph does not see others change.",
                 )
-            if hides_tensors(leaf):
-                raise CaptureError(
-                    f"eager piece {self.name} returned a {type(leaf).__name__}, whose tensors cannot be reached, at "
-                    f"{self.line}",
-                    remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
-                )
+        self._fresh = [isinstance(leaf, torch.Tensor) and is_fresh(leaf) for leaf in self._flat]
         self._bound = [
             (*place, value, value)
             for place, value in after.items()
             if before.get(place) is not value and type(value) is torch.Tensor
-            if not is_kept(value) and is_dense(value) and not _repeats(value)
+            if is_fresh(value) and self._is_dense(value) and not _repeats(value)
         ]
-        fresh = [leaf for leaf, is_fresh in zip(self._flat, self._fresh, strict=True) if is_fresh]
-        counts = Counter(_address(leaf) for leaf in fresh if leaf.numel() and not _repeats(leaf))
-        self._shared = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1}
+        fresh = [t for t, is_new in zip(self._flat, self._fresh, strict=True) if is_new and _can_share(t)]
+        counts = Counter(map(_address, fresh))
+        self._blocks = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1}
 
     def hand_out(self) -> tuple[Any, Copies]:
         """The result for the model, and the copies (slot, value) to make before the next segment runs.
 
         Called once, inside that segment's capture, see Note [Output slots].
         """
-        blocks = {address: self._new_slot(memory) for address, memory in self._shared.items()}
-        handed, copies, sharing = list(self._flat), Copies(), list[int]()
+        blocks = {address: self._new_slot(memory) for address, memory in self._blocks.items()}
+        handed, copies, self._shared = list(self._flat), Copies(), list[int]()
         for i, (leaf, is_fresh) in enumerate(zip(self._flat, self._fresh, strict=True)):
             if not isinstance(leaf, torch.Tensor):
-                self._results.append(Constant(leaf, _numbers_in(leaf)))
-                continue
-            if not is_fresh:
-                self._results.append(PassThrough(leaf.data_ptr(), _facts(leaf)))
-                continue
-            if leaf.numel() and not _repeats(leaf) and (block := blocks.get(_address(leaf))) is not None:
-                plain = _view_like(block, leaf)
-                handed[i], slot = _with_bits(plain, leaf), _with_bits(self._borrowed(plain), leaf)
-                sharing.append(i)
+                self._results.append(Constant(leaf))
+            elif not is_fresh:
+                self._results.append(PassThrough(leaf.data_ptr(), (leaf.shape, leaf.stride(), leaf.dtype)))
             else:
-                handed[i] = self._new_slot(leaf)
+                block = blocks.get(_address(leaf)) if _can_share(leaf) else None
+                if block is None:
+                    handed[i] = self._new_slot(leaf)
+                else:
+                    handed[i] = _view_like(block, leaf)
+                    self._shared.append(i)
                 slot = self._borrowed(handed[i])
-            self._results.append(Copied(slot, slot.shape, slot.dtype, slot.device))
-            copies.append((slot, leaf.detach()))
-        self._sharing = _sharing(self._flat, sharing)
+                self._results.append(Copied(slot))
+                copies.append((slot, leaf.detach()))
+        self._sharing = _sharing(self._flat, self._shared)
         self._only = None  # the whole result, in the common cases
         if not self._bound and self._spec in (_LEAF, _EMPTY):
-            self._only = self._results[0] if self._results else Constant((), None)
+            self._only = self._results[0] if self._results else Constant(())
         self._is_flat = self._spec.type is tuple and len(handed) == self._spec.num_children
         for i, (module, name, value, _) in enumerate(self._bound):
             slot = self._new_slot(value)
             setattr(module, name, slot)
             self._bound[i] = module, name, value, slot
             copies.append((self._borrowed(slot), value.detach()))
-        del self._flat, self._fresh, self._shared
+        del self._flat, self._fresh, self._blocks
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
@@ -182,10 +171,8 @@ class EagerPiece:
 
         Raises CaptureError if they are not what they were at capture; the function's own errors pass.
         """
-        for i, make in self._makers:
-            self._args[i] = make()
-        for name, make in self._named_makers:
-            self._kwargs[name] = make()
+        for where, key, make in self._makers:
+            where[key] = make()
         result = self._function(*self._args, **self._kwargs)
         only = self._only
         if only is None or not only.fits(result):
@@ -205,31 +192,26 @@ class EagerPiece:
                 raise self._changed(described(value), f"{place}")
             if isinstance(place, Copied):
                 copies.append((place.slot, value))
-        if self._sharing:
-            for was, now in zip(self._sharing, _sharing(values, [i for i, *_ in self._sharing]), strict=True):
-                if was != now:
-                    found = f"{described(values[now[0]])}, which does not share memory with other results as it did,"
-                    raise self._changed(found, f"{self._results[now[0]]}, in one memory with another result")
+        if self._shared and _sharing(values, self._shared) != self._sharing:
+            raise self._changed("a tensor that does not share memory with other results as it did,", "in their memory")
         for module, name, _, slot in self._bound:
             value = getattr(module, name, None)
             if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
                 copies.append((slot, value))
         if copies:
-            fill(copies, together=not self._sharing)
+            fill(copies, together=not self._shared)
 
     def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
-        piece reads them. Other objects are held; a list without captured tensors stays the same list, whoever edits it.
+        piece reads them. Other objects are held; a list without captured tensors stays the same list.
         """
         inside = {id(t) for t in tensors_in((args, kwargs)) if self._backend.in_pool(t, self._pool)}
 
         def maker(node: Any) -> Callable[[], Any] | None:
             """Makes the argument for each run; None if it is the same object each time."""
             if type(node) is torch.Tensor and node.layout is torch.strided:
-                if id(node) in inside and not node.is_conj() and not node.is_neg():  # borrowing loses these bits
-                    node = self._backend.borrow(node)
-                kept: torch.Tensor = node.detach()
-                return kept.detach  # `.data` would not count writes to a static buffer
+                kept: torch.Tensor = (self._backend.borrow(node) if id(node) in inside else node).detach()
+                return kept.detach
             if not any(id(leaf) in inside for leaf in tree_leaves(node)):
                 return None
             if type(node) is dict:
@@ -240,11 +222,16 @@ class EagerPiece:
                 return lambda: build([make() for make in parts])
             return None
 
-        makers = {key: make for key, value in (*enumerate(args), *kwargs.items()) if (make := maker(value))}
-        self._args = [makers[i]() if i in makers else value for i, value in enumerate(args)]
-        self._kwargs = {name: makers[name]() if name in makers else value for name, value in kwargs.items()}
-        self._makers = [] if self._is_traced else [(i, makers[i]) for i in range(len(args)) if i in makers]
-        self._named_makers = [(name, makers[name]) for name in kwargs if name in makers]
+        self._args, self._kwargs = list(args), dict(kwargs)
+        makers: list[tuple[Any, Any, Callable[[], Any]]] = []
+        for where, items in ((self._args, enumerate(args)), (self._kwargs, kwargs.items())):
+            makers += [(where, key, make) for key, value in items if (make := maker(value))]
+        for where, key, make in makers:
+            where[key] = make()
+        self._makers = [] if self._is_traced else makers
+
+    def _is_dense(self, value: torch.Tensor) -> bool:
+        return value.layout is torch.strided and value.device == self._backend.device
 
     def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
@@ -268,14 +255,12 @@ class Copied(NamedTuple):
     """A fresh tensor: each replay copies it into its slot."""
 
     slot: torch.Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
     def fits(self, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or value.shape != self.shape:
+        slot = self.slot
+        if not isinstance(value, torch.Tensor) or value.shape != slot.shape:
             return False
-        return value.dtype is self.dtype and value.device == self.device
+        return value.dtype is slot.dtype and value.device == slot.device
 
     def __str__(self) -> str:
         return described(self.slot)
@@ -288,7 +273,9 @@ class PassThrough(NamedTuple):
     facts: tuple[Any, ...]
 
     def fits(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.data_ptr() == self.address and _facts(value) == self.facts
+        if not isinstance(value, torch.Tensor) or value.data_ptr() != self.address:
+            return False
+        return (value.shape, value.stride(), value.dtype) == self.facts
 
     def __str__(self) -> str:
         return f"its own argument's memory, or a module's, at {self.address:#x}, of shape {list(self.facts[0])}"
@@ -298,22 +285,12 @@ class Constant(NamedTuple):
     """A value that is not a tensor: the segments were captured with it."""
 
     value: Any
-    numbers: str | None
 
     def fits(self, value: Any) -> bool:
-        """Whether ``value`` is equal, with the numbers in its attributes; NaN equals NaN."""
-        mine = self.value
-        if mine is value and self.numbers is None:
-            return True
-        if _numbers_in(value) != self.numbers:
-            return False
-        try:
-            return mine is value or (type(mine) is type(value) and bool(mine == value or (mine != mine != value)))
-        except Exception:  # whatever a foreign class raises when it is compared
-            return False
+        return self.value is value or (type(self.value) is type(value) and bool(self.value == value))
 
     def __str__(self) -> str:
-        return described(self.value) + (f" with {self.numbers}" if self.numbers else "")
+        return described(self.value)
 
 
 def fill(copies: Copies, *, together: bool) -> None:
@@ -332,17 +309,8 @@ def _itself(value: Any) -> Any:
 def described(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, torch.Tensor):
-        layout = "" if value.layout is torch.strided else f" {value.layout}"
-        return f"a{layout} tensor of shape {list(value.shape)}, {value.dtype}, on {value.device}"
+        return f"a tensor of shape {list(value.shape)}, {value.dtype}, {value.layout}, on {value.device}"
     return f"{value!r:.200}"
-
-
-def _numbers_in(value: Any) -> str | None:
-    """Numbers, flags and strings in the attributes of an object, to compare; None if it has no attributes."""
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict):
-        return None
-    return repr({name: item for name, item in held.items() if item is None or isinstance(item, int | float | str)})
 
 
 def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Module, str], Any]:
@@ -358,13 +326,9 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, ...]]:
-    """For each of these values: its position, the first one in the same memory, the distance from that one in bytes,
-    and how it reads the memory; the stride of a dimension of one element may be any.
+def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """For each of these values: the first one in the same memory, the distance from that one in bytes, and the strides;
+    the stride of a dimension of one element may be any.
     """
     firsts: dict[int, tuple[int, int]] = {}
     found = []
@@ -373,13 +337,18 @@ def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, ...
         begin = value.storage_offset() * value.itemsize
         first, begin_of_first = firsts.setdefault(_address(value), (i, begin))
         strides = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
-        found.append((i, first, begin - begin_of_first, strides, value.is_conj(), value.is_neg()))
+        found.append((first, begin - begin_of_first, strides))
     return found
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
     """Whether elements of an expanded tensor share memory, so that it cannot be copied into."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _can_share(tensor: torch.Tensor) -> bool:
+    """Whether its slot may lie in one block with others'; conjugated views have slots of their own."""
+    return tensor.numel() > 0 and not (_repeats(tensor) or tensor.is_conj() or tensor.is_neg())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -389,12 +358,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _view_like(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of bytes with the layout that ``like`` has in its own memory, but without its bits."""
+    """A view of bytes with the layout that ``like`` has in its own memory."""
     whole = memory[: memory.numel() - memory.numel() % like.itemsize].view(like.dtype)
     return whole.as_strided(like.shape, like.stride(), like.storage_offset())
-
-
-def _with_bits(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same memory, read as ``like`` reads its own: views of one memory may differ in these bits alone."""
-    plain = plain.conj() if like.is_conj() else plain
-    return torch._neg_view(plain) if like.is_neg() else plain

@@ -24,10 +24,8 @@ _DECOMPOSED_ATTENTION = [
 
 
 def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """What Inductor makes of a module that Dynamo is tracing, with the number of rows free.
-
-    The example inputs are the tracer's own fake tensors: Inductor would give real ones sizes of their own.
-    """
+    """A module that Dynamo is tracing, compiled by Inductor with the number of rows free."""
+    # The tracer's own fake tensors: Inductor would give real ones sizes of their own.
     inputs = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     options = {"config_patches": patches} if patches else None
     compiled = torch._inductor.standalone_compile(
@@ -79,7 +77,6 @@ class _PartitionWrapper(CUDAGraphWrapper):
         self._sizes: list[int | None] = []
 
     def call(self, args: list[Any]) -> Any:
-        """Run the partition; the same as Inductor's own function."""
         self._sizes = [len(arg) if isinstance(arg, tuple) else None for arg in args]
         return self(*[leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))])
 
@@ -100,11 +97,7 @@ class _PartitionWrapper(CUDAGraphWrapper):
 
 
 class PartitionedForward:
-    """What Inductor compiled, its partitions wrapped.
-
-    Attributes:
-        arguments: Of the call that is under way.
-    """
+    """A forward that Inductor compiled, its partitions wrapped; ``arguments`` are those of the call under way."""
 
     def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
         self.arguments: tuple[Any, ...] = ()
@@ -133,7 +126,6 @@ class PartitionedForward:
         return (*(Piece(f"partition_{i}", False, () if i else captured) for i in range(self._count)), *between)
 
     def __call__(self, *args: Any) -> Any:
-        """Run; the partitions capture or replay as the forward context says."""
         self.arguments = args
         try:
             return self._compiled(*args)

@@ -24,9 +24,9 @@ from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SplitRoute:
-    """A model made ready for capture. Its breaks go when it is removed, or dropped.
+    """A model made ready for capture. Its breaks end when it is removed, or dropped.
 
     Attributes:
         name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
@@ -113,16 +113,11 @@ class SplitRoute:
 def choose_route(
     plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend, calls_breaks: Callable[[], bool]
 ) -> SplitRoute:
-    """The way that the configuration asks for.
+    """The route that the configuration asks for; without PIECEWISE keys nothing is traced or split.
 
-    A plan without PIECEWISE keys needs no segments, whatever its mode: nothing is traced, and mixed batches run the
-    model itself.
+    ``calls_breaks`` says whether the model calls functions under ``eager_break_during_capture``; it may run the model.
 
-    Args:
-        plan, config, model, backend: As for a session.
-        calls_breaks: Says whether the model calls functions under ``eager_break_during_capture``; it may run the model.
-
-    Raises ConfigError where the way does not fit the model, ModelError for one that compile_piecewise made.
+    Raises ConfigError where the route does not fit the model, ModelError for a model that compile_piecewise made.
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
@@ -153,7 +148,4 @@ def choose_route(
         breaks = break_at_modules(model, compilation.splitting_modules)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
     wrapper = BreakableCUDAGraphWrapper(model, backend=backend, options=options)
-    route = SplitRoute("modules", wrapper, model, model, breaks=breaks)
-    if breaks is not None:
-        breaks.remove_after(route)  # of a runner that nobody closed
-    return route
+    return SplitRoute("modules", wrapper, model, model, breaks=breaks)

@@ -57,8 +57,6 @@ class Piece:
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive nodes of one kind."""
-
     eager: bool
     nodes: list[fx.Node] = field(default_factory=list)
 
@@ -124,13 +122,9 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
-    """Refuse names that no operator has, before any trace. The trace says whether the others occur.
+    """Raise ConfigError for names that no operator has, before any trace; the trace says whether the others occur.
 
-    Functions and methods of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is the
-    name of ``F.softsign`` in a trace. An operator of a library has to be registered by now.
-
-    Raises:
-        ConfigError: there is no such operator.
+    Functions of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is ``F.softsign``.
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
@@ -214,9 +208,9 @@ def _runs(nodes: Iterable[fx.Node], splitting: Collection[fx.Node]) -> list[_Run
 def _works(node: fx.Node) -> bool:
     """Whether a node launches something: not a view, a size or an allocation."""
     name, target = operator_name(node) or "", node.target
-    packet = getattr(target, "overloadpacket", target)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
-    called: list[Any] = [target] if packet is not target else [getattr(packet, o) for o in overloads]
+    called: list[Any] = [target] if isinstance(target, torch._ops.OpOverload) else []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        called = [getattr(target, overload) for overload in target.overloads()]
     if any(o._schema.is_mutable and not any(a.is_out for a in o._schema.arguments) for o in called):
         return True
     bare = name.partition("::")[2]

@@ -17,7 +17,7 @@ from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
-from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, InputError, ModelError
+from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, ModelError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -43,10 +43,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
     """
 
     def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend) -> None:
-        if not callable(model):
-            raise ModelError(
-                f"the model is {model!r:.100}, which cannot be called", remedy="Pass a function or module."
-            )
         if isinstance(model, PiecewiseModel):
             raise ModelError(
                 "the model was compiled by compile_piecewise before",
@@ -71,7 +67,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
         weakref.finalize(self, forget_trace, self._code, self.splitter).atexit = False
 
-    def __call__(self, *args: Any, **inputs: torch.Tensor) -> Any:
+    def __call__(self, **inputs: torch.Tensor) -> Any:
         """Run the model, or capture or replay it as the forward context says.
 
         Raises:
@@ -79,8 +75,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 other rows than the descriptor of a PIECEWISE forward context.
             CaptureError: the model cannot be traced or captured.
         """
-        if args:
-            raise InputError("the model takes no positional arguments", remedy="Pass every input by its name.")
         context = current_forward_context()
         is_piecewise = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
         if context is None or context.scope is None:
@@ -196,38 +190,38 @@ def compile_piecewise(
     """A model that is split at ``compilation.splitting_ops`` when it is first captured.
 
     Args:
-        model: Any callable or nn.Module that Dynamo can trace as one graph.
+        model: Any callable or nn.Module that Dynamo can trace as one graph. A model under torch.compile is split as the
+            model that it holds.
         config: Its inputs say which dimensions count rows; its compilation says where to split and how to compile. A
-            mapping is validated as a YAML file would be. Sizes and policies of a session mean nothing here: the
-            forward context says what is captured.
+            mapping is validated as a YAML file would be. Sizes and policies of a session mean nothing here.
         backend: Device of the graphs; chosen by ``config.device`` if absent.
 
     Raises:
-        ConfigError: the configuration is wrong, or asks for another way than to split at operators (a cudagraph_mode
-            without PIECEWISE, splitting_modules, another ``piecewise``); at the first capture, for a splitting op that
-            does not occur.
-        ModelError: the model cannot be called, or comes from compile_piecewise. One under torch.compile is split as the
-            model that it holds.
+        ConfigError: the configuration is wrong, or asks for another route than to split at operators; at the first
+            capture, for a splitting op that does not occur.
+        ModelError: the model comes from compile_piecewise.
         CaptureError: at the first capture, where the model cannot be traced.
     """
     if isinstance(config, Mapping):
         config = validate_config(dict(config))
     compilation = config.compilation
-    mode, way = compilation.cudagraph_mode, compilation.piecewise
     is_own = "cudagraph_mode" in compilation.model_fields_set  # the default is a session's
-    found = f"cudagraph_mode is {mode}" if is_own and not mode.has_mode(CUDAGraphMode.PIECEWISE) else ""
-    found = found or ("splitting_modules are given" if compilation.splitting_modules else "")
-    found = found or (f"piecewise is {way}" if way not in ("auto", "ops") else "")
-    if found:
+    refused = {
+        "cudagraph_mode": is_own and not compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE),
+        "splitting_modules": bool(compilation.splitting_modules),
+        "piecewise": compilation.piecewise not in ("auto", "ops"),
+    }
+    for name in (name for name, is_refused in refused.items() if is_refused):
         raise ConfigError(
-            f"compile_piecewise splits at operators and captures PIECEWISE graphs, but compilation.{found}",
-            remedy="Leave it out, or use cgplan.capture, which knows all modes and ways.",
+            "compile_piecewise splits at operators and captures PIECEWISE graphs, but "
+            f"compilation.{name} is {getattr(compilation, name)}",
+            remedy="Leave it out, or use cgplan.capture, which knows all modes and routes.",
         )
     return PiecewiseModel(model, config, backend or select_backend(config.device))
 
 
 def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
-    """Drop what Dynamo keeps of a function, where no garbage collector sees it. It may be called again."""
+    """Drop what Dynamo keeps of a function, where no garbage collector sees it."""
     torch._C._dynamo.eval_frame.reset_code(code)
     backends = torch._dynamo.eval_frame.cached_backends
     for key, found in backends.copy().items():  # a copy: other threads compile meanwhile
@@ -238,10 +232,8 @@ def forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
 
 
 def with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the model and has a code object of its own.
-
-    Dynamo keeps what it compiled with the code object: there it would stay as long as the model's class, and after
-    some sessions on one model Dynamo would refuse to trace it again.
+    """A function that calls the model, with a code object of its own: Dynamo keeps its traces there, and after some
+    sessions on one code object would refuse to trace it again.
     """
 
     def forward(**inputs: torch.Tensor) -> Any:
@@ -251,7 +243,6 @@ def with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _untraceable(error: Exception) -> CgplanError:
-    """The typed error for code that Dynamo cannot trace as one graph."""
     text = str(error)
     if "data-dependent" in text.lower():
         return HostSyncError(
@@ -276,7 +267,6 @@ def _untraceable(error: Exception) -> CgplanError:
 
 
 def _user_line(error: BaseException) -> str:
-    """The user's line that Dynamo stopped at."""
     return users_line(
         (frame.filename, frame.lineno or 0) for frame in reversed(getattr(error, "real_stack", None) or [])
     )

@@ -20,7 +20,7 @@ def _bench(report: BenchReport) -> RenderableType:
     cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
     rows = [
         *environment_rows(environment),
-        *head_rows(capture.plan, sizes=False),
+        *head_rows(capture.plan)[:-1],  # the table below has the sizes
         ("graphs", f"{len(capture.records)} keys, {cost}" if capture.records else "none"),
         ("times", f"median and p99 of {report.repeats} calls; host: until the call returned"),
     ]
@@ -32,8 +32,8 @@ def _bench(report: BenchReport) -> RenderableType:
         backend = environment.backend
         rows.append(("note", f"all figures come from {backend}, the CPU stand-in; a GPU's speed-up is another matter"))
     elif slower := ", ".join(str(r.num_tokens) for r in report.records if r.is_slower):
-        words = f"graphs take the device longer than the model's own code at {slower} tokens: other"
-        rows.append(("note", f"{words} kernels may be in them than run eagerly, see docs/troubleshooting.md"))
+        words = f"graphs take the device longer than the model's own code at {slower} tokens: other kernels may be in"
+        rows.append(("note", f"{words} them than run eagerly, see docs/troubleshooting.md"))
     head = facts("Bench", [*rows, *(("warning", text) for text in capture.warnings)])
     if not report.records:
         return stacked(head, Text("No size was measured: nothing is captured and report.sizes is absent."))
@@ -47,8 +47,7 @@ def _bench(report: BenchReport) -> RenderableType:
 
 
 def _short(microseconds: float) -> str:
-    """Without a blank before the unit: eleven columns have to fit into a terminal of 80."""
-    return format_microseconds(microseconds).replace(" ", "")
+    return format_microseconds(microseconds).replace(" ", "")  # eleven columns have to fit into a terminal of 80
 
 
 def _latencies(report: BenchReport) -> RenderableType:
@@ -70,7 +69,6 @@ def _latencies(report: BenchReport) -> RenderableType:
 
 
 def _queued(report: BenchReport) -> RenderableType | None:
-    """Calls that follow one another; on the tape no call ever waits for another one."""
     rows = [] if report.environment.is_tape else [r for r in report.records if r.graph_queued]
     if not rows:
         return None
@@ -91,7 +89,6 @@ def _queued(report: BenchReport) -> RenderableType | None:
 
 
 def _against_baselines(measured: BaselinesRecord, environment: Environment) -> list[RenderableType]:
-    """Time and memory until each way is ready, and times by size with their ratios to cgplan's."""
     lost = f"memory of pools on {environment.backend}" if environment.is_tape else "device memory"
     took = measured.capture_seconds
     own = "failed" if took is None else f"{format_seconds(took)}, {measured.keys} keys"

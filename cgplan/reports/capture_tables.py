@@ -21,7 +21,9 @@ MOST_STOPS = 3
 @render.register
 def _capture(report: CaptureReport) -> RenderableType:
     rows = [*environment_rows(report.environment), *head_rows(report.plan)]
-    rows += [*([("checked", report.looked_at)] if report.looked_at else []), *_policy(report)]
+    if report.looked_at:
+        rows.append(("checked", report.looked_at))
+    rows += _policy(report)
     if report.environment.is_tape:
         backend = report.environment.backend
         rows.append(("note", f"bytes and times are those of {backend}, the CPU stand-in, and say little about a GPU"))
@@ -29,10 +31,11 @@ def _capture(report: CaptureReport) -> RenderableType:
     head = facts("Capture", [*rows, *(("warning", text) for text in report.warnings)])
     if not report.records:
         return stacked(head, facts("Graphs: none", _totals(report)))
+    split = None if report.split is None else facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
     return stacked(
         head,
         _graphs(report),
-        None if report.split is None else facts("Split", [*_split_rows(report.split), *_segment_rows(report)]),
+        split,
         _state(report),
         *_prediction(report),
         rank_table(report.ranks) if report.ranks else None,
@@ -41,19 +44,17 @@ def _capture(report: CaptureReport) -> RenderableType:
 
 
 def environment_rows(environment: Environment) -> list[tuple[str, str]]:
-    cuda = f", CUDA {environment.cuda}" if environment.cuda else ""
-    driver = f", driver {environment.driver}" if environment.driver else ""
-    versions = f"cgplan {environment.cgplan}, torch {environment.torch}{cuda}{driver}, Python {environment.python}"
+    names = {"cgplan": "cgplan", "torch": "torch", "cuda": "CUDA", "driver": "driver", "python": "Python"}
+    versions = [f"{name} {version}" for field, name in names.items() if (version := getattr(environment, field))]
     return [
         ("device", f"{environment.device}, {environment.machine}"),
         ("backend", environment.backend),
-        ("versions", versions),
+        ("versions", ", ".join(versions)),
         ("made", f"{environment.date}, config {environment.config_hash}"),
     ]
 
 
 def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
-    """When keys are captured and where, if not all at once into one pool; and those that failed since."""
     if report.capture_policy == "lazy":
         waiting = f"{report.waiting} {'is' if report.waiting == 1 else 'are'} waiting"
         yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
@@ -67,8 +68,7 @@ def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
 
 
 def _graphs(report: CaptureReport) -> RenderableType:
-    """One row a key. Columns that would be the same in every row, or dashes, are left out."""
-    records = report.records
+    records, has_driver = report.records, report.driver_bytes is not None
     return Grid(
         records,
         Column("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode, left=True),
@@ -78,14 +78,10 @@ def _graphs(report: CaptureReport) -> RenderableType:
         Column("graphs", "graphs") if any(r.graphs > 1 for r in records) else None,
         Column("operators" if report.environment.is_tape else "nodes", "nodes"),
         Column("pool growth", "pool_growth", format_bytes),
-        Column("driver", "driver_bytes", format_bytes) if _has_driver(report) else None,
+        Column("driver", "driver_bytes", format_bytes) if has_driver else None,
         Column("warm-up", "warmup_seconds", format_seconds),
         Column("capture", "capture_seconds", format_seconds),
     )
-
-
-def _has_driver(report: CaptureReport) -> bool:
-    return any(record.driver_bytes is not None for record in report.records)
 
 
 @render.register
@@ -102,7 +98,6 @@ def _split_rows(split: SplitRecord) -> Iterator[tuple[str, str]]:
 
 
 def _segment_rows(report: CaptureReport) -> Iterator[tuple[str, str]]:
-    """Nodes of each segment of the largest PIECEWISE key, equal neighbours as one."""
     pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
     if pieces:
         listed = _repeated((nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes))
@@ -116,7 +111,7 @@ def _repeated(counts: Iterable[tuple[object, int]]) -> str:
 
 
 def _state(report: CaptureReport) -> RenderableType | None:
-    """State that the capture left otherwise than it found it; the other places are counted. None if there is none."""
+    """State that the capture left otherwise than it found it; the other places are counted."""
     left = [place for place in report.state if not place.is_put_back]
     if not left:
         return None
@@ -133,8 +128,7 @@ def _state(report: CaptureReport) -> RenderableType | None:
 
 
 def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
-    """Predicted against measured, key by key and in total; nothing where nothing was predicted."""
-    predicted = report.plan.predicted
+    predicted, has_driver = report.plan.predicted, report.driver_bytes is not None
     if predicted is None:
         return ()
     table = Grid(
@@ -143,8 +137,8 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
         Column("tokens", "0.descriptor.num_tokens"),
         Column("pool\npredicted", "1.pool_bytes", format_bytes),
         Column("measured", "0.pool_growth", format_bytes),
-        Column("driver\npredicted", "1.driver_bytes", format_bytes) if _has_driver(report) else None,
-        Column("measured", "0.driver_bytes", format_bytes) if _has_driver(report) else None,
+        Column("driver\npredicted", "1.driver_bytes", format_bytes) if has_driver else None,
+        Column("measured", "0.driver_bytes", format_bytes) if has_driver else None,
         Column("time\npredicted", "1.seconds", format_seconds),
         Column("measured", lambda row: row[0].warmup_seconds + row[0].capture_seconds, format_seconds),
     )
@@ -152,7 +146,7 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
         ("static buffers", predicted.static_bytes, report.static_bytes),
         ("pool", sum(k.pool_bytes for k in predicted.keys), report.pool_bytes),
     ]
-    if report.driver_bytes is not None:
+    if has_driver:
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", sum(k.driver_bytes for k in predicted.keys), report.graph_driver_bytes))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
@@ -171,13 +165,12 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
 
 
 def _without_graph(report: CaptureReport) -> Iterator[str]:
-    captured = {record.key for record in report.records}
     refused = (*report.budget.left_out, *report.budget.skipped) if report.budget else ()
     why = dict.fromkeys(refused, "over the budget")
     why |= {failure.key: "over the budget" if failure.is_over_budget else "failed" for failure in report.failed}
+    captured = {record.key for record in report.records}
     for reason in ("over the budget", "failed"):
-        keys = [key for key, said in why.items() if said == reason and key not in captured]
-        if keys:
+        if keys := [key for key, said in why.items() if said == reason and key not in captured]:
             yield f"{_by_lane(keys)} {reason}: not captured, and neither predicted nor measured here"
     if report.waiting:
         yield f"{counted(report.waiting, 'key')} waiting for a batch: neither predicted nor measured here"
@@ -195,7 +188,7 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
     ]
     if report.budget is not None:
         rows += budget_rows(report.budget)
-    if report.free_before is not None or report.free_after is not None:
+    if report.free_before is not None:
         rows.append(("free", f"{format_bytes(report.free_before)} before, {format_bytes(report.free_after)} after"))
     times = {
         "warm-up": report.warmup_seconds,
@@ -208,9 +201,9 @@ def _totals(report: CaptureReport) -> list[tuple[str, str]]:
 
 def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
     """One row a rank, and one for all: sums of bytes and counts, the longest of the times."""
-    sums = ("rows", "buffers", "bases", "mapped_bytes", "pool_bytes", "total_bytes")
+    counts = ("rows", "buffers", "bases", "mapped_bytes", "pool_bytes", "total_bytes")
     together = RankRecord.model_construct(
-        **{name: sum(getattr(record, name) for record in ranks) for name in sums},
+        **{name: sum(getattr(record, name) for record in ranks) for name in counts},
         **{name: max(getattr(r, name) for r in ranks) for name in ("registration_seconds", "session_seconds")},
         rank="all",
         all_reduce=", ".join(dict.fromkeys(record.all_reduce for record in ranks)),
@@ -232,8 +225,7 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
     """Limits and how much of them was used, and the keys that have no graph."""
     limits = []
     if budget.memory is not None:
-        freed = ": without a graph the static buffers are freed, too" if budget.stops and not budget.used_bytes else ""
-        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used{freed}")
+        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used")
     if budget.capture_time is not None:
         over = budget.used_seconds > budget.capture_time
         passed = ", because the last capture took longer than was known before" if over else ""
@@ -244,19 +236,13 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
         limits.append(f"{format_bytes(budget.reserve)} kept free")
     rows = [("budget", "; ".join(limits))]
     if budget.left_out:
-        rule = "known before not to fit; the largest first"
-        if budget.max_graphs is not None:
-            fits = budget.memory is None and budget.capture_time is None and budget.reserve is None
-            rule = "" if fits else "known before not to fit; of those that fit, "
-            rule += "max_graphs keeps the keys that pad least"
-        rows.append(("left out", f"{_by_lane(budget.left_out)}: {rule}"))
-    by_key: dict[object, dict[int | None, StopRecord]] = {}  # of several ranks each rank's first; of one process each
-    for index, stop in enumerate(budget.stops):
-        key = index if stop.rank is None else (stop.limit, stop.key)
-        by_key.setdefault(key, {}).setdefault(stop.rank, stop)
+        rows.append(("left out", f"{_by_lane(budget.left_out)}: known before not to fit"))
+    by_key: dict[tuple[str, Key], list[StopRecord]] = {}
+    for stop in budget.stops:
+        by_key.setdefault((stop.limit, stop.key), []).append(stop)
     for stops in list(by_key.values())[:MOST_STOPS]:
-        first = next(iter(stops.values()))
-        where = "" if first.rank is None else f" of rank {', '.join(map(str, stops))}"
+        first, ranks = stops[0], dict.fromkeys(str(stop.rank) for stop in stops)
+        where = "" if first.rank is None else f" of rank {', '.join(ranks)}"
         place = f"{first.lane}, {first.descriptor.num_tokens} tokens"
         rows.append(("stopped by", f"{first.limit}{where} at {place}: {first.detail}"))
     if len(by_key) > MOST_STOPS:

@@ -22,7 +22,7 @@ TEXT_WIDTH = 100
 
 @singledispatch
 def render(report: Any) -> RenderableType:
-    """A report, plan or other record for a rich console; each kind is registered beside its tables."""
+    """A report, plan or other record for a rich console."""
     raise TypeError(f"{type(report).__name__} has no tables")
 
 
@@ -32,7 +32,6 @@ def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
 
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
-    """A renderable as rich shows it on a terminal of ``width`` columns, in plain text."""
     file = StringIO()
     Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -55,14 +54,11 @@ def describe_sizes(sizes: Sequence[int]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 key``, ``2 keys``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table."""
-
     title: str  # may have several lines
     value: str | Callable[[Any], Any]  # dotted path of attributes and indices, or a function of the row; None: a dash
     format: Callable[[Any], str] = str
@@ -91,42 +87,38 @@ class Grid:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         titles, widths, gap = self._fitted(options.max_width)
-        height = max(len(title) for title in titles)
-        heads = [[""] * (height - len(title)) + title for title in titles]
-        yield from (self._line(cells, widths, gap, "bold") for cells in zip(*heads, strict=True))
+
+        def line(cells: Iterable[str], style: str = "") -> Text:
+            columns = zip(self._columns, cells, widths, strict=True)
+            placed = [cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in columns]
+            return Text((" " * gap).join(placed), style=style)
+
+        heads = list(zip_longest(*(title[::-1] for title in titles), fillvalue=""))[::-1]
+        yield from (line(cells, "bold") for cells in heads)
         yield Text("-" * (sum(widths) + gap * (len(widths) - 1)))
         for row in self._rows:
-            wrapped = [
-                wrap(cell, width, break_on_hyphens=False, break_long_words=False)
-                for cell, width in zip(row, widths, strict=True)
-            ]
-            yield from (self._line(cells, widths, gap) for cells in zip_longest(*wrapped, fillvalue=""))
+            pairs = zip(row, widths, strict=True)
+            wrapped = [wrap(cell, width, break_on_hyphens=False, break_long_words=False) for cell, width in pairs]
+            yield from map(line, zip_longest(*wrapped, fillvalue=""))
 
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
         broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
-        words = [[word for cell in column for word in cell.split()] for column in cells]
-        none: list[list[str]] = [[] for _ in cells]  # a word that is longer than its column then runs over
+        texts = [column.left and i > 0 for i, column in enumerate(self._columns)]  # the others stay in one line
+        words = [" ".join(c).split() if text else c for c, text in zip(cells, texts, strict=True)]
+        none = [[] if text else c for c, text in zip(cells, texts, strict=True)]  # words run over their column
         for gap, kept, titles in [*product((self._gap, 1), (cells, words), (whole, broken)), (1, none, broken)]:
-            least, widths = [], []
-            for i, (column, title) in enumerate(zip(self._columns, titles, strict=True)):
-                pieces = kept[i] if column.left and i else cells[i]  # the first column and numbers stay whole
-                least.append(max([1, *map(len, title), *map(len, pieces)]))
-                widths.append(max([1, *map(len, title), *map(len, cells[i])]))
+            least, widths = (
+                [max(map(len, ["-", *title, *piece])) for title, piece in zip(titles, pieces, strict=True)]
+                for pieces in (kept, cells)
+            )
             for level in range(most, 0, -1):  # the widest columns give way
                 fitted = [max(floor, min(width, level)) for floor, width in zip(least, widths, strict=True)]
                 if sum(fitted) + gap * (len(fitted) - 1) <= most:
                     return titles, fitted, gap
         return titles, least, gap
-
-    def _line(self, cells: Sequence[str], widths: Sequence[int], gap: int, style: str = "") -> Text:
-        placed = (
-            cell.ljust(width) if column.left else cell.rjust(width)
-            for column, cell, width in zip(self._columns, cells, widths, strict=True)
-        )
-        return Text((" " * gap).join(placed), style=style)
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
@@ -161,7 +153,6 @@ class Drawing:
 
 
 def sentences(*lines: str) -> RenderableType:
-    """Remarks under a table, each on new lines."""
     return Padding(Text("\n".join(lines)), (0, 0, 0, 2))
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -74,26 +73,24 @@ def _plan(plan: Plan) -> RenderableType:
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
     said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
     head = facts("Plan", [*rows, *_predicted_rows(plan), ("config", plan.config_hash), *said])
-    return stacked(head, _padding(plan) if plan.keys else None, _why(plan))
+    why = None if plan.evidence is None else render(Evidence.model_validate(plan.evidence))
+    return stacked(head, _padding(plan) if plan.keys else None, why)
 
 
-def head_rows(plan: Plan, *, sizes: bool = True) -> list[tuple[str, str]]:
+def head_rows(plan: Plan) -> list[tuple[str, str]]:
     """The model's target, the mode or each step from the requested one to it, and the sizes with their source."""
-    model = (plan.config or {}).get("model")
-    target = model.get("target") if isinstance(model, dict) else None
+    target = ((plan.config or {}).get("model") or {}).get("target")
     changes = [("mode", f"{change.requested} -> {change.resolved}: {change.reason}") for change in plan.changes]
-    rows = [*([("model", str(target))] if target else []), *(changes or [("mode", str(plan.mode))])]
-    if not sizes:
-        return rows
     source = plan.sizes_source if plan.sizes_source.startswith(PLANNED_FOR) else f"from {plan.sizes_source}"
     if plan.mode is CUDAGraphMode.NONE:
         text = f"none: {plan.sizes_source}"
     elif not plan.capture_sizes:
         text = f"none captured of those {source}"
     else:
-        some = "" if _has_one_list(plan) else "; each lane has some of them"
+        some = "; each lane has some of them" if len(set(plan.lanes().values())) > 1 else ""
         text = f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), {source}{some}"
-    return [*rows, ("sizes", text)]
+    rows = [*(changes or [("mode", str(plan.mode))]), ("sizes", text)]
+    return [("model", str(target)), *rows] if target else rows
 
 
 def _served_by(plan: Plan) -> str:
@@ -128,7 +125,7 @@ def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def lane_table(plan: Plan) -> RenderableType:
-    """Predicted cost of the keys of each lane; for a plan with a prediction."""
+    """Predicted cost of the keys of each lane, for a plan that has predictions."""
     costs: dict[Lane, list[KeyCost]] = {}
     for key, cost in zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True):
         costs.setdefault(Lane.of(*key), []).append(cost)
@@ -162,46 +159,25 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
 # --- padding --------------------------------------------------------------------------------------------------
 
 
-def _captured(plan: Plan) -> list[int]:
-    """Sizes that have a graph, ascending: decode graphs may end before the sizes do."""
-    return sorted({descriptor.num_tokens for _, descriptor in plan.keys})
-
-
-def _has_one_list(plan: Plan) -> bool:
-    """Whether every lane has all sizes up to its largest, so that one table tells the padding of all lanes."""
-    captured = _captured(plan)
-    return all(list(sizes) == [s for s in captured if s <= sizes[-1]] for sizes in plan.lanes().values())
-
-
 def _padding(plan: Plan) -> RenderableType:
-    """One table where all lanes have one list; else one a lane, but lanes that differ in the LoRA case share theirs."""
-    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    """One table for all lanes that have the same sizes."""
+    alike: dict[tuple[int, ...], list[Lane]] = {}
     for lane, sizes in plan.lanes().items():
-        alike.setdefault((str(lane._replace(num_active_loras=0)), sizes), []).append(lane.num_active_loras)
-
-    def named(names: Iterable[str], cases: Iterable[int], separator: str) -> str:
-        adapters = "" if plan.max_loras is None else f"{', '.join(map(str, sorted(set(cases))))} active adapters"
-        return separator.join(filter(None, (" and ".join(dict.fromkeys(names)), adapters)))
-
-    if _has_one_list(plan):
-        captured = _captured(plan)
-        names = [name if s[-1] == captured[-1] else f"{name} up to {s[-1]}" for name, s in alike]
-        return titled(named(names, chain(*alike.values()), "; "), _padding_table(captured, "no graph"))
-    return stacked(
-        *(
-            titled(
-                f"{named([name], cases, ', ')}: {len(sizes)} ({describe_sizes(sizes)})",
-                _padding_table(sizes, "another lane, or no graph"),
-            )
-            for (name, sizes), cases in alike.items()
-        )
-    )
+        alike.setdefault(sizes, []).append(lane)
+    beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
+    tables = []
+    for sizes, lanes in alike.items():
+        title = " and ".join(dict.fromkeys(str(lane._replace(num_active_loras=0)) for lane in lanes))
+        if plan.max_loras is not None:
+            title += f"; {', '.join(map(str, sorted({lane.num_active_loras for lane in lanes})))} active adapters"
+        if len(alike) > 1:
+            title += f": {len(sizes)} ({describe_sizes(sizes)})"
+        tables.append(titled(title, _padding_table(sizes, beyond)))
+    return stacked(*tables)
 
 
 def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
-    """Sizes of equal distance that follow each other share a row; in an irregular list those between two powers of
-    two.
-    """
+    """Neighbours of equal distance share a row; in an irregular list, those between two powers of two."""
     pairs = tuple(pairwise((0, *captured)))
     groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
     if len(groups) > MOST_PADDING_ROWS:
@@ -222,14 +198,6 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
 
 
 # --- why these graphs -----------------------------------------------------------------------------------------
-
-
-def _why(plan: Plan) -> RenderableType | None:
-    """Why the plan is as it is; None where it does not say, or not in the words of this version."""
-    try:
-        return None if plan.evidence is None else render(Evidence.model_validate(plan.evidence))
-    except ValidationError:
-        return None
 
 
 @render.register
@@ -265,8 +233,8 @@ def _evidence(evidence: Evidence) -> RenderableType:
 
 
 def pareto_plot(evidence: Evidence) -> ParetoPlot:
-    ladders = [(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
-    points = [("this plan", evidence.graphs, evidence.expected_us.plan), *ladders]
+    points = [("this plan", evidence.graphs, evidence.expected_us.plan)]
+    points += [(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
     return ParetoPlot([(point.graphs, point.expected_us) for point in evidence.pareto], points)
 
 

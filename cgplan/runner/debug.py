@@ -40,7 +40,7 @@ class DebugChecks:
         self._handed: list[torch.Tensor] = []
 
     def wrap(self, call: PreparedCall) -> None:
-        """Put all checks around the call's replay; its output is a copy, which the next call fills with NaN."""
+        # the output is a copy, which the next call fills with NaN
         found: list[Any] = []
         replay, output = call.replay, call.output
 
@@ -54,7 +54,6 @@ class DebugChecks:
         call.replay, call.output = checked, found.pop
 
     def _checked(self, call: PreparedCall, read: Callable[[], Any]) -> Any:
-        """The output of a replay. Raises NumbersError: it differs; names the output and the largest deviation."""
         mode, descriptor = call.route.mode, call.route.descriptor
         with torch.no_grad():
             for tensor in self._handed:
@@ -83,7 +82,6 @@ class DebugChecks:
     def _references(
         self, call: PreparedCall, padding: list[torch.Tensor], read: Callable[[], Any]
     ) -> list[tuple[str, Any]]:
-        """What the replay has to equal, by name; batch and model are then as before."""
         graphed, descriptor, batch = self._graphed, call.route.descriptor, call.route.batch
         staged = [(buffer.tensor, buffer.tensor.clone()) for buffer in graphed.buffers.buffers.values()]
         run_eager = partial(graphed.run_eager, descriptor, graphed.views(descriptor))
@@ -121,7 +119,6 @@ class DebugChecks:
         return [(name, eager), poisoned]
 
     def _padding(self, descriptor: BatchDescriptor) -> list[torch.Tensor]:
-        """The padding rows of each floating-point input in the staged batch."""
         reqs, found = self._graphed.padded_reqs(descriptor), []
         for buffer in self._graphed.buffers.buffers.values():
             count = buffer.count(descriptor.num_tokens, reqs) - buffer.filled
@@ -143,14 +140,9 @@ def _difference(found: Any, reference: Any, name: str) -> str | None:
     if spec != other_spec:
         return f"{name}: the outputs have different structures"
     for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
-        where = f"{name}: output {index}"
-        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-            if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-                return f"{where}, only one of them is a tensor"
-        elif one.dtype is not other.dtype:
-            return f"{where}, their dtypes differ: {one.dtype} and {other.dtype}"
-        elif one.shape != other.shape:
-            return f"{where}, their shapes differ: {list(one.shape)} and {list(other.shape)}"
-        elif deviation := largest_difference(one, other):
-            return f"{where}, the largest deviation is {deviation:.3g}"
+        kinds = [f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else "no tensor" for t in (one, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name}: output {index}, {kinds[0]} and {kinds[1]}"
+        if isinstance(one, torch.Tensor) and (deviation := largest_difference(one, other)):
+            return f"{name}: output {index}, the largest deviation is {deviation:.3g}"
     return None

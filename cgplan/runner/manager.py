@@ -12,7 +12,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
-from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
+from cgplan.graphs.pools import GraphPool, check_pools
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import filled, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport
@@ -79,16 +79,12 @@ class CudaGraphManager:
     several threads.
 
     Args:
-        config: Inputs, sizes and modes.
         model: Any callable or nn.Module, on the device already. The caller owns it.
         backend: The device; absent: the pool's, or ``config.device``.
         pool: Where it captures; absent: a new pool, or several, as ``compilation.pool`` says.
         plan: What it captures; absent: ``build_plan(config)``.
         name: What messages and reports call the model.
         progress: Called before each key.
-
-    Attributes:
-        config, plan, backend, pool, name: As above.
 
     Raises:
         PlanError: no plan follows from the configuration.
@@ -121,7 +117,6 @@ class CudaGraphManager:
         given = self.pool if pool is not None or config.compilation.pool == "shared" else None
         self._session = CaptureSession(self.plan, model, backend, config, progress=progress, pool=given, name=name)
         self._runner: GraphRunner | None = None
-        self._turn = PoolUse()  # of captures; that of the pool is the session's to take
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -154,8 +149,7 @@ class CudaGraphManager:
         """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured already."""
         if self._runner is not None:
             raise CgplanError(f"{self.name!r} is captured already", remedy="Call recapture(), or close() first.")
-        with self._turn.held(self.name):
-            self._runner = self._session.run()
+        self._runner = self._session.run()
         return self._runner.report
 
     def run(self, **batch: Any) -> Any:
@@ -171,13 +165,10 @@ class CudaGraphManager:
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the plan of now again, with the model's memory as it is now; before the first capture, as
-        ``capture``. The old graphs are freed first; ``runner`` and ``stats`` stay the same, and go on counting.
-
-        Raises as CaptureSession.run does; the manager then has no graphs.
+        """Capture the plan of now again, with the model's memory as it is now. The old graphs are freed first;
+        ``runner`` and ``stats`` stay the same. Raises as CaptureSession.run does; then it has no graphs.
         """
-        if self._runner is None or self._runner.is_closed:
-            self.close()
+        if self._runner is None:
             return self.capture()
         try:
             self._runner.recapture()

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.context import ForwardContext, reset_context, set_context
-from cgplan.buffers.copier import PLAIN, Copier, CopyIn
+from cgplan.buffers.copier import Copier, CopyIn
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode
@@ -37,12 +37,10 @@ Values = Sequence[torch.Tensor]
 
 
 def on_device(values: Values, device: torch.device) -> list[torch.Tensor]:
-    """The tensors, those on the host copied to the device."""
     return [value if value.device == device else value.to(device) for value in values]
 
 
 def never(*_: object) -> bool:
-    """No tensors are alike."""
     return False
 
 
@@ -52,7 +50,7 @@ def alike(values: Values) -> Callable[..., bool]:
     """
     if TensorGuards is None:
         return never
-    dense = all(type(v) in PLAIN and v.is_contiguous() and not v.is_conj() and not v.is_neg() for v in values)
+    dense = all(v.is_contiguous() and not v.is_conj() and not v.is_neg() for v in values)
     return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if dense else never
 
 
@@ -61,14 +59,12 @@ class PreparedCall:
     """Calls of one kind: as many rows, tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        route: Where they go.
-        count: How many there were.
         copy_in: Brings the tensors into the static buffers, see BatchCopy.
         replay: Launches the graph, or its segments and eager pieces in turns; or runs the model itself.
         output: Returns the output of the last replay, without its padding.
         needs_check: Whether the addresses of the model's memory have to be checked before the next call.
         flags: Arguments beside the tensors.
-        is_alike: Says of tensors whether they are laid out as those that it was prepared for, see ``alike``.
+        is_alike: See ``alike``.
     """
 
     route: Route
@@ -111,7 +107,6 @@ class PreparedCall:
 
 
 def _runs_eagerly(route: Route, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
-    """``copy_in``, ``replay`` and ``output`` of the model's own code on the tensors of a call."""
     held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
     device, names, clone = graphed.backend.device, tuple(graphed.buffers.buffers), graphed.outputs.clone
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from cgplan.captures.captured_keys import CapturedKeys
-from cgplan.captures.failures import explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError
@@ -42,7 +41,7 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
     """Median microseconds of graphs and of eager steps, from an idle device, by (runtime mode, LoRA case) and tokens.
 
     The representative keys among those that are captured are run on padding; no call is under way. That is what their
-    kernels take, except attention over long sequences: padding has none. Raises ModelError if the model fails.
+    kernels take, except attention over long sequences: padding has none.
     """
     found: Points = {}
     backend, keys = graphed.backend, representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
@@ -58,23 +57,14 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
                 CUDAGraphMode.NONE: partial(graphed.run_eager, descriptor, views),
             }
             for way, call in ways.items():
-                try:
-                    call()
-                except Exception as error:
-                    failure = explain_eager_failure(error, f"{mode} {descriptor} on padding")
-                    raise failure from (error if failure is not error else error.__cause__)
+                call()
                 device, _ = backend.time_calls(call, REPEATS)
                 found.setdefault((way, descriptor.num_active_loras), {})[descriptor.num_tokens] = median(device)
     return found
 
 
 class OnDemand:
-    """Captures keys for a runner while it serves.
-
-    Args:
-        live: The runner's graphs.
-        stats: Of the runner; captures and failures are counted there.
-    """
+    """Captures keys for a runner while it serves, and counts captures and failures in its stats."""
 
     def __init__(self, live: CapturedKeys, stats: RunnerStats) -> None:
         self.live = live
@@ -87,14 +77,8 @@ class OnDemand:
     def config(self) -> Config:
         return self.live.graphed.config
 
-    @property
-    def is_lazy(self) -> bool:
-        """Whether keys are captured when they are first met."""
-        return self.config.compilation.capture_policy == "lazy"
-
     @contextmanager
     def forbidden(self) -> Iterator[None]:
-        """A block in which nothing is captured."""
         self._forbidden += 1
         try:
             yield
@@ -106,7 +90,6 @@ class OnDemand:
         return route.wanted is not None and route.wanted not in self.live.failed
 
     def may_capture(self, route: Route) -> bool:
-        """Whether the key that a batch asks for can be captured now."""
         return not self._forbidden and self.is_open(route)
 
     def capture(self, key: Key) -> None:
@@ -180,7 +163,6 @@ class OnDemand:
         return plan.model_copy(update={"max_num_batched_tokens": tokens, **made})
 
     def _step_times(self) -> StepTimes:
-        """Of the keys that are captured now, and of earlier ones."""
         for name, points in time_on_padding(self.live.graphed).items():
             self._points.setdefault(name, {}).update(points)
         if not self._points:
@@ -200,7 +182,6 @@ class OnDemand:
         return MeasuredCosts.from_report(report, self.config)
 
     def _exchange(self, wanted: Plan, reopen: Reopen) -> tuple[Way, tuple[Key, ...]]:
-        """Make the wanted plan's keys those that are captured; how, and which were captured for it."""
         live = self.live
         keys = tuple(key for key in wanted.keys if key not in live.failed)
         if wanted.max_capture_size > live.graphed.most_tokens:

@@ -17,7 +17,6 @@ _REMEDIES = {
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
     MissReason.OVER_BUDGET: "Raise the budget",
     MissReason.MODE_EXCLUDED: "Leave invalid_modes out",
-    MissReason.TOO_LARGE: "Add the size to cudagraph_capture_sizes",
 }
 
 
@@ -26,7 +25,6 @@ class Route:
     """Where a batch goes.
 
     Attributes:
-        batch: Its rows.
         uniform: Whether it counts as uniform decode.
         num_active_loras: Distinct adapters in it.
         invalid_modes: Modes that the caller excluded.
@@ -83,8 +81,6 @@ class BatchRouter:
         """
         q, num_tokens = self._plan.query_len, operator.index(num_tokens)
         self.check_size(num_tokens)
-        if num_reqs is not None and (num_reqs := operator.index(num_reqs)) < 1:
-            raise InputError(f"asked for {num_reqs} requests", remedy="A batch has at least one.")
         if not counts_reqs:
             return Batch(num_tokens, None)
         if num_reqs is None:
@@ -94,10 +90,9 @@ class BatchRouter:
                     remedy="Pass num_reqs, or uniform_decode=True if it is uniform decode.",
                 )
             num_reqs = num_tokens // q if uniform_decode else num_tokens
-        return Batch(num_tokens, num_reqs)
+        return Batch(num_tokens, operator.index(num_reqs))
 
     def check_size(self, num_tokens: int) -> None:
-        """Raise InputError if the static buffers do not hold so many tokens."""
         most = self._most_tokens
         if 0 < num_tokens <= most:
             return
@@ -108,7 +103,6 @@ class BatchRouter:
         )
 
     def route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes) -> Route:
-        """Where a batch goes. Raises InputError."""
         q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
         num_active_loras = operator.index(num_active_loras)
         if uniform_decode is None:
@@ -118,31 +112,27 @@ class BatchRouter:
                 f"uniform_decode=True, but {tokens} tokens are not {'whole' if reqs is None else reqs} requests of {q}",
                 remedy="Pass uniform_decode=False for a mixed batch.",
             )
-        if reqs is not None and reqs > min(tokens, most):
+        if reqs is not None and not 0 < reqs <= min(tokens, most):
             raise InputError(
                 f"the batch has {reqs} requests, but {tokens} tokens and scheduler.max_num_seqs {most} allow "
                 f"{min(tokens, most)}",
                 remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
             )
-        if num_active_loras:
-            self._check_loras(num_active_loras)
+        loras = self._plan.max_loras or 0
+        if not 0 <= num_active_loras <= (loras and loras + 1):  # one more stands for any number, as in descriptors
+            raise InputError(
+                f"num_active_loras is {num_active_loras}, lora.max_loras is {loras}: 0 to {loras} are allowed, and "
+                f"{loras + 1} for any number of adapters"
+                if loras
+                else f"num_active_loras is {num_active_loras}, and no `lora` section allows adapters",
+                remedy="Pass the number of distinct adapters in the batch; raise lora.max_loras in the `lora` section.",
+            )
         asked = tokens, bool(uniform_decode), num_active_loras
         answer = self._captured.dispatch(*asked, invalid_modes=invalid_modes)
         wanted = None if self._wanted is None else self._wanted.dispatch(*asked, invalid_modes=invalid_modes)
         if wanted is not None and (wanted == answer or wanted[0] is CUDAGraphMode.NONE):
             wanted = None
         return Route(batch, *asked[1:], invalid_modes, *answer, wanted)
-
-    def _check_loras(self, num_active_loras: int) -> None:
-        most = self._plan.max_loras or 0
-        if 0 <= num_active_loras <= (most and most + 1):  # max_loras + 1 stands for any number, as in descriptors
-            return
-        allowed = f", lora.max_loras is {most}: 0 to {most} are allowed, and {most + 1} for any number of adapters"
-        remedy = "Raise lora.max_loras." if most else "Add a `lora` section to the configuration."
-        raise InputError(
-            f"num_active_loras is {num_active_loras}{allowed if most else ', and no `lora` section allows adapters'}",
-            remedy=remedy if num_active_loras > 0 else "Pass the number of distinct adapters in the batch, 0 for none.",
-        )
 
     def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
@@ -157,15 +147,15 @@ class BatchRouter:
             if missing is not None
             else dispatcher.explain(*asked, invalid_modes=route.invalid_modes) or MissReason.NOTHING_CAPTURED
         )
-        if on_miss == "error":
-            remedy = _REMEDIES.get(reason, "Choose another cudagraph_mode")
-            # the sizes of a plan for traffic, or from a file, are not those of the configuration
-            if reason not in _REMEDIES or reason is MissReason.TOO_LARGE:
-                which = f"the plan {plan.file}" if plan.file is not None else "a plan for traffic"
-                if plan.file is not None or plan.evidence is not None:
-                    remedy = f"The graphs are those of {which}: make it again for traffic that has such batches "
-                    remedy += "(`cgplan plan`)"
-            raise DispatchMissError(
-                f"no graph serves a batch of {asked[0]} tokens: {reason}", remedy=f"{remedy}, or set on_miss: eager."
-            )
-        return reason
+        if on_miss != "error":
+            return reason
+        remedy = _REMEDIES.get(reason)
+        if remedy is None and (plan.file is not None or plan.evidence is not None):  # not sizes of the configuration
+            which = "a plan for traffic" if plan.file is None else f"the plan {plan.file}"
+            remedy = f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
+        elif reason is MissReason.TOO_LARGE:
+            remedy = "Add the size to cudagraph_capture_sizes"
+        raise DispatchMissError(
+            f"no graph serves a batch of {asked[0]} tokens: {reason}",
+            remedy=f"{remedy or 'Choose another cudagraph_mode'}, or set on_miss: eager.",
+        )

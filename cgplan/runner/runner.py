@@ -35,7 +35,7 @@ from cgplan.traffic.step_times import StepTimes
 MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = torch.Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
-_NOT_MET = (LookupError, AttributeError, TypeError, RuntimeError)  # looking up a wrong call may raise them
+_NOT_MET = (LookupError, RuntimeError)  # of a missing input, and of the shape of a nested tensor
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ class GraphRunner:
 
     Args:
         live: The model with its graphs.
-        capture: Captures a plan, of its keys those given; absent: as a session does.
+        capture: Captures a plan, of its keys those given; None: as a session does.
         use: The lock and the stream of its pools; runners that share a pool share it.
         name: What messages call the runner.
 
@@ -80,7 +80,6 @@ class GraphRunner:
         self._open()
 
     def _open(self) -> None:
-        """Take the graphs that ``_demand`` holds."""
         self._graphed = graphed = self._demand.live.graphed
         compilation = graphed.config.compilation
         self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
@@ -91,7 +90,6 @@ class GraphRunner:
         self._state: Literal["open", "suspended", "closed"] = "open"
 
     def _forget_calls(self) -> None:
-        """Drop the calls and staged buffers that were prepared, after graphs were captured or freed."""
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
@@ -100,7 +98,7 @@ class GraphRunner:
         self._last: PreparedCall | None = None
         self._last_staged: StagedBuffers | None = None
         live = self._demand.live
-        wanted = live.wanted if self._demand.is_lazy else None
+        wanted = live.wanted if live.is_lazy else None
         planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
         self._router = BatchRouter(self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned)
         self.stats.plan = self.plan
@@ -119,11 +117,10 @@ class GraphRunner:
     @property
     def wanted(self) -> Plan:
         """What may be captured: with ``capture_policy: lazy`` all that batches can ask for, elsewhere ``plan``."""
-        return self._demand.live.wanted if self._demand.is_lazy else self.plan
+        return self._demand.live.wanted if self._demand.live.is_lazy else self.plan
 
     @property
     def config(self) -> Config:
-        """The configuration that was captured."""
         return self._graphed.config
 
     @property
@@ -133,7 +130,6 @@ class GraphRunner:
 
     @property
     def backend(self) -> GraphBackend:
-        """The device."""
         return self._graphed.backend
 
     @property
@@ -208,7 +204,6 @@ class GraphRunner:
     def _prepare(
         self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
     ) -> tuple[PreparedCall, Values]:
-        """Check a call of a new kind and prepare it. The key that it asks for may be captured on the way."""
         flags = uniform_decode, num_active_loras, invalid_modes
         route, demand = self.route(inputs, *flags), self._demand
         values: Values = self._pick(inputs)
@@ -238,12 +233,6 @@ class GraphRunner:
         return call
 
     def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
-        """Copy a batch in and run it; the lock is held. ``known``: as for BatchCopy.
-
-        Raises:
-            CgplanError: the stream of the call before is another one, and still has work.
-            CaptureError, AddressError: as a call.
-        """
         stream, use = self._current_stream(), self._use
         if stream != use.stream or use.user is not self._name:
             use.take_stream(stream, self._name, self.backend)
@@ -258,11 +247,9 @@ class GraphRunner:
         call.replay()
 
     def _take_stream(self) -> None:
-        """Note that the caller works on the current stream; the lock is held. Raises as ``_launch``."""
         self._use.take_stream(self._current_stream(), self._name, self.backend)
 
     def _capture_for(self, route: Route) -> None:
-        """Capture the key that a batch asks for; the lock is held."""
         self._take_stream()
         self._graphed.check_autocast()
         try:
@@ -294,9 +281,9 @@ class GraphRunner:
         ahead of the block, unless another block is open.
 
         Args:
-            num_tokens: Tokens of the batch, at most what the static buffers hold: the largest size of the session. A
-                batch that no graph serves runs eagerly, as in a call.
-            num_reqs: Requests; needed where an input counts them and it does not follow from the tokens.
+            num_tokens: At most what the static buffers hold: the largest size of the session. A batch that no graph
+                serves runs eagerly, as in a call.
+            num_reqs: Needed where an input counts requests and it does not follow from the tokens.
             uniform_decode, num_active_loras, invalid_modes: As for a call.
 
         Raises:
@@ -337,9 +324,7 @@ class GraphRunner:
     ) -> Any:
         """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what a replay must equal.
 
-        Args:
-            inputs, uniform_decode, num_active_loras: As for a call.
-            padded: Pad to the capture size, in the static buffers; False: run the tensors as they are.
+        ``padded=False`` runs the tensors as they are, outside of the static buffers.
         """
         with self._use.held(self._name):
             route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
@@ -396,7 +381,6 @@ class GraphRunner:
         """Say that memory which the graphs use has moved (a KV cache that was allocated again, say).
 
         Until ``recapture``, calls and staged blocks that a graph would serve raise AddressError with that name.
-        Raises InputError for an empty name, CgplanError if the runner is closed.
         """
         self._check_open()
         self._graphed.invalidate(name)
@@ -407,15 +391,15 @@ class GraphRunner:
     def recapture(self) -> None:
         """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
 
-        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` that were handed out are
-        no longer valid. Raises as CaptureSession.run does; the runner is then closed. Raises CgplanError, and changes
-        nothing, if a call is under way.
+        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no longer valid.
+        Raises as CaptureSession.run does; the runner is then closed. Raises CgplanError, and changes nothing, if a call
+        is under way.
         """
         with self._use.held(self._name):
-            if self._state == "closed":
+            if self._state != "suspended":
                 self._check_open()
             live = self._demand.live
-            keys = live.keys if self._demand.is_lazy else None
+            keys = live.keys if live.is_lazy else None
             self._free()
             self._state = "suspended"
             try:
@@ -434,9 +418,7 @@ class GraphRunner:
 
     def retry_failed(self) -> None:
         """Forget which keys could not be captured (``report.failed``): the next batch that asks for one tries again.
-
-        Raises:
-            CgplanError: a call is under way.
+        Raises CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._demand.live.failed.clear()
@@ -461,9 +443,6 @@ class GraphRunner:
             costs: Costs of graphs; absent: those of the captures so far.
             apply: False: propose only.
 
-        Returns:
-            What changed; it prints as tables.
-
         Raises:
             CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or captures are
                 forbidden.
@@ -486,15 +465,12 @@ class GraphRunner:
                     self._forget_calls()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
-        """Give all memory back, and make static buffers for a plan, without a graph yet."""
         self._free()
         return self._capture_plan(plan, ())
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no longer valid.
-
-        Raises:
-            CgplanError: a call is under way.
+        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no longer valid. Raises
+        CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._free()
@@ -518,10 +494,9 @@ class GraphRunner:
         self._graphed.free()
 
     def _check_open(self) -> None:
-        if self._state == "suspended":
-            raise CgplanError("the runner is suspended", remedy="Call runner.recapture() first.")
-        if self._state == "closed":
-            raise CgplanError("the runner is closed", remedy="Capture again.")
+        if self._state != "open":
+            remedy = "Call runner.recapture() first." if self._state == "suspended" else "Capture again."
+            raise CgplanError(f"the runner is {self._state}", remedy=remedy)
 
 
 def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:

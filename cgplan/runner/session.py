@@ -14,11 +14,10 @@ from cgplan.captures.failures import drop_locals, explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
-from cgplan.errors import CaptureMemoryError, ConfigError, PlanError
+from cgplan.errors import ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.subset import restricted
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.runner import GraphRunner
@@ -28,13 +27,9 @@ class CaptureSession:
     """Captures the keys of a plan, as far as the configuration's budget goes, and returns a sealed runner.
 
     Args:
-        plan: What to capture.
         model: Any callable or nn.Module; called with the declared inputs by name.
-        backend: The device.
-        config: Inputs, metadata, budget and how to capture.
         progress: Called before each key.
-        pool: A pool to capture into that other runners use too, and that has the same backend; absent: pools of its
-            own, as ``compilation.pool`` says.
+        pool: A pool of the same backend that other runners use too; absent: new ones, as ``compilation.pool`` says.
         name: What messages call the runner.
         together: The sessions of other ranks, where several processes capture one model.
         state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one;
@@ -77,18 +72,17 @@ class CaptureSession:
         """
         config, use = self._config, PoolUse() if self._pool is None else self._pool.use
         made, own, policy = self._plan.config_hash, config_hash(config), config.compilation.capture_policy
-        if made != own and self._together is ALONE:
-            raise PlanError(
-                f"the plan was made from configuration {made}, not from {own}",
-                remedy="Pass build_plan(config) of the same configuration.",
-            )
+        ranks = self._together is not ALONE
         if made != own:
             raise PlanError(
-                f"the plan of all ranks was made from configuration {made}; this rank has {own}",
+                f"the plan {'of all ranks ' * ranks}was made from configuration {made}; this "
+                f"{'rank' if ranks else 'session'} has {own}",
                 remedy="Start all ranks from one file; agree_on_setup(), called before agree_on_plan(), names the "
-                "setting that differs.",
+                "setting that differs."
+                if ranks
+                else "Pass build_plan(config) of the same configuration.",
             )
-        if policy != "eager" and self._together is not ALONE:
+        if policy != "eager" and ranks:
             raise ConfigError(
                 f"capture_policy is {policy}, and several ranks capture together",
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
@@ -104,32 +98,14 @@ class CaptureSession:
         """
         backend, config, together = self._backend, self._config, self._together
         graphed: ModelGraphs | None = None
-
-        def opened(plan: Plan) -> ModelGraphs:
-            return ModelGraphs(plan, config, self._model, backend, self._pool, self._state, together)
-
         try:
             backend.release_cached()
             before, start = backend.memory(), time.perf_counter()
             free = together.begin(asked, before.free)
             plan = fitting(asked, config, free) if keys is None else asked
-            try:
-                graphed = opened(plan)
-            except CaptureMemoryError as error:
-                if not plan.keys or all(limit is None for limit in vars(config.budget).values()):
-                    raise
-                drop_locals(error)
-            ran_out = graphed is None
-            if together.any(ran_out):
-                if graphed is not None:
-                    graphed.free()
-                graphed = opened(restricted(plan, (), config))
-            assert graphed is not None
-            wanted = plan if keys is None else graphed.plan
-            captured = CapturedKeys(graphed, asked, wanted, before, together, self._progress)
-            if ran_out:
-                captured.guard.ran_out(plan.keys[0])
-            captured.capture_first([key for key in graphed.plan.keys if keys is None or key in keys], start)
+            graphed = ModelGraphs(plan, config, self._model, backend, self._pool, self._state, together)
+            captured = CapturedKeys(graphed, asked, plan, before, together, self._progress)
+            captured.capture_first([key for key in plan.keys if keys is None or key in keys], start)
         except BaseException as error:
             drop_locals(error)
             failure = together.failed(error)
@@ -148,15 +124,10 @@ def describe_split(
 
     By operators, the model is traced, for which it runs on padding values as in a session's warm-up: it may write to
     its KV cache where padding writes. By modules, the patterns are matched and nothing runs. Either way the model is
-    left as it was, and all memory is given back.
-
-    Args:
-        model: Any callable or nn.Module; called with the declared inputs by name.
-        config: As for a session. Inductor is left out where it does not itself decide on the split.
-        backend: The device; chosen by ``config.device`` if absent.
+    left as it was, and all memory is given back. Inductor is left out where it does not itself decide on the split.
 
     Returns:
-        The split; None where the plan has no PIECEWISE keys, so that nothing is split.
+        The split; None where the plan has no PIECEWISE keys.
 
     Raises:
         ConfigError: a splitting op, or a module pattern, that does not occur in the model.

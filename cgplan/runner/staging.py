@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cgplan.buffers.batch import unknown_input
 from cgplan.errors import CgplanError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.prepared import PreparedCall
@@ -23,10 +23,10 @@ _NO_OUTPUT, _UNREAD = object(), object()
 class StagedBuffers(Mapping[str, torch.Tensor]):
     """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
 
-    It is a block: inside, each input and metadata tensor has the shape of the unpadded batch, and the caller writes it
-    in place. Leaving the block resets the padding that needs it and runs the batch; an exception in the block runs
-    nothing. After the block ``output`` is the batch's output, and the tensors are out of reach: to write into one that
-    was kept is to write into the batches of others. The runner owns the memory. A block can be entered again and again.
+    Inside the block, each input and metadata tensor has the shape of the unpadded batch, and the caller writes it in
+    place. Leaving the block runs the batch; an exception in the block runs nothing. After it ``output`` is the batch's
+    output, and the tensors are out of reach: their memory belongs to other batches. The runner owns the memory. A block
+    can be entered again.
 
     Raises:
         InputError: a tensor is put in, instead of being written to in place; or its name is not declared.
@@ -86,7 +86,6 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
 
     @staticmethod
     def _mark_written(runner: GraphRunner, call: PreparedCall) -> None:
-        """The rows of the batch may have been written, and no padding was reset."""
         runner._graphed.buffers.marks.extend(call.route.batch.num_tokens, call.route.batch.num_reqs or 0)
 
     @property
@@ -106,18 +105,14 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
         return self._output
 
     def retire(self) -> None:
-        """Let go of all memory: the graphs are gone."""
         self.call, self._views, self._output = None, {}, _NO_OUTPUT
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._entered is None:
             raise self._ended()
-        view = self._views.get(name)
-        if view is None:
-            near = difflib.get_close_matches(str(name), self._views, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise InputError(f"unknown input {name!r}", remedy=f"{hint}Declared are {', '.join(self._views)}.")
-        return view.detach()
+        if name not in self._views:
+            raise unknown_input(name, self._views)
+        return self._views[name].detach()
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         if value.data_ptr() != self[name].data_ptr():  # it is the same after `buffers[name] += 1`

@@ -35,12 +35,9 @@ class BatchCount:
     """Calls with one batch: as many tokens, requests and adapters, answered in the same way.
 
     Attributes:
-        num_tokens: Unpadded.
-        num_reqs: Unpadded; None where no input counts requests, and once too many batches were met to keep them apart.
-        uniform, num_active_loras: As the batch was dispatched.
+        num_tokens, num_reqs: Unpadded; no requests where no input counts them, and once too many batches were met.
         mode, descriptor: What answered; its tokens are those that each call computed.
         reason: Why no graph did, None if one did.
-        calls: How often.
     """
 
     num_tokens: int
@@ -94,7 +91,6 @@ class RunnerStats:
     """What calls were answered with.
 
     Attributes:
-        plan: What is captured now.
         captures, evictions, failures: As in StatsRecord.
         timed_calls: Calls, not staged blocks, whose time was taken.
         timed_nanoseconds: The sum of their times on the host: from entry to return, in which the device may lag behind.
@@ -119,15 +115,12 @@ class RunnerStats:
         self.until_timed = calls - 1 if calls > 0 else NEVER
 
     def add_time(self, nanoseconds: int) -> None:
-        """Note a call's time."""
         self.timed_calls += 1
         self.timed_nanoseconds += nanoseconds
         self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
 
     def count_of(self, route: Route, reason: MissReason | None = None) -> BatchCount:
-        """The count of a batch that goes this way, to add to. Beyond 100,000 different batches, new ones are told by
-        tokens alone.
-        """
+        """What to add calls to. Beyond 100,000 different batches, new ones are told by tokens alone."""
         batch = route.batch
         asked: Asked = (
             batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, route.mode, route.descriptor,
@@ -138,11 +131,8 @@ class RunnerStats:
         return self._counts.setdefault(asked, BatchCount(*asked))
 
     def recount(self, ran: Route, asked: Route | None) -> None:
-        """Count the last call, which a graph served, as one of a smaller batch that was padded to it before.
-
-        Args:
-            ran: The batch that was called with; one that ran eagerly stays as it is.
-            asked: What it was before; None if it was nothing but padding, which counts as no call.
+        """Count the last call, if a graph served it, as one of the smaller batch ``asked`` that was padded to it;
+        None if it was nothing but padding, which counts as no call.
         """
         if ran.mode is not CUDAGraphMode.NONE:
             self.count_of(ran).calls -= 1
@@ -166,12 +156,10 @@ class RunnerStats:
 
     @property
     def calls(self) -> int:
-        """All calls, of graphs and eager."""
         return sum(count.calls for count in self.counts)
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of all batches."""
         return sum(count.calls * count.num_tokens for count in self.counts)
 
     @property
@@ -274,7 +262,6 @@ class RunnerStats:
 
 
 def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
-    """Counts of equal things added up."""
     total: Counter[T] = Counter()
     for thing, calls in pairs:
         total[thing] += calls

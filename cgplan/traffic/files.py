@@ -14,84 +14,63 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from cgplan.config import load
 from cgplan.config.schema import TrafficConfig
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
+from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, StepCounts, StepShape, Traffic
-from cgplan.traffic.rows import (
-    MOST_STEPS,
-    Flag,
-    Form,
-    Row,
-    csv_rows,
-    first_line,
-    json_object,
-    jsonl_rows,
-    nearest_form,
-    read_text,
-    whole,
-    wrong_cell,
-)
+from cgplan.traffic.rows import Form, Whole, csv_rows, first_line, json_object, jsonl_rows, short
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 from cgplan.traffic.vllm_log import COLUMNS, has_table, log_traffic
 
-_LATEST = 1e14  # of a timestamp, in seconds or milliseconds
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ADD_LORA = "Add a `lora` section, such as `lora: {max_loras: 4}`."
-_SECONDS = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
-_NUMBER = re.compile(r"\[?\s*-?[\d.]+\s*\]?")  # also of a JSON list
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
-class _HistogramRow(Row):
-    num_tokens: Annotated[int, whole(1, MOST_BATCHED_TOKENS)]
-    count: Annotated[int, whole(high=MOST_STEPS)]
-    num_reqs: Annotated[int, whole(1)] | None = None
-    uniform: Flag | None = None
-    num_active_loras: Annotated[int, whole()] | None = None
+class _HistogramRow(Record):
+    num_tokens: Annotated[int, Field(ge=1, le=MOST_BATCHED_TOKENS)]
+    count: Whole
+    num_reqs: Whole | None = None
+    uniform: bool | None = None
+    num_active_loras: Whole | None = None
 
 
-def _date_or_seconds(text: str) -> tuple[str, float]:
-    """The form of a timestamp, and its microseconds since any moment that all of this form share."""
-    if _SECONDS.fullmatch(text) and abs(float(text)) < _LATEST:
-        return "seconds", float(text) * 1e6
+def _microseconds(text: str) -> float:
+    """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
+    try:
+        return float(text) * 1e6
+    except ValueError:
+        pass
     try:
         moment = datetime.fromisoformat(text)  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
     except ValueError:
-        raise wrong_cell(
-            "neither a date and time nor seconds",
-            "Write it as in 2023-11-16 18:17:03.979960, or as a number of seconds.",
+        raise ValueError(
+            "neither a date and time, such as 2023-11-16 18:17:03.979960, nor a number of seconds"
         ) from None
-    zone = moment.tzinfo and UTC
-    return f"date {zone}", (moment - datetime(1970, 1, 1, tzinfo=zone)) / timedelta(microseconds=1)
+    return (moment.replace(tzinfo=moment.tzinfo or UTC) - _EPOCH) / timedelta(microseconds=1)
 
 
-def _milliseconds(value: object) -> tuple[str, float]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LATEST:
-        raise wrong_cell(f"not a number below {_LATEST:.0e}", "Write it as a number of milliseconds.")
-    return "milliseconds", value * 1e3
+_MOST_US = 1e17  # since 1970: the year 5138
 
 
-Adapter = Annotated[
-    int, whole(remedy="Write adapters as numbers from 0 up, one for each name, and leave the field empty for none.")
-]
+class _TraceRow(Record):
+    arrival: Annotated[float, BeforeValidator(_microseconds)] = Field(alias="TIMESTAMP", ge=-_MOST_US, le=_MOST_US)
+    context_tokens: Whole = Field(alias="ContextTokens")
+    generated_tokens: Whole = Field(alias="GeneratedTokens")
+    adapter: Whole | None = Field(None, alias="Adapter")
 
 
-class _TraceRow(Row):
-    arrival: Annotated[Any, BeforeValidator(_date_or_seconds)] = Field(alias="TIMESTAMP")
-    context_tokens: Annotated[int, whole()] = Field(alias="ContextTokens")
-    generated_tokens: Annotated[int, whole()] = Field(alias="GeneratedTokens")
-    adapter: Adapter | None = Field(None, alias="Adapter")
-
-
-class _MooncakeRow(Row):
-    arrival: Annotated[Any, BeforeValidator(_milliseconds)] = Field(alias="timestamp")
-    context_tokens: Annotated[int, whole()] = Field(alias="input_length")
-    generated_tokens: Annotated[int, whole()] = Field(alias="output_length")
+class _MooncakeRow(Record):
+    arrival: Annotated[float, Field(alias="timestamp", ge=0, le=_MOST_US / 1e3), AfterValidator(lambda ms: ms * 1e3)]
+    context_tokens: Whole = Field(alias="input_length")
+    generated_tokens: Whole = Field(alias="output_length")
     hash_ids: Any = None
-    adapter: Adapter | None = None
+    adapter: Whole | None = None
 
 
 HISTOGRAM = Form("a histogram", _HistogramRow)
@@ -123,7 +102,10 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
     path = Path(path)
     if not 0 < speedup < math.inf:
         raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as recorded.")
-    found = _parsed(read_text(path), path, plan)
+    text = load.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
+    if not text.strip():
+        raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
+    found = _parsed(text, path, plan)
     if isinstance(found, RequestTrace):
         if speedup == 1:
             return found
@@ -135,7 +117,7 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
             remedy="Leave the speedup out, or give a request trace.",
         )
     for shape, _ in found.histogram:
-        _check_shape(shape, str(path), plan, any_number=True)
+        _check_shape(shape, path, plan)
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     beyond = sum(weight for shape, weight in found.histogram if shape.num_tokens > tokens or shape.num_reqs > seqs)
     if not beyond:
@@ -174,8 +156,8 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
 
 
 def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
-    forms: tuple[Form[Any], ...] = (HISTOGRAM, TRACE)
     number, first, separator = first_line(text)
+    trace: Form[Any]
     if first.lstrip().startswith("{"):
         try:
             document = json.loads(text)
@@ -183,27 +165,23 @@ def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
             document = {}
         if "kind" in document or "batches" in document:
             return _saved(text, document, path)
-        if document and "\n" in text.strip():
-            raise _unknown_form(text, list(document), path)
-        names, read, forms = list(json_object(first, f"{path}:{number}")), jsonl_rows, (HISTOGRAM, MOONCAKE)
+        names, read, trace = list(json_object(first, f"{path}:{number}")), jsonl_rows, MOONCAKE
     elif has_table(text):
         return log_traffic(text, path, plan)
     else:
-        names, read = [name.strip().strip('"') for name in first.split(separator)[:50]], csv_rows  # 50 tell the form
-    form = nearest_form(names, forms)
-    if form is None:
-        raise _unknown_form(text, names, path)
+        names, read, trace = first.split(separator), csv_rows, TRACE
+    given = {name.strip(' "\r').lower() for name in names}
+    forms: tuple[Form[Any], ...] = (HISTOGRAM, trace)
+    known = {form: given & {column.lower() for column in form.columns} for form in forms}
+    form = max(known, key=lambda form: len(known[form]))
+    if not known[form]:
+        raise _unknown_form(text, first, path)
     rows = read(text, path, form)
-    return _histogram(rows, path, plan) if form is HISTOGRAM else _trace(rows, form, path, plan)
+    return _histogram(rows, path, plan) if form is HISTOGRAM else _trace(rows, path, plan)
 
 
 def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
     """Saved traffic, or the batches that a runner's statistics count (``runner.stats.json()``)."""
-    if data.get("kind", "traffic") != "traffic":
-        raise TrafficError(
-            f"{path} holds a {data['kind']!s:.40}, not traffic",
-            remedy="Give a file of traffic; a plan or report is none.",
-        )
     try:
         if "kind" in data:
             return Traffic.from_json(text)
@@ -213,83 +191,58 @@ def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
     return traffic.model_copy(update={"source": f"{path.name}: {traffic.source}"})
 
 
-def _unknown_form(text: str, names: list[str], path: Path) -> TrafficError:
+def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
     if _LOG_LINE.search(text):
         return TrafficError(
             f"{path}: the log holds no table of CUDA graph statistics",
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it writes tables that "
             f"begin with | {' | '.join(COLUMNS)} |.",
         )
-    if names and all(_NUMBER.fullmatch(name) for name in names):
-        return TrafficError(
-            f"{path}: the first line holds numbers, not the names of columns",
-            remedy="Begin with a line such as num_tokens,count.",
-        )
-    listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in names[:3] if name)
     return TrafficError(
-        f"{path}: unknown columns {listed}" if listed else f"{path}: no column has a name",
+        f"{path}: no known column in {short(first)}",
         remedy="; ".join(form.described for form in (HISTOGRAM, TRACE, MOONCAKE))
         + "; a log of vLLM and traffic that cgplan saved will do as well.",
     )
 
 
-def _histogram(rows: Iterable[tuple[str, Any, _HistogramRow]], path: Path, plan: Plan) -> Traffic:
+def _histogram(rows: Iterable[tuple[str, _HistogramRow]], path: Path, plan: Plan) -> Traffic:
     steps = StepCounts(plan)
-    for where, _, row in rows:
-        shape = steps.add(**dict(row))
-        _check_shape(shape, where, plan)
+    for _, row in rows:
+        steps.add(**dict(row))
     return Traffic.of(steps.counts, f"{path.name}: histogram", steps.notes())
 
 
-def _check_shape(shape: StepShape, where: str, plan: Plan, *, any_number: bool = False) -> None:
-    """Raises TrafficError for a shape that no step under this plan can have. max_loras + 1 adapters are possible where
-    they may stand for ``any_number`` of them, as runners take and count it.
+def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
+    """Raises TrafficError for a shape that no step under this plan can have. A runner counts any number of adapters
+    beyond max_loras as max_loras + 1.
     """
     most = plan.max_loras or 0
-    if shape.num_reqs > shape.num_tokens:
-        problem, remedy = f"{shape.num_reqs} requests have {shape.num_tokens} tokens", "Correct that batch."
-    elif shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
-        problem = (
-            f"a uniform batch has {shape.num_tokens} tokens for {shape.num_reqs} requests, "
-            f"but the query length is {plan.query_len}"
+    if shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
+        raise TrafficError(
+            f"{path}: a uniform batch has {shape.num_tokens} tokens for {shape.num_reqs} requests, "
+            f"but the query length is {plan.query_len}",
+            remedy="Set speculative.num_speculative_tokens as it was where the traffic was recorded.",
         )
-        remedy = "Set speculative.num_speculative_tokens as it was where the traffic was recorded."
-    elif shape.num_active_loras > (most and most + any_number):
-        problem = f"a batch has {shape.num_active_loras} active LoRA adapters, the configuration allows {most}"
-        remedy = "Raise lora.max_loras." if most else _ADD_LORA
-    else:
-        return
-    raise TrafficError(f"{where}: {problem}", remedy=remedy)
+    if shape.num_active_loras > (most and most + 1):
+        raise TrafficError(
+            f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the configuration allows {most}",
+            remedy="Raise lora.max_loras." if most else _ADD_LORA,
+        )
 
 
-def _trace(rows: Iterable[tuple[str, Mapping[str, Any], Any]], form: Form[Any], path: Path, plan: Plan) -> RequestTrace:
-    stamp = next(iter(form.columns))
+def _trace(rows: Iterable[tuple[str, Any]], path: Path, plan: Plan) -> RequestTrace:
     requests: list[Request] = []
-    first: tuple[str, float] | None = None
-    empty, last = 0, -math.inf
-    for where, cells, row in rows:
-        first = first or row.arrival
-        if row.arrival[0] != first[0]:
-            raise TrafficError(
-                f"{where}: the timestamp has another form than that of the first row",
-                remedy="Write all of them alike: with a time zone, without one, or in seconds.",
-            )
-        arrival = row.arrival[1] - first[1]
-        if arrival < last:
-            raise TrafficError(
-                f"{where}: {stamp} {cells[stamp]} is before that of the row above", remedy="Sort the rows by time."
-            )
-        last = arrival
+    start, empty = math.nan, 0
+    for where, row in rows:
         if row.adapter is not None and plan.max_loras is None:
             raise TrafficError(
                 f"{where}: the request uses an adapter, but the configuration has none", remedy=_ADD_LORA
             )
+        start = row.arrival if math.isnan(start) else start
         if row.context_tokens:
             adapter = NO_ADAPTER if row.adapter is None else row.adapter
-            requests.append(Request(arrival, row.context_tokens, row.generated_tokens, adapter))
+            requests.append(Request(row.arrival - start, row.context_tokens, row.generated_tokens, adapter))
         else:
             empty += 1
-    if not requests:
-        raise TrafficError(f"{path}: no request with a prompt", remedy="Give a trace with at least one request.")
     notes = (f"{empty} requests without a prompt were left out",) if empty else ()
     return RequestTrace(requests, f"{path.name}: {len(requests)} requests", notes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -12,7 +13,6 @@ from cgplan.planning import Plan
 from cgplan.planning.costs import Record
 
 MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may state
-MOST_WEIGHT = 1e18  # sums of times and weights stay finite
 
 
 class StepShape(NamedTuple):
@@ -54,7 +54,11 @@ class Traffic(Record):
         """
         total: dict[StepShape, float] = {}
         for shape, count in counts.items() if isinstance(counts, Mapping) else counts:
-            _check(shape, count)
+            if not (0 <= count < math.inf and 1 <= shape.num_reqs <= shape.num_tokens):
+                raise TrafficError(
+                    f"{source}: {count} batches of {shape.num_tokens} tokens and {shape.num_reqs} requests cannot be",
+                    remedy="A batch has at least 1 request, and at least 1 token for each; a count is 0 or more.",
+                )
             if count > 0:
                 total[shape] = total.get(shape, 0.0) + count
         if not total:
@@ -78,36 +82,6 @@ class Traffic(Record):
         """Sum of all weights: the number of steps, where weights are counts."""
         return sum(weight for _, weight in self.histogram)
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the largest step."""
-        return max(shape.num_tokens for shape, _ in self.histogram)
-
-    def by_tokens(self, **fields: Any) -> dict[int, float]:
-        """Weight by number of tokens, ascending, of the steps whose fields have these values."""
-        found: dict[int, float] = {}
-        for shape, weight in self.histogram:
-            if all(getattr(shape, name) == value for name, value in fields.items()):
-                found[shape.num_tokens] = found.get(shape.num_tokens, 0.0) + weight
-        return found
-
-
-def _check(shape: StepShape, count: float) -> None:
-    if not 0 <= count <= MOST_WEIGHT:
-        raise TrafficError(
-            f"{shape} has count {count}", remedy=f"A count is a number from 0 up, to {MOST_WEIGHT:.0e} at most."
-        )
-    if shape.num_tokens > MOST_BATCHED_TOKENS:
-        raise TrafficError(
-            f"a batch of {shape.num_tokens} tokens is too large",
-            remedy=f"At most {MOST_BATCHED_TOKENS} tokens are allowed.",
-        )
-    if shape.num_reqs < 1 or shape.num_tokens < shape.num_reqs or shape.num_active_loras < 0:
-        raise TrafficError(
-            f"{shape} cannot be a batch",
-            remedy="A batch has at least 1 request, and at least 1 token for each request.",
-        )
-
 
 class StepCounts:
     """Counts of steps from a source that may leave out all but their tokens; the rest is guessed for a plan's batches.
@@ -130,8 +104,8 @@ class StepCounts:
         num_reqs: int | None = None,
         uniform: bool | None = None,
         num_active_loras: int | None = None,
-    ) -> StepShape:
-        """Count steps; fields that are None are guessed. Returns their shape."""
+    ) -> None:
+        """Count steps; fields that are None are guessed."""
         q, most = self._query_len, self._max_num_seqs
         if uniform is None:
             uniform = num_tokens == q * num_reqs if num_reqs else num_tokens % q == 0 and num_tokens <= q * most
@@ -141,11 +115,9 @@ class StepCounts:
         if num_reqs is None:
             num_reqs = max(num_tokens // q, 1) if uniform else min(num_tokens, most)
             self._without_reqs = True
-        if num_active_loras is None:
-            self._without_loras = True
+        self._without_loras |= num_active_loras is None
         shape = StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)
         self.counts[shape] = self.counts.get(shape, 0) + count
-        return shape
 
     def notes(self) -> Iterator[str]:
         """A sentence for each field that was guessed; how many steps depend on the guess that they are uniform."""

@@ -6,57 +6,19 @@ import csv
 import difflib
 import io
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BeforeValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from cgplan.config import load
 from cgplan.errors import CgplanError, ConfigError, TrafficError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 
-MOST_TOKENS = 1 << 30  # of a request; more is a mistake in the file
-MOST_STEPS = 1 << 53  # that a float counts exactly
-
-
-class Row(Record):
-    """Base of typed rows: a field is a column, its alias the column's name in files."""
-
-
-R = TypeVar("R", bound=Row)
-
-
-def wrong_cell(allowed: str, remedy: str = "Correct that row.") -> PydanticCustomError:
-    """The error of a cell that holds something else than ``allowed`` says ("not ...")."""
-    return PydanticCustomError("cell", "{allowed}", {"allowed": allowed, "remedy": remedy})
-
-
-def whole(low: int = 0, high: int = MOST_TOKENS, remedy: str = "Correct that row.") -> BeforeValidator:
-    """A whole number between two bounds, written in any way (``34``, ``34.0``)."""
-
-    def read(value: object) -> int:
-        try:
-            number = Decimal("nan" if isinstance(value, bool) else str(value))
-        except InvalidOperation:
-            number = Decimal("nan")
-        if not number.is_finite() or not low <= number <= high or number != number.to_integral_value():
-            raise wrong_cell(f"not a whole number from {low} to {high}", remedy)
-        return int(number)
-
-    return BeforeValidator(read)
-
-
-def _flag(value: object) -> bool:
-    words = {"true": True, "1": True, "false": False, "0": False}
-    if (word := str(value).lower()) not in words:
-        raise wrong_cell("not true or false", "Write true or false, or 1 or 0.")
-    return words[word]
+R = TypeVar("R", bound=Record)
 
 
 def _runtime_mode(value: object) -> CUDAGraphMode:
@@ -66,11 +28,11 @@ def _runtime_mode(value: object) -> CUDAGraphMode:
     except ConfigError:
         mode = None
     if mode not in RUNTIME_MODES:
-        raise wrong_cell("not a runtime mode", "A step runs in one of the modes NONE (or eager), PIECEWISE, FULL.")
+        raise ValueError("not one of the runtime modes NONE (or eager), PIECEWISE, FULL")
     return mode
 
 
-Flag = Annotated[bool, BeforeValidator(_flag)]
+Whole = Annotated[int, Field(ge=0, le=1 << 53)]  # which a float counts exactly
 RuntimeMode = Annotated[CUDAGraphMode, BeforeValidator(_runtime_mode)]
 
 
@@ -80,7 +42,7 @@ class Form(Generic[R]):
 
     Attributes:
         name: In words.
-        row: The type of its rows.
+        row: The type of its rows: a field is a column, its alias the column's name in files.
         error: Raised for files that break the form.
         remedy: Of errors about the columns; absent: their names.
     """
@@ -108,9 +70,9 @@ class Form(Generic[R]):
             return self.row.model_validate(given)
         except ValidationError as error:
             wrong = error.errors()[0]
+            problem = wrong["msg"].removeprefix("Value error, ")
             raise self.error(
-                f"{where}: {wrong['loc'][0]} is {_short(wrong['input'])}, {wrong['msg']}",
-                remedy=wrong["ctx"]["remedy"],
+                f"{where}: {wrong['loc'][0]} is {short(wrong['input'])}: {problem}", remedy="Correct that row."
             ) from None
 
     def match(self, names: Sequence[str], where: str) -> list[str]:
@@ -122,7 +84,7 @@ class Form(Generic[R]):
             if column is None:
                 near = difflib.get_close_matches(name.strip().lower(), known, n=1)
                 hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
-                raise self.error(f"{where}: unknown column {_short(name)}{hint}", remedy=remedy)
+                raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             if column in found:
                 raise self.error(f"{where}: column {column!r} stands twice", remedy="Keep one of them.")
             found.append(column)
@@ -132,39 +94,17 @@ class Form(Generic[R]):
         return found
 
 
-def read_text(path: Path) -> str:
-    """Text of a file of traffic, without a byte order mark. Raises TrafficError for a file without text."""
-    text = load.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
-    if "\0" in text:
-        raise TrafficError(f"{path}: holds NUL bytes, so it is no text", remedy="Unpack it, or save it as UTF-8.")
-    if not text.strip():
-        raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
-    return text
-
-
-def nearest_form(names: Collection[str], forms: Sequence[Form[Any]]) -> Form[Any] | None:
-    """The form with most columns like these names, in any case; None if it has none."""
-
-    def alike(form: Form[Any]) -> int:
-        known = [column.lower() for column in form.columns]
-        return sum(bool(difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.75)) for name in names)
-
-    best = max(forms, key=alike)
-    return best if alike(best) else None
-
-
 def first_line(text: str) -> tuple[int, str, str]:
-    """Number and text of the first line that is not blank, and what separates columns there; (1, "", ",") without one.
-
-    A comma, or else a tab, a semicolon or a bar.
+    """Number and text of the first line that is not blank, and what separates its columns: a comma, or else a tab, a
+    semicolon or a bar; (1, "", ",") for a blank text.
     """
-    lines = enumerate(io.StringIO(text, newline=None), start=1)
-    number, line = next(((number, line.rstrip("\n")) for number, line in lines if line.strip()), (1, ""))
+    lines = enumerate(text.split("\n"), start=1)
+    number, line = next(((number, line) for number, line in lines if line.strip()), (1, ""))
     return number, line, next((separator for separator in ",\t;|" if separator in line), ",")
 
 
-def csv_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, Mapping[str, str], R]]:
-    """(``file:line``, cells by column, typed row) of each row.
+def csv_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, R]]:
+    """(``file:line``, typed row) of each row.
 
     Raises:
         form.error: an unknown, missing or repeated column, too few or too many fields, a cell that cannot be, no CSV.
@@ -184,20 +124,18 @@ def csv_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, Mappin
                     f"{where}: {len(fields)} fields, but the header has {len(columns)}",
                     remedy="Give each row one value for each column; the file may have been cut off there.",
                 )
-            cells = dict(zip(columns, (field.strip() for field in fields), strict=True))
-            yield where, cells, form.read(cells, where)
+            yield where, form.read(dict(zip(columns, map(str.strip, fields), strict=True)), where)
     except csv.Error as error:
         raise form.error(f"{path}:{reader.line_num}: not CSV: {error}", remedy="Correct that line.") from None
 
 
-def jsonl_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, Mapping[str, Any], R]]:
+def jsonl_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, R]]:
     """The same of JSON lines."""
     for number, line in enumerate(text.split("\n"), start=1):
         where = f"{path}:{number}"
         if line.strip():
             row = json_object(line, where)
-            cells = dict(zip(form.match(list(row), where), row.values(), strict=True))
-            yield where, cells, form.read(cells, where)
+            yield where, form.read(dict(zip(form.match(list(row), where), row.values(), strict=True)), where)
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:
@@ -207,10 +145,11 @@ def json_object(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: a number with too many digits, too
         raise TrafficError(f"{where}: not JSON: {error}", remedy="Give one JSON object a line.") from None
     if not isinstance(row, dict):
-        raise TrafficError(f"{where}: {_short(row)} is not an object", remedy="Give one JSON object a line.")
+        raise TrafficError(f"{where}: {short(row)} is not an object", remedy="Give one JSON object a line.")
     return row
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as a message shows it, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

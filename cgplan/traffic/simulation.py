@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from cgplan.errors import StepTimeError, TrafficError
+from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
@@ -95,33 +95,19 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     Args:
         trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and notes.
         bounds: Of the scheduler.
-        step_time: Microseconds that a step of this shape lasts. Asked once for each distinct shape.
+        step_time: Microseconds, above 0, that a step of this shape lasts. Asked once for each distinct shape.
 
     Raises:
-        TrafficError: there is no request, one without a prompt, or an arrival that is not a finite number.
-        StepTimeError: a step time is not a positive finite number.
+        TrafficError: there is no request.
     """
-    arriving = []
-    for index, request in enumerate(trace.requests):
-        if not math.isfinite(request.arrival_us * 1000) or request.context_tokens < 1 or request.generated_tokens < 0:
-            raise TrafficError(
-                f"request {index} cannot be: {request}",
-                remedy="A request has a finite arrival, a prompt of at least 1 token, and no negative output.",
-            )
-        arriving.append((round(request.arrival_us * 1000), request))
-    if not arriving:
-        raise TrafficError(f"{trace.source}: no requests", remedy="Give at least one request.")
+    if not trace.requests:
+        raise TrafficError(f"{trace.source}: there is no request with a prompt", remedy="Give at least one request.")
+    arriving = ((round(request.arrival_us * 1000), request) for request in trace.requests)
     pending = deque(sorted(arriving, key=lambda timed: timed[0]))
 
     @cache
     def nanoseconds(shape: StepShape) -> int:
-        microseconds = step_time(shape)
-        if not 0 < microseconds < math.inf:
-            raise StepTimeError(
-                f"a step with {shape.num_tokens} tokens lasts {microseconds} us",
-                remedy="Give step times above 0 for every number of tokens.",
-            )
-        return max(1, round(microseconds * 1000))
+        return max(1, round(step_time(shape) * 1000))
 
     server, first = _Server(bounds), pending[0][0]
     now, busy, counts = first, 0, Counter[StepShape]()
@@ -143,7 +129,7 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         server.advance(repeats)
     said = [
         *trace.notes,
-        f"simulated {len(arriving)} requests through continuous batching with chunked prefill, at most "
+        f"simulated {len(trace.requests)} requests through continuous batching with chunked prefill, at most "
         f"{bounds.max_num_seqs} requests and {bounds.max_num_batched_tokens} tokens a step; no KV cache limit, "
         "preemption or prefix cache",
         f"the server is busy {busy / max(now - first, 1):.0%} of the time; a request waits "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,23 +9,22 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from cgplan.config import load
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
-from cgplan.traffic.rows import Form, Row, RuntimeMode, csv_rows, whole, wrong_cell
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
+from cgplan.traffic.rows import Form, RuntimeMode, Whole, csv_rows
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
 Floats = npt.NDArray[np.float64]
 
-LARGEST_SIZE = 1 << 20
-LONGEST_STEP = 1e15  # microseconds; more is a mistake, and sums of such steps would overflow
-Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
-Time = Annotated[float, Field(gt=0, le=LONGEST_STEP, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1, le=MOST_BATCHED_TOKENS)]
+Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LORA_OVERHEAD = 0.1  # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
 PIECEWISE_SHARE = 0.25  # of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
 WORTH_A_NOTE = 0.05  # relative change of a measured point
@@ -41,21 +38,11 @@ DEFAULT_POINTS: Mapping[CUDAGraphMode, Mapping[int, float]] = {
 }
 
 
-def _microseconds(value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= LONGEST_STEP:
-        raise wrong_cell(f"not a number above 0, {LONGEST_STEP:.0e} at most")
-    return number
-
-
-class _TableRow(Row):
+class _TableRow(Record):
     mode: RuntimeMode
-    num_tokens: Annotated[int, whole(1, LARGEST_SIZE)]
-    microseconds: Annotated[float, BeforeValidator(_microseconds)]
-    num_active_loras: Annotated[int, whole(0, LARGEST_SIZE)] = 0
+    num_tokens: Size
+    microseconds: Time
+    num_active_loras: Whole = 0
 
 
 TABLE = Form("a table of step times", _TableRow, StepTimeError, REMEDY)
@@ -76,6 +63,13 @@ class _Bench(BaseModel):
     kind: Literal["bench"]
     device: str = Field("", validation_alias=AliasPath("environment", "device"))
     records: tuple[_BenchRecord, ...] = Field(min_length=1)
+
+    def runs(self) -> Iterator[tuple[CUDAGraphMode, int, int, float]]:
+        """(mode, LoRA case, size that ran, microseconds): medians from an idle device."""
+        for record in self.records:
+            yield CUDAGraphMode.NONE, record.case, record.num_tokens, record.eager
+            if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
+                yield record.mode, record.case, record.size, record.graph
 
 
 class Curve(Record):
@@ -193,23 +187,23 @@ class StepTimes(Record):
     def parse(cls, text: str, path: str | Path) -> StepTimes:
         """Step times from the text of such a file; ``path`` names it in messages. Raises StepTimeError as ``load``."""
         if not text.lstrip().startswith(("{", "[")):
-            return cls.measured(_table_points(text, Path(path)), str(path))
-        form = "no bench report"
+            rows = csv_rows(text, Path(path), TABLE)
+            points = _longest((row.mode, row.num_active_loras, row.num_tokens, row.microseconds) for _, row in rows)
+            if not points:
+                raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
+            return cls.measured(points, str(path))
         try:
-            data = json.loads(text)
-            if not isinstance(data, dict):
-                raise StepTimeError(f"{path}: {form}: it is not an object", remedy=REMEDY)
-            if data.get("kind") == "step_times":
-                form = "damaged step times"
-                return cls.model_validate(data)
-            bench = _Bench.model_validate(data)
+            found = _SAVED.validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            where, problem = ".".join(map(str, first["loc"])) or "the file", first["msg"].removeprefix("Value error, ")
-            raise StepTimeError(f"{path}: {form}: {where}: {problem}", remedy=REMEDY) from None
-        except (ValueError, RecursionError) as error:  # also a whole number of thousands of digits
-            raise StepTimeError(f"{path}: not JSON: {error}", remedy=REMEDY) from None
-        return cls.measured(_bench_points(bench), ", ".join(filter(None, (str(path), bench.device))))
+            where, problem = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            raise StepTimeError(
+                f"{path}: neither a bench report nor step times: {': '.join(filter(None, (where, problem)))}",
+                remedy=REMEDY,
+            ) from None
+        if isinstance(found, StepTimes):
+            return found
+        return cls.measured(_longest(found.runs()), ", ".join(filter(None, (str(path), found.device))))
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
@@ -268,29 +262,13 @@ def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _bench_points(bench: _Bench) -> Points:
-    """Medians from an idle device, by the size that ran; the longest where batches were padded to the same size."""
+def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
+    """Points from (mode, LoRA case, size, microseconds); the longest where a size ran several times."""
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
-    for record in bench.records:
-        runs = [(CUDAGraphMode.NONE, record.num_tokens, record.eager), (record.mode, record.size, record.graph)]
-        for mode, size, median in runs[: 1 if record.mode is CUDAGraphMode.NONE else 2]:
-            if median is not None:
-                curve = points.setdefault((mode, record.case), {})
-                curve[size] = max(median, curve.get(size, 0.0))
+    for mode, case, size, microseconds in runs:
+        curve = points.setdefault((mode, case), {})
+        curve[size] = max(microseconds, curve.get(size, 0.0))
     return points
 
 
-def _table_points(text: str, path: Path) -> Points:
-    points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
-    places: dict[tuple[CUDAGraphMode, int, int], str] = {}
-    for where, cells, row in csv_rows(text, path, TABLE):
-        first = places.setdefault((row.mode, row.num_active_loras, row.num_tokens), where)
-        if first != where:
-            raise StepTimeError(
-                f"{where}: {cells['mode']} at {row.num_tokens} tokens stands in {first} already",
-                remedy="Keep one row for each mode and size.",
-            )
-        points.setdefault((row.mode, row.num_active_loras), {})[row.num_tokens] = row.microseconds
-    if not points:
-        raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
-    return points
+_SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(Annotated[StepTimes | _Bench, Field(discriminator="kind")])

@@ -14,8 +14,7 @@ from torch import Tensor
 import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.backends import GraphBackend
-from cgplan.buffers.static import StaticBuffers
-from cgplan.errors import BackendError, CaptureMemoryError, InputError
+from cgplan.errors import CaptureMemoryError, InputError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -105,16 +104,9 @@ def test_wrong_calls_are_refused_before_anything_runs(backend: GraphBackend, nam
     for call in (runner, runner.run_eagerly):
         with pytest.raises(InputError, match=complaint) as caught:
             call(**make(backend.device))
-        assert caught.value.remedy
+        assert ("Did you mean 'lengths'?" in caught.value.remedy) is (name == "name")
     assert len(runs) == before
     assert not runner.stats.replays
-
-
-def test_a_wrong_name_is_answered_with_the_nearest(backend: GraphBackend) -> None:
-    runner = open_runner(backend, lambda x, lengths: x, specs=TWO_INPUTS)
-    with pytest.raises(InputError) as caught:
-        runner(x=torch.ones(4, 2, device=backend.device), lenghts=torch.zeros(4, device=backend.device).long())
-    assert "Did you mean 'lengths'?" in caught.value.remedy
 
 
 def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
@@ -127,14 +119,6 @@ def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
     with pytest.raises(InputError, match="input 'z' has 3 rows; declared are 2 \\* num_tokens"):
         runner(x=three, y=three, z=three)
     same(runner(x=three, y=three, z=six), three)
-
-
-def test_a_claim_of_uniform_decode_is_checked(backend: GraphBackend) -> None:
-    runner = open_runner(
-        backend, speculative={"num_speculative_tokens": 2}, compilation={"cudagraph_capture_sizes": [3, 6]}
-    )
-    with pytest.raises(InputError, match="5 tokens are not whole requests of 3"):
-        runner(x=torch.zeros(5, 3, device=backend.device), uniform_decode=True)
 
 
 def test_scalars_and_fixed_shapes_are_inputs_too(backend: GraphBackend) -> None:
@@ -183,31 +167,14 @@ def test_tensors_without_numbers(backend: GraphBackend, kind: str) -> None:
         same(runner(x=x), x * 2)
 
 
-FOREIGN: dict[str, Callable[[Tensor], Tensor]] = {
-    "view": lambda t: t[1:],
-    "dlpack": lambda t: torch.from_dlpack(t[1:]),  # type: ignore[attr-defined]
-    "numpy": lambda t: torch.from_numpy(t.numpy()[1:]) if t.device.type == "cpu" else t[1:],
-}
-
-
-@pytest.mark.parametrize("way", FOREIGN)
-def test_outputs_that_lie_in_static_buffers_come_back(backend: GraphBackend, way: str) -> None:
+def test_outputs_that_lie_in_static_buffers_come_back(backend: GraphBackend) -> None:
     """Each is the other's input, from inside a buffer: neither may be overwritten before it is read."""
     runner = open_runner(backend, lambda a, b: (a, b), specs={"a": ROWS, "b": ROWS})
     a = torch.arange(24.0, device=backend.device).view(8, 3)
     out_a, out_b = runner(a=a, b=a + 100)
-    new_a, new_b = FOREIGN[way](out_b), FOREIGN[way](out_a)
+    new_a, new_b = out_b[1:], out_a[1:]
     wanted = new_a.clone(), new_b.clone()
     same(runner(a=new_a, b=new_b), wanted)
-
-
-def test_what_lies_in_a_buffer() -> None:
-    buffers = StaticBuffers({"a": ROWS, "b": ROWS}, 4, 4, torch.device("cpu"))
-    tensor = buffers.buffers["b"].tensor
-    assert buffers.owns(tensor)
-    assert buffers.owns(torch.from_dlpack(tensor[3:]))  # type: ignore[attr-defined]
-    assert not buffers.owns(tensor.clone())
-    assert not buffers.owns(torch._efficientzerotensor((3, 3)))
 
 
 # --- what a model writes into its inputs only now and then ----------------------------------------------------
@@ -265,33 +232,6 @@ def test_a_model_that_writes_its_input_in_an_eager_run(backend: GraphBackend) ->
     for _ in range(2):
         same(runner(x=x), x * 3)
         same(runner.run_eagerly(x=x), x * 3)
-
-
-# --- dtypes that are not there --------------------------------------------------------------------------------
-
-TWO = {"x": ROWS, "scale": Input(shape=("num_tokens",), dtype="float8_e5m2", pad=0)}
-
-
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-@pytest.mark.parametrize("lacking", ["torch", "device"])
-def test_a_dtype_that_is_not_there(
-    backend: GraphBackend, policy: str, lacking: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = torch.zeros, []
-
-    def zeros(*shape: Any, **options: Any) -> Tensor:
-        if options.get("dtype") is torch.float8_e5m2:
-            raise TypeError("this framework does not support it\nmore lines")
-        return real(*shape, **options)
-
-    if lacking == "torch":
-        monkeypatch.delattr(torch, "float8_e5m2")
-    else:
-        monkeypatch.setattr("cgplan.buffers.static.torch.zeros", zeros)
-    with pytest.raises(BackendError, match=r"'scale' is declared as float8_e5m2, which torch \d.* does not") as caught:
-        open_runner(backend, lambda x, scale: calls.append(1), specs=TWO, compilation={"capture_policy": policy})
-    assert "more lines" not in caught.value.message
-    assert calls == []
 
 
 def test_memory_that_is_out_is_told_by_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

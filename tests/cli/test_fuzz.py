@@ -1,4 +1,4 @@
-"""Mutated configurations, overrides, plans and reports through the commands: each ends with 0 or a documented error."""
+"""Mutated configurations and overrides, damaged reports: each command ends with 0 or a documented error."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def cases(rng: random.Random, folder: Path) -> Iterator[list[str]]:
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "configs").glob("*.yaml"))]
     config, report = folder / "c.yaml", folder / "r.json"
     names = [(section, getattr(info.annotation, "model_fields", {})) for section, info in Config.model_fields.items()]
-    for _ in range(30):
+    for _ in range(20):
         given = mutated(yaml.safe_load(rng.choice(texts)), rng)
         section, fields = rng.choice([(name, list(fields)) for name, fields in names if fields])
         if isinstance(given.get(section, {}), dict) and rng.random() < 0.5:
             given[section] = {**given.get(section, {}), rng.choice(fields): rng.choice(ODD)}
         config.write_text(yaml.safe_dump(given), encoding="utf-8")
         yield ["inspect", "--config", str(config)]
-    for _ in range(30):
+    for _ in range(20):
         text = rng.choice(texts)
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(text))
@@ -82,11 +82,10 @@ def cases(rng: random.Random, folder: Path) -> Iterator[list[str]]:
         key = rng.choice([section, f"{section}.{rng.choice(fields)}", f"{section}.{rng.choice(fields)}.x", "", "a..b"])
         yield ["inspect", "--config", str(ROOT / "configs" / "decoder_cpu.yaml"), "--set", f"{key}={value}"]
     saved = [path.read_text(encoding="utf-8") for path in sorted(GOLDEN.glob("*.json"))]
-    for _ in range(30):
+    for _ in range(15):
         text = rng.choice(saved)
-        damaged = rng.choice(["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", text[: rng.randrange(len(text))]])
-        whole = json.dumps(mutated(json.loads(text), rng), default=str, skipkeys=True)
-        report.write_text(damaged if rng.random() < 0.2 else whole, encoding="utf-8")
+        damaged = ["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", text[: rng.randrange(len(text))]]
+        report.write_text(rng.choice(damaged), encoding="utf-8")
         yield ["inspect", str(report)]
 
 

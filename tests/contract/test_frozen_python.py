@@ -29,11 +29,6 @@ from ways import (
 from cgplan import (
     BatchDescriptor,
     BreakableCUDAGraphWrapper,
-    Config,
-    CudagraphDispatcher,
-    CUDAGraphWrapper,
-    Plan,
-    build_plan,
     forward_context,
 )
 
@@ -165,32 +160,3 @@ def test_an_empty_graph(backend: GraphBackend) -> None:
     assert "num_tokens=2" in warning
     assert "num_tokens=4" in warning
     assert not any("without any kernel" in w for w in open_runner(backend, double).report.warnings)
-
-
-def test_ranks_that_choose_different_graphs(backend: GraphBackend) -> None:
-    """Graphs that are captured as traffic comes differ from rank to rank, and a collective inside waits for ever for
-    the rank that runs another one. Dispatch follows from the plan alone: reloaded from JSON, it answers the same.
-    """
-    ranks = []
-    for traffic in ([2, 4], [4, 8]):
-        wrapper = CUDAGraphWrapper(double, FULL, backend=backend)
-        for rows in traffic:
-            with forward_context(FULL, BatchDescriptor(rows)):
-                wrapper(full(backend, 1, rows, 2))
-        ranks.append(set(wrapper.entries))
-    assert ranks[0] != ranks[1]
-    config = {
-        "compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
-        "scheduler": {"max_num_seqs": 24, "max_num_batched_tokens": 64},
-        "lora": {"max_loras": 4, "specialize_active_lora": True},
-        "speculative": {"num_speculative_tokens": 1},
-    }
-    plan = build_plan(Config.model_validate(config))
-    questions = [(n, uniform, loras) for n in range(1, 70) for uniform in (False, True) for loras in range(7)]
-    one, other = CudagraphDispatcher(plan), CudagraphDispatcher(Plan.from_json(plan.model_dump_json()))
-    answers = {asked: one.dispatch(*asked) for asked in questions}
-    assert len({mode for mode, _ in answers.values()}) == 3
-    random.Random(1).shuffle(questions)  # what was asked before does not matter
-    for asked in questions:
-        assert other.dispatch(*asked) == answers[asked]
-        assert other.explain(*asked) == one.explain(*asked)

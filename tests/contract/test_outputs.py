@@ -58,18 +58,6 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def test_outputs_are_new_tensor_objects_in_containers_of_their_own(backend: GraphBackend) -> None:
-    runner = open_runner(backend, lambda x: {"y": [x * 2, (x + 1, 3)]})
-    x = square(backend)
-    first, second = runner(x=x), runner(x=x)
-    assert first["y"][0] is not second["y"][0]
-    assert first["y"][0].data_ptr() == second["y"][0].data_ptr(), "borrowed: the next call overwrites it"
-    first["y"].clear()
-    first.clear()
-    same(second, {"y": [x * 2, (x + 1, 3)]})
-    same(runner(x=x), second)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
 def test_outputs_changed_in_place(backend: GraphBackend, change: str, mode: Callable[[], Any]) -> None:
@@ -103,22 +91,6 @@ def test_models_that_return_no_tensor(backend: GraphBackend) -> None:
         for _ in range(3):
             assert runner(x=square(backend)) == returned
         same(total, square(backend).sum(0) * 3)
-
-
-def test_outputs_of_classes_that_pytree_knows(backend: GraphBackend) -> None:
-    made = torch.return_types.max
-
-    def model(x: Tensor) -> Any:
-        return made((x * 2, x + 1)), (x * 3, None, "text")
-
-    runner, x = open_runner(backend, model), square(backend)
-    for _ in range(2):
-        pair, rest = runner(x=x)
-        assert type(pair) is made
-        same((pair.values, pair.indices), (x * 2, x + 1))
-        same(rest[0], x * 3)
-        assert rest[1:] == (None, "text")
-        pair.values.t_()
 
 
 @pytest.mark.parametrize("change", ["unsqueeze_", "t_"])
@@ -168,18 +140,6 @@ def test_a_buffer_of_fixed_shape_changed_in_place(backend: GraphBackend) -> None
     runner.input_views(3)["scale"].unsqueeze_(1)
     for _ in range(2):
         same(runner(x=x, scale=scale), x * scale)
-
-
-def test_a_model_that_changes_its_inputs_shape_in_place(backend: GraphBackend) -> None:
-    """Each warm-up, capture and run gets a tensor of its own."""
-
-    def model(x: Tensor) -> Tensor:
-        x.unsqueeze_(1)
-        return (x * 2).squeeze(1)
-
-    runner, x = open_runner(backend, model), square(backend)
-    same(runner(x=x), x * 2)
-    same(runner.run_eagerly(x=x), x * 2)
 
 
 class Chain(torch.nn.Module):
@@ -253,14 +213,6 @@ def test_views_of_other_memory_are_new_objects_each_time(backend: GraphBackend, 
     wrapped.reset()
 
 
-def test_an_output_may_be_the_next_input(backend: GraphBackend) -> None:
-    """It lies in graph memory, and is copied in before it is overwritten."""
-    runner, out = open_runner(backend), square(backend)
-    for _ in range(5):
-        out = runner(x=out)
-    same(out, square(backend) * 32)
-
-
 # --- rows -----------------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "first second")
@@ -268,11 +220,19 @@ Pair = namedtuple("Pair", "first second")
 
 def test_outputs_of_any_structure_are_sliced(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Any:
-        return {"a": [x, (x * 2, None)], "b": Pair(x + 1, 2.5), "c": OrderedDict(d=x[:, 0]), "e": 3}
+        known = torch.return_types.max((x * 2, x + 1))
+        return {"a": [x, (x * 2, None)], "b": Pair(x + 1, 2.5), "c": OrderedDict(d=x[:, 0]), "e": 3, "f": known}
 
     runner, x = open_runner(backend, model), square(backend)
-    same(runner(x=x), model(x))
-    assert type(runner(x=x)["b"]) is Pair
+    first = runner(x=x)
+    assert (type(first["b"]), type(first["f"])) == (Pair, torch.return_types.max)
+    same(first, model(x))
+    second = runner(x=x)
+    assert first["a"][0] is not second["a"][0]
+    assert first["a"][0].data_ptr() == second["a"][0].data_ptr(), "borrowed: the next call overwrites it"
+    first["a"].clear()
+    first.clear()
+    same(second, model(x))
 
 
 @pytest.mark.parametrize("where", ["inputs", "metadata"])
@@ -317,8 +277,6 @@ class OwnDict(dict[str, Tensor]):
         (lambda x: (x, x[:1]), r"output 1 of the model has shape \[1, 3\]"),
         (lambda x: Hidden(x * 2), "a Hidden, whose tensors cannot be reached"),
         (lambda x: OwnDict(y=x * 2), "an? OwnDict, whose tensors cannot be reached"),
-        (lambda x: {x * 2}, "a set, whose tensors cannot be reached"),
-        (lambda x: (part for part in x.unbind(0)), "a generator, whose tensors cannot be reached"),
     ],
 )
 def test_outputs_whose_padding_cannot_be_cut_off(

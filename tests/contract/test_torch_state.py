@@ -5,8 +5,6 @@ Each test first shows the hazard with the bare backend, then what a runner makes
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from checks import capture as bare
@@ -23,7 +21,6 @@ from ways import (
 
 from cgplan import (
     CaptureError,
-    CgplanError,
     HostSyncError,
 )
 
@@ -131,35 +128,3 @@ def test_the_random_generator_after_a_failed_capture(backend: GraphBackend, way:
         open_runner(backend, Model(backend, way, stem), way)
     assert not torch.equal(torch.rand_like(x), torch.rand_like(x))
     same(open_runner(backend, Model(backend, way, double), way)(x=x), x * 2 + 1)
-
-
-def test_calls_from_two_threads(backend: GraphBackend) -> None:
-    """Two requests share one graph's input buffer, and one gets the other's answer. A runner serves one call at a
-    time, and a second one is an error at once.
-    """
-    static = full(backend, 0)
-    graph, out = bare(backend, lambda: static * 2)
-    for request in (1, 5):  # both threads have copied in before the first one replays
-        static.fill_(request)
-    backend.replay(graph)
-    same(out, full(backend, 10))  # the first one's answer would be 2
-    inside, leave = threading.Event(), threading.Event()
-
-    def forward(x: Tensor) -> Tensor:
-        if len(x) > 8:  # runs eagerly
-            inside.set()
-            leave.wait(10)
-        return x * 2
-
-    runner = open_runner(backend, forward)
-    thread = threading.Thread(target=lambda: runner(x=full(backend, 1, 9, 2)))
-    thread.start()
-    try:
-        assert inside.wait(10)
-        with pytest.raises(CgplanError, match="another call was under way") as caught:
-            runner(x=full(backend, 5))
-    finally:
-        leave.set()
-        thread.join()
-    assert "one thread at a time" in caught.value.remedy
-    same(runner(x=full(backend, 5)), full(backend, 10))

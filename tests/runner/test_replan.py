@@ -627,23 +627,6 @@ def test_only_what_was_asked_since_the_last_replan_counts() -> None:
     assert backend.memory().reserved == 0
 
 
-@pytest.mark.parametrize("pool", ["shared", "per_mode", "per_graph"])
-def test_several_replans_equal_a_fresh_runner(backend: GraphBackend, pool: str) -> None:
-    model = Net(backend)
-    runner = open_runner(backend, "adaptive", model, sizes=(8, 32, 64), pool=pool)
-    for seen in ([5, 9, 60], [40, 41, 9], [70, 9, 3], [2], [64, 64, 2, 100]):
-        ask(runner, backend, *seen)
-        runner.replan(times=TIMES)
-        assert max(seen) in sizes_of(runner)
-        fresh = CaptureSession(runner.plan, model, runner.backend, runner.config).run()
-        for count in (1, 2, 9, max(sizes_of(runner))):
-            if count <= max(sizes_of(runner)):
-                x = rows(backend, count)
-                same(runner(x=x).clone(), fresh(x=x))
-        fresh.close()
-    runner.close()
-
-
 def test_replans_with_adapters_and_pieces_equal_a_fresh_runner(backend: GraphBackend) -> None:
     model = decoder(backend, num_layers=1, max_loras=2, lora_rank=4)
     compilation = {
@@ -1017,76 +1000,6 @@ def test_who_may_replan() -> None:
     runner.close()
     with pytest.raises(CgplanError, match="closed"):
         runner.replan()
-
-
-# --- interrupted ----------------------------------------------------------------------------------------------
-
-
-class Interrupted(TapeBackend):
-    """Raises at the next call of one of its functions, as Ctrl-C does at any time."""
-
-    at = ""
-
-    def _pass(self, name: str) -> None:
-        if self.at == name:
-            self.at = ""
-            raise KeyboardInterrupt
-
-    def watch(self, tensor: torch.Tensor) -> Any:
-        self._pass("watch")
-        return super().watch(tensor)
-
-    def release_cached(self) -> None:
-        self._pass("release_cached")
-        super().release_cached()
-
-    def synchronize(self) -> None:
-        self._pass("synchronize")
-        super().synchronize()
-
-    def new_pool(self) -> Any:
-        self._pass("new_pool")
-        return super().new_pool()
-
-
-@pytest.mark.parametrize("at", ["watch", "release_cached", "synchronize", "new_pool"])
-def test_a_replan_that_is_interrupted(at: str) -> None:
-    """What is gone is not dispatched to, what is there is; nothing is lost of the memory, and it can be replanned."""
-    backend = Interrupted()
-    model = Net(backend)
-    runner = open_runner(backend, "adaptive", model, sizes=(2, 4, 16), budget={"max_graphs": 3})
-    ask(runner, backend, *[9] * 5, *[4] * 5)
-    backend.at = at
-    with pytest.raises(KeyboardInterrupt):
-        runner.replan(times=TIMES)
-    assert backend.at == ""
-    for count in (1, 3, 9, 16, 20):
-        x = rows(backend, count)
-        torch.testing.assert_close(runner(x=x), model(x), rtol=1e-4, atol=1e-5)
-        if count <= 16:
-            with runner.stage(count) as buffers:  # also where no graph is left: then it runs eagerly
-                buffers["x"].copy_(x)
-            torch.testing.assert_close(buffers.output, model(x), rtol=1e-4, atol=1e-5)
-    ask(runner, backend, *[9] * 5, *[4] * 5)
-    runner.replan(times=TIMES)
-    assert 9 in sizes_of(runner)
-    ask(runner, backend, 9, 3)
-    runner.close()
-    assert backend.memory().reserved == 0
-
-
-@pytest.mark.parametrize("at", ["release_cached", "synchronize"])
-def test_a_close_that_is_interrupted_is_made_good_by_the_next(at: str) -> None:
-    backend = Interrupted()
-    runner = open_runner(backend, "eager")
-    backend.at = at
-    with pytest.raises(KeyboardInterrupt):
-        runner.close()
-    with pytest.raises(CgplanError, match="closed"):
-        runner(x=rows(backend, 3))
-    runner.close()
-    assert backend.memory().reserved == 0
-    runner.close()
 
 
 def test_what_the_buffers_hold_can_be_staged_without_a_graph() -> None:

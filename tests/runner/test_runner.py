@@ -242,15 +242,11 @@ def test_lora_cases_have_graphs_of_their_own(backend: GraphBackend) -> None:
     x = torch.zeros(3, device=backend.device)
     for active, wanted in ((0, 0), (1, 1100), (2, 1200), (3, 1400), (0, 0)):
         same(runner(x=x, num_active_loras=active), torch.full_like(x, wanted))
-    for wrong, remedy in ((9, "Raise lora.max_loras"), (-1, "0 for none")):
+    for wrong in (9, -1):
         said = f"num_active_loras is {wrong}, lora.max_loras is 3: 0 to 3 are allowed, and 4 for any number of adapters"
         with pytest.raises(InputError, match=said) as caught:
             runner(x=x, num_active_loras=wrong)
-        assert remedy in caught.value.remedy
-    for rows in (0, -1):
-        with pytest.raises(InputError, match=f"asked for {rows}") as caught:
-            runner.stage(num_tokens=rows)
-        assert caught.value.remedy == "Ask for at least one."
+        assert "raise lora.max_loras" in caught.value.remedy
     assert not runner.stats.eager
     without = open_runner(backend, model, {"x": ROWS}, sizes=[4])
     with pytest.raises(InputError, match="num_active_loras is 1") as caught:
@@ -689,17 +685,6 @@ def test_capture_in_one_call(backend: GraphBackend) -> None:
 
 
 # --- what first-time users tried ------------------------------------------------------------------------------
-
-
-def test_wrappers_without_a_backend_take_the_sessions(backend: GraphBackend) -> None:
-    first, second = (CUDAGraphWrapper(nn.Linear(2, 2).to(backend.device), PIECEWISE) for _ in range(2))
-    runner = open_runner(
-        backend, lambda x: second(first(x)), compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
-    )
-    assert first.backend is backend
-    x = batch(backend, 3)
-    with torch.no_grad():
-        torch.testing.assert_close(runner(x=x), second.runnable(first.runnable(x)))
 
 
 def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:

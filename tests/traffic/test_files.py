@@ -45,11 +45,10 @@ WHOLE = "num_tokens,count,num_reqs,uniform,num_active_loras\n8,3,8,true,0\n100,2
     ],
 )
 def test_a_histogram_in_csv(written: Any, text: str) -> None:
-    for name in ("t.csv", "t.jsonl", "t.log", "t"):
-        traffic = written(text, name, **LORA)
-        assert dict(traffic.histogram) == {StepShape(8, 8, True, 0): 4, StepShape(100, 4, False, 2): 2}
-        assert traffic.source == f"{name}: histogram"
-        assert traffic.notes == (), "nothing was guessed"
+    traffic = written(text, "t.log", **LORA)  # whose name tells nothing
+    assert dict(traffic.histogram) == {StepShape(8, 8, True, 0): 4, StepShape(100, 4, False, 2): 2}
+    assert traffic.source == "t.log: histogram"
+    assert traffic.notes == (), "nothing was guessed"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
@@ -104,27 +103,22 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
     ("text", "line", "message", "remedy"),
     [
         (HIST + "1,0\n2,0\n", None, "no batch with a count above 0", "Give traffic with a batch"),
-        (HIST + "1,1\n2,-3\n", 3, "count is '-3', not a whole number from 0 to 9007199254740992", "Correct that row"),
-        (HIST + "1,many\n", 2, "count is 'many', not a whole number", "Correct"),
-        (HIST + "1,\n", 2, "count is '', not a whole number", "Correct"),
+        (HIST + "1,1\n2,-3\n", 3, "count is '-3': Input should be greater than or equal to 0", "Correct that row"),
+        (HIST + "1,\n", 2, "count is '': Input should be a valid integer", "Correct"),
         (HIST + "1," + "9" * 5000 + "\n", 2, "count is '9999", "Correct"),
-        (HIST + "0,1\n", 2, "num_tokens is '0', not a whole number from 1 to 1048576", "Correct"),
+        (HIST + "0,1\n", 2, "num_tokens is '0': Input should be greater than or equal to 1", "Correct"),
         (HIST + "1,1\n2\n", 3, "1 fields, but the header has 2", "one value for each column"),
         ("num_token,count\n1,1\n", 1, "unknown column 'num_token' (did you mean 'num_tokens'?)", "num_reqs, uniform"),
         ("\nnum_reqs,count\n1,1\n", 2, "column 'num_tokens' is missing", "a histogram has"),
         ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
-        ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe', not true or false", "or 1 or 0"),
-        ("num_tokens,count,num_reqs\n2,1,3\n", 2, "3 requests have 2 tokens", "Correct that batch"),
-        ("num_tokens,count,num_reqs\n2,1,0\n", 2, "num_reqs is '0', not a whole number from 1", "Correct"),
-        ("num_tokens,count,num_active_loras\n2,1,1\n", 2, "1 active LoRA adapters, the config", "`lora` section"),
-        ("num_tokens,count,num_reqs,uniform\n6,1,3,1\n", 2, "6 tokens for 3 requests, but the query", "speculative"),
+        ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe': Input should be a valid boolean", "Correct"),
+        ("num_tokens,count,num_reqs\n2,1,3\n", None, "1 batches of 2 tokens and 3 requests cannot be", "at least 1"),
+        ("num_tokens,count,num_active_loras\n2,1,1\n", None, "1 active LoRA adapters, the config", "`lora` section"),
+        ("num_tokens,count,num_reqs,uniform\n6,1,3,1\n", None, "6 tokens for 3 requests, but the query", "speculative"),
         (JSON + '{"num_tokens": 1}\n', 2, "column 'count' is missing", "a histogram has"),
         (JSON + '{"num_tokens": 1,\n', 2, "not JSON", "one JSON object a line"),
         (JSON + "[1]\n", 2, "[1] is not an object", "one JSON object a line"),
-        ('{"num_tokens": 1, "cout": 1}\n', 1, "unknown column 'cout' (did you mean 'count'?)", "a histogram has"),
-        ('{"num_tokens": true, "count": 1}\n', 1, "num_tokens is True", "Correct"),
         ('{"num_tokens": 1, "count": [1]}\n', 1, "count is [1]", "Correct"),
-        ('{"num_tokens": 1, "count": ' + "[" * 100_000 + "}\n", 1, "not JSON", "one JSON object a line"),
     ],
 )
 def test_bad_histograms(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:
@@ -143,19 +137,14 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
         (b" \r\n\n", "is empty", "Give a file"),
         (b"num_tokens,count\n1,1\n\xff\xfe\n", "t.txt:3: not UTF-8", "save it as UTF-8"),
         (b"\x1f\x8b\x08\x00\x00", "t.txt:1: not UTF-8", "Unpack it"),
-        ("num_tokens,count\n1,1\n".encode("utf-16-le"), "holds NUL bytes", "save it as UTF-8"),
-        (b"a,b\n1,2\n", "unknown columns 'a', 'b'", "a histogram has num_tokens, count"),
-        (b"1,2\n3,4\n", "the first line holds numbers, not the names of columns", "such as num_tokens,count"),
-        (b'[{"num_tokens": 1, "count": 1}]\n', "unknown columns", "a histogram has"),
-        (b"{}\n", "no column has a name", "a Mooncake trace has timestamp"),
-        (b'{"kind": "plan"}', "holds a plan, not traffic", "a plan or report is none"),
-        (b'{\n"a": 1\n}', "unknown columns 'a'", "a histogram has"),
+        (b"a,b\n1,2\n", "no known column in 'a,b'", "a histogram has num_tokens, count"),
+        (b'[{"num_tokens": 1, "count": 1}]\n', "no known column in", "a histogram has"),
+        (b"{}\n", "no known column in '{}'", "a Mooncake trace has timestamp"),
+        (b'{"kind": "plan"}', "not saved traffic: kind: Input should be 'traffic'", "as it was saved"),
         (b'{"kind": "traffic"}', "histogram: Field required", "as it was saved"),
         (SAVED % b"", "no batch with a count above 0", "with a batch"),
-        (SAVED % b"[[1], 1]", "histogram.0.0", "as it was saved"),
-        (SAVED % b"[[1, 1], -1]", "has count -1.0", "from 0 up"),
+        (SAVED % b"[[1, 1], -1]", "-1.0 batches of 1 tokens", "a count is 0 or more"),
         (SAVED % b"[[6, 3, true], 1]", "the query length is 1", "speculative"),
-        (SAVED % b"[[9999999, 3], 1]", "9999999 tokens", "1048576 tokens"),
         (SAVED % b"[[9, 9, true, 1], 1]", "1 active LoRA", "`lora` section"),
     ],
 )
@@ -254,35 +243,23 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
 @pytest.mark.parametrize(
     ("text", "line", "message", "remedy"),
     [
-        (HEAD, None, "no request with a prompt", "at least one request"),
-        (HEAD + "1,0,1\n", None, "no request with a prompt", "at least one request"),
-        (HEAD + "2,1,1\n3,1,1\n2.5,1,1\n", 4, "TIMESTAMP 2.5 is before that of the row above", "Sort the rows"),
-        (HEAD + "2023-11-16 18:17:03.5,1,1\n2023-11-16 18:17:03.4,1,1\n", 3, "TIMESTAMP 2023-11-16", "Sort the rows"),
-        (HEAD + "yesterday,1,1\n", 2, "TIMESTAMP is 'yesterday', neither a date and time nor seconds", "as in 2023-11"),
-        (HEAD + "1,1,1\n1e999,1,1\n", 3, "TIMESTAMP is '1e999', neither a date and time", "as in 2023-11"),
-        (HEAD + "1,1,1\n2023-11-16 18:17:03,1,1\n", 3, "another form than that of the first row", "all of them alike"),
-        (HEAD + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03Z,1,1\n", 3, "another form than that of the", "time zone"),
-        (HEAD + "1,-1,1\n", 2, "ContextTokens is '-1', not a whole number from 0", "Correct"),
-        (HEAD + "1,1,99999999999\n", 2, "GeneratedTokens is '99999999999', not a whole number from 0 to", "Correct"),
+        (HEAD, None, "there is no request with a prompt", "at least one request"),
+        (HEAD + "1,0,1\n", None, "there is no request with a prompt", "at least one request"),
+        (
+            HEAD + "yesterday,1,1\n",
+            2,
+            "TIMESTAMP is 'yesterday': neither a date and time, such as 2023-11-16",
+            "Correct",
+        ),
+        (HEAD + "1,1,1\n1e999,1,1\n", 3, "TIMESTAMP is inf: Input should be less than", "Correct"),
+        (HEAD + "1,-1,1\n", 2, "ContextTokens is '-1': Input should be greater than or equal to 0", "Correct"),
         (HEAD.replace("Context", "Prompt") + "1,1,1\n", 1, "unknown column 'PromptTokens'", "a request trace has TIME"),
         ("TIMESTAMP,ContextTokens\n1,1\n", 1, "column 'GeneratedTokens' is missing", "a request trace has TIMESTAMP"),
         (NAMED + "1,1,1,2\n", 2, "the request uses an adapter, but the configuration has none", "Add a `lora` section"),
-        (
-            NAMED + "1,1,1,\n1,1,1,sql-lora\n",
-            3,
-            "Adapter is 'sql-lora', not a whole number",
-            "Write adapters as numbers",
-        ),
-        (MOON % 5 + MOON % 4, 2, "timestamp 4 is before that of the row above", "Sort the rows"),
-        (MOON % '"5"', 1, "timestamp is '5', not a number", "milliseconds"),
-        (MOON % ("9" * 400), 1, "not a number below 1e+14", "milliseconds"),
-        (MOON % "1" + MOON % "Infinity", 2, "not a number below 1e+14", "milliseconds"),
-        (
-            MOON.replace("output_length", "output") % 1,
-            1,
-            "unknown column 'output' (did",
-            "a Mooncake trace has timestamp",
-        ),
+        (NAMED + "1,1,1,\n1,1,1,sql-lora\n", 3, "Adapter is 'sql-lora': Input should be a valid integer", "Correct"),
+        (MOON % '"soon"', 1, "timestamp is 'soon': Input should be a valid number", "Correct"),
+        (MOON % "1" + MOON % "Infinity", 2, "timestamp is inf", "Correct"),
+        (MOON.replace("output_length", "output") % 1, 1, "unknown column 'output' (did", "a Mooncake trace has"),
         ('{"timestamp": 1, "input_length": 1}\n', 1, "column 'output_length' is missing", "a Mooncake trace has"),
     ],
 )
@@ -290,7 +267,12 @@ def test_bad_traces(refused: Any, text: str, line: int | None, message: str, rem
     refused(text, line, message, remedy)
 
 
-@pytest.mark.parametrize("speedup", [0.0, -1.0, float("nan"), float("inf")])
+def test_requests_in_any_order_are_simulated_by_their_arrivals(written: Any) -> None:
+    rows = ["2023-11-16 18:17:04,3,1\n", "2023-11-16 18:17:03,7,5\n"]
+    assert written(HEAD + "".join(rows)).histogram == written(HEAD + "".join(reversed(rows))).histogram
+
+
+@pytest.mark.parametrize("speedup", [0.0, float("nan"), float("inf")])
 def test_a_speedup_is_a_number_above_0(read: Any, speedup: float) -> None:
     with pytest.raises(TrafficError, match=r"a speedup of .* makes no sense") as caught:
         read(AZURE, speedup=speedup)

@@ -68,50 +68,6 @@ def test_a_query_length_that_is_not_the_servers_is_noted(written: Any) -> None:
     assert any(note.startswith("5 steps ran as uniform decode with a number of tokens") for note in traffic.notes)
 
 
-LADDER = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 64]}
-
-
-@pytest.mark.parametrize(
-    ("compilation", "notes"),
-    [
-        (LADDER, []),
-        (
-            {**LADDER, "cudagraph_mode": "FULL"},
-            ["the log's server ran with cudagraph_mode FULL_DECODE_ONLY, the configuration comes to FULL"],
-        ),
-        (
-            {**LADDER, "cudagraph_capture_sizes": [2, 4, 8]},
-            [
-                "the log's server captured 3 sizes up to 64, the configuration without traffic 3 up to 8: "
-                "1, 64 not here; 4, 8 only here"
-            ],
-        ),
-        (
-            {"cudagraph_mode": "FULL_DECODE_ONLY"},
-            [
-                "the log's server captured 3 sizes up to 64, the configuration without traffic 19 up to 128: "
-                "4, 8, 16, 24, 32, 40, 48, 56 and 8 more only here"
-            ],
-        ),
-    ],
-)
-def test_a_log_of_another_ladder_says_what_differs(written: Any, compilation: Any, notes: list[str]) -> None:
-    scheduler = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
-    text = log("| 9 | 64 | 55 | FULL | 5 |", mode="FULL_DECODE_ONLY")
-    found = written(text, compilation=compilation, scheduler=scheduler).notes
-    assert [note for note in found if "the log" in note] == notes
-
-
-def test_a_log_that_names_no_ladder_is_compared_by_the_padded_sizes(written: Any) -> None:
-    text = log("| 9 | 24 | 15 | FULL | 5 |", "| 3 | 4 | 1 | FULL | 7 |", "| 65 | 65 | 0 | NONE | 1 |")
-    for sizes, notes in (
-        ([4, 24], []),
-        ([4, 8], ["5 steps of the log were padded to sizes that the configuration does not have without traffic: 24"]),
-    ):
-        found = written(text, compilation={"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}).notes
-        assert [note for note in found if "the log" in note] == notes
-
-
 @pytest.mark.parametrize(
     "prefix", ["", "\x1b[0;36m(EngineCore pid=1)\x1b[0;0m INFO 1 [a.py:1] ", "2025-11-20 | INFO | a:1 - "]
 )
@@ -121,24 +77,17 @@ def test_text_before_a_row_does_not_matter(written: Any, prefix: str) -> None:
     assert dict(written(text).histogram) == {StepShape(12, 12, True): 7}
 
 
-MODES = "NONE (or eager), PIECEWISE, FULL"
-
-
 @pytest.mark.parametrize(
     ("text", "line", "message", "remedy"),
     [
         ("INFO 1 started\nINFO done\n", None, "no table of CUDA graph statistics", "--cudagraph-metrics"),
         (TABLE, None, "no batch with a count above 0", "Give traffic with a batch"),
-        (log("| 1 | 1 | 0 | FULL | 0 |"), None, "no batch with a count above 0", "Give traffic with a batch"),
         (log("| 1 | 1 | 0 | FULL |"), 3, "4 cells where the table has 5 columns", "cut off"),
         (log("| 1 | 1 | 0 | FULL | 3"), 3, "5 cells where the table has 5 columns", "cut off"),
         (log("| 1"), 3, "1 cells where", "cut off"),
-        (log("| 1 | 1 | 0 | FULL | 3 |", "| 1 | 1 | 0 | FULL | -3 |"), 4, "Count is '-3', not a whole", "Correct"),
+        (log("| 1 | 1 | 0 | FULL | 3 |", "| 1 | 1 | 0 | FULL | -3 |"), 4, "Count is '-3'", "Correct"),
         (log("| x | 1 | 0 | FULL | 3 |"), 3, "Unpadded Tokens is 'x'", "Correct"),
-        (log("| 0 | 0 | 0 | FULL | 3 |"), 3, "Unpadded Tokens is '0'", "Correct"),
-        (log("| 1 | 1 | 0 | HALF | 3 |"), 3, "Runtime Mode is 'HALF', not a runtime mode", MODES),
-        (log("| 1 | 1 | 0 | FULL_DECODE_ONLY | 3 |"), 3, "not a runtime mode", MODES),
-        (log("| 1 | 4 | 0 | FULL | 3 |"), 3, "4 padded tokens are not 1 and 0 paddings", "damaged"),
+        (log("| 1 | 1 | 0 | FULL_DECODE_ONLY | 3 |"), 3, "not one of the runtime modes NONE", "Correct"),
     ],
 )
 def test_bad_logs(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:
