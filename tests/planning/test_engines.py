@@ -257,10 +257,3 @@ def test_what_vllm_would_not_take_is_refused(text: str, words: list[str]) -> Non
     for word in words:
         assert word in str(caught.value)
     assert caught.value.remedy
-
-
-def test_numbers_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--vllm: scheduler\.max_num_seqs: found 0"):
-        read("{}", max_num_seqs=0)
-    with pytest.raises(ConfigError, match=r"lora\.max_loras: found 0"):
-        read("{}", max_loras=0)
