@@ -86,7 +86,7 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
     from cgplan.planning.engines import read_vllm
 
     read = read_vllm(text, **options)
-    plan = build_plan(read.config)
+    plan = build_plan(read.loaded.config)
     for line in read.notes:
         note(f"note: {line}")
     if as_json:

@@ -94,7 +94,6 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
         source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured and freed",
         workspace_bytes=workspace,
         once_seconds=once,
-        bytes_per_node=rates if None not in nodes.values() else None,
     )
 
 

@@ -209,16 +209,10 @@ def _candidates(
     sizes, misses = sizes[fits], np.maximum.accumulate(misses)[fits]
     curve = times.at(lane.mode, sizes, lane.num_active_loras)
     keep = int(np.flatnonzero(curve < misses).max(initial=0)) + 1
-    figures = [(0.0, 0.0, 0.0, 0.0)] * keep
+    figures = np.zeros((4, keep))
     if costs is not None:
-        keys = [key_of(lane, int(size), plan) for size in sizes[1:keep]]
-        figures[1:] = [
-            (
-                costs.driver_bytes(key),
-                costs.seconds(key),
-                costs.pool_bytes(lane.mode, key[1].num_tokens),
-                costs.static_bytes(key[1].num_tokens),
-            )
-            for key in keys
-        ]
-    return Candidates(lane, sizes[:keep], curve[:keep], *np.array(figures, dtype=np.float64).T)
+        for index, size in enumerate(sizes[1:keep].tolist(), 1):
+            key = key_of(lane, size, plan)
+            pool, static = costs.pool_bytes(lane.mode, size), costs.static_bytes(size)
+            figures[:, index] = costs.driver_bytes(key), costs.seconds(key), pool, static
+    return Candidates(lane, sizes[:keep], curve[:keep], *figures)

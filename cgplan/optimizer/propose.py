@@ -91,8 +91,7 @@ def propose(
     )
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
     evidence = Case(plan, curve, bounded, best, run, failed, dict(_ladders(config)), asked).evidence()
-    plan = plan.model_copy(update={"evidence": evidence.model_dump(mode="json")})
-    return Proposal(plan=Plan.model_validate(plan.model_dump()), evidence=evidence)
+    return Proposal(plan=plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}), evidence=evidence)
 
 
 def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None = None) -> Config:
@@ -125,8 +124,7 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
         wrong.append(f"budget.memory is {format_bytes(int(limits.memory))}")
-        unit, name = (2**10, "KiB") if memory < 2**20 else (2**20, "MiB")
-        enough.append(f"budget.memory to {-(-memory // unit):.0f}{name}")
+        enough.append(f"budget.memory to {math.ceil(memory / 2**20)}MiB")
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")

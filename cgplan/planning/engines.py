@@ -6,9 +6,8 @@ import difflib
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -39,22 +38,14 @@ _WITHOUT_EFFECT = frozenset(
         "use_inductor_graph_partition",
     }
 )  # fmt: skip
-_MODES = {"NONE": 0, "STOCK_TORCH_COMPILE": 1, "DYNAMO_TRACE_ONCE": 2, "VLLM_COMPILE": 3}
+_MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
-@dataclass(frozen=True)
-class VllmConfig:
-    """vLLM's settings as a configuration.
-
-    ``loaded`` has the origin of each value: an option, or vLLM's default. ``notes``: what was left out or assumed.
-    """
+class VllmConfig(NamedTuple):
+    """vLLM's settings as a configuration, with the origin of each value, and notes on what was left out or assumed."""
 
     loaded: LoadedConfig
     notes: tuple[str, ...]
-
-    @property
-    def config(self) -> Config:
-        return self.loaded.config
 
 
 def read_vllm(
@@ -90,7 +81,7 @@ def read_vllm(
     }
     origins |= {f"compilation.{n}": OPTION if n in compilation else "vLLM's default" for n in data["compilation"]}
     asked, level = str(data["compilation"]["cudagraph_mode"]), given.get("mode")
-    without_piecewise = _level(level) != _MODES["VLLM_COMPILE"] and "PIECEWISE" in asked.upper()
+    without_piecewise = level not in (None, _MODES.index("VLLM_COMPILE")) and "PIECEWISE" in asked.upper()
     if without_piecewise:
         data["compilation"]["cudagraph_mode"] = "NONE"
         origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
@@ -105,10 +96,7 @@ def read_vllm(
         if value is None
     ]
     if without_piecewise:
-        notes.append(
-            f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode {_MODES['VLLM_COMPILE']} only, "
-            f"mode is {level}"
-        )
+        notes.append(f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is {level}")
     notes.append(
         "vLLM lowers the mode where its attention backend cannot be captured; here it is taken to be capturable"
     )
@@ -118,7 +106,7 @@ def read_vllm(
 def _parse(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"{OPTION} {text!r} is not JSON: {error}",
             remedy="Give what vLLM's --compilation-config takes, in single quotes: "
@@ -137,36 +125,23 @@ def _parse(text: str) -> dict[str, Any]:
             f"{OPTION}: vLLM's compilation config has no key {unknown[0]!r}{hint}",
             remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
         )
-    number = given.get("cudagraph_mode")
-    if isinstance(number, int) and not isinstance(number, bool):  # vLLM takes the values of its runtime modes, too
-        names = {mode.value: mode.name for mode in RUNTIME_MODES}
-        if number not in names:
-            choices = ", ".join(f"{n} ({name})" for n, name in names.items())
-            raise ConfigError(
-                f"{OPTION}: found cudagraph_mode {number}, vLLM's numbers are 0 to {max(names)}",
-                remedy=f"Choose one of {choices}, or write the name of another mode.",
-            )
-        given["cudagraph_mode"] = names[number]
-    return given
-
-
-def _level(mode: Any) -> int:
-    """vLLM's compilation mode as its number; absent, it compiles and splits."""
-    name = "VLLM_COMPILE" if mode is None else mode.upper() if isinstance(mode, str) else None
-    number: Any = mode if name is None else _MODES.get(name)
-    if isinstance(number, bool) or number not in _MODES.values():
+    number, level = given.get("cudagraph_mode"), given.get("mode")
+    if isinstance(number, int):  # vLLM takes the values of its runtime modes, too
+        given["cudagraph_mode"] = {mode.value: mode.name for mode in RUNTIME_MODES}.get(number, number)
+    if isinstance(level, str) and level.upper() in _MODES:
+        given["mode"] = _MODES.index(level.upper())
+    elif level is not None and level not in range(len(_MODES)):
         raise ConfigError(
-            f"{OPTION}: found mode {mode!r}, vLLM's compilation mode is 0 to 3",
-            remedy=f"Choose one of {', '.join(f'{n} ({name})' for name, n in _MODES.items())}, or leave it out.",
+            f"{OPTION}: found mode {level!r}, vLLM's compilation mode is 0 to 3",
+            remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in enumerate(_MODES))}, or leave it out.",
         )
-    return int(number)
+    return given
 
 
 Engine = Literal["vllm", "sglang", "trtllm", "json"]
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(NamedTuple):
     """A plan as an engine takes it: options or a file, and how the engine's graphs differ from the plan's."""
 
     text: str
@@ -209,7 +184,7 @@ def _vllm(plan: Plan) -> Emission:
         max_loras=plan.max_loras,
         specialize_active_lora=by_count,
     )
-    captured = build_plan(read.config).keys
+    captured = build_plan(read.loaded.config).keys
     if set(captured) != set(plan.keys):
         notes.append(
             "vLLM has one list of sizes for all modes and LoRA cases: it captures "

@@ -28,8 +28,7 @@ class Recording:
     """The allocations of one key's capture.
 
     Attributes:
-        mode, has_lora, num_tokens: Which key.
-        operators: Recorded operators.
+        operators: How many were recorded.
         events: Blocks that it took from an empty pool and gave back, in order. Blocks are numbered as they were taken.
         hidden_bytes: Most bytes taken at once inside operators with Python code of their own, which are not in
             ``events``: on a GPU such an operator is mostly one kernel.
@@ -90,10 +89,7 @@ class EstimatedCosts(GraphCosts):
 
     Graphs of which no key was recorded are priced as others are; the notes say so.
 
-    Args:
-        recordings: Of each mode, and of LoRA cases with and without adapters, one or more sizes.
-        config: For the static buffers and the number of warm-ups.
-        note: A further part of ``source``.
+    ``recordings`` hold one or more sizes of each mode, with and without adapters; ``note`` is a part of ``source``.
     """
 
     estimated = True

@@ -20,15 +20,7 @@ _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
 def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]]) -> Iterator[str]:
-    """A note for each kind of graph that was not measured: no graph is priced at nothing.
-
-    Args:
-        config: Of the plan: its mode says which graphs there may be, its `lora` for which adapters.
-        priced: (mode, has_lora) of the graphs that were measured.
-
-    Raises:
-        ModeError: as ``resolve_mode`` does.
-    """
+    """A note for each kind of graph that the configuration may have and that is not ``priced``, (mode, has_lora)."""
     known = set(priced)
     measured = [mode for mode in _CAPTURED if any(found is mode for found, _ in known)]
     mode_of_plan, _ = resolve_mode(config)
@@ -47,11 +39,7 @@ def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]])
 class CaseCost:
     """The saving of a plan without one of its LoRA cases, whose batches then take the next larger one.
 
-    Attributes:
-        num_active_loras: The case.
-        graphs: Its keys.
-        bytes: Device memory that they add to the other cases' keys: pool, static buffers, driver. None: not known.
-        seconds: Warm-ups and captures of them; None likewise.
+    ``bytes`` of device memory and ``seconds`` that its ``graphs`` add to those of the other cases; None: not known.
     """
 
     num_active_loras: int
@@ -80,11 +68,8 @@ def case_costs(plan: Plan, costs: GraphCosts | None) -> tuple[CaseCost, ...]:
 
 
 def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
-    """The affine function through neighbouring points, extended beyond the outer ones; a lone point holds everywhere.
-
-    Args:
-        points: (number of tokens, value), ascending, each number once.
-        at: Number of tokens.
+    """The affine function through neighbouring (tokens, value), extended beyond the outer ones; a lone point holds
+    everywhere. Points are ascending.
     """
     if len(points) == 1:
         return points[0][1]
@@ -95,13 +80,7 @@ def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredKey:
-    """The cost of one captured key.
-
-    Attributes:
-        mode, num_active_loras, num_tokens: Which key.
-        driver_bytes: Device memory that the driver took for its nodes, on average.
-        seconds: Warm-ups and capture.
-    """
+    """The cost of one captured key, as ``KeyCost``."""
 
     mode: CUDAGraphMode
     num_active_loras: int
@@ -120,14 +99,7 @@ class MeasuredCosts(GraphCosts):
     Graphs of a mode that was not captured are priced as those of the others, and graphs with adapters as those without
     where there are no others (or the other way round); the notes say so.
 
-    Args:
-        keys: Of the captures.
-        pools: For each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
-        config: Of the plan; its inputs give the static buffers.
-        workspace_bytes, once_seconds: See GraphCosts.
-        bytes_per_node: Driver memory of a kernel node, by mode; empty where nodes were not counted. For reports.
-        source: Where the figures come from.
-        notes: See GraphCosts.
+    ``pools`` are, for each mode, (num_tokens, bytes of a pool that this size was captured into first), ascending.
     """
 
     estimated = False
@@ -141,11 +113,9 @@ class MeasuredCosts(GraphCosts):
         source: str,
         workspace_bytes: int = 0,
         once_seconds: float = 0.0,
-        bytes_per_node: Mapping[CUDAGraphMode, float] | None = None,
         notes: Iterable[str] = (),
     ) -> None:
         self.source = source
-        self.bytes_per_node = dict(bytes_per_node or {})
         self._config = config
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
@@ -200,7 +170,6 @@ class MeasuredCosts(GraphCosts):
             source=f"measured: {report.origin}",
             workspace_bytes=report.workspace_bytes,
             once_seconds=once,
-            bytes_per_node=per_node if all(r.nodes is not None for r in records) else None,
             notes=notes,
         )
 

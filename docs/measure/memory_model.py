@@ -197,9 +197,8 @@ def main(args):
         start = time.perf_counter()
         costs = predictions["calibrated"] = calibrate(config, model, backend, plan)
         workspace = costs.workspace_bytes
-        rates = {str(mode): round(rate) for mode, rate in costs.bytes_per_node.items()}
         seconds, left = time.perf_counter() - start, taken(backend.device) - before
-        print(f"calibrated in {seconds:.2f} s, bytes of a node {rates}, {costs.once_seconds:.2f} s spent once;")
+        print(f"calibrated in {seconds:.2f} s, {costs.once_seconds:.2f} s spent once;")
         print(f"  {mib(left)} MiB stay, of it workspaces {mib(workspace)}")
     runner = CaptureSession(plan, model, backend, config).run()
     truth, report = taken(backend.device) - before, runner.report

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from plans import Costs
 
 from cgplan.config import Config
-from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError
+from cgplan.errors import BudgetError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence, LadderPoint
 from cgplan.optimizer.lanes import EAGER, Run
@@ -235,12 +235,6 @@ def test_memory_binds() -> None:
     assert sizes_of(small)[0][-1] < 30, "the largest size costs too much"
 
 
-def test_start_up_binds() -> None:
-    evidence = evidence_of(config_of(budget={"capture_time": "3.2s", "memory": "1GiB"}), costs=COSTS)
-    assert evidence.seconds == 1 + 4 * 0.5
-    assert evidence.binding == ("capture_time",)
-
-
 def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
     config, seen = config_of(seqs=300), traffic(decode(300))
     cheap = StepTimes.measured({(FULL, 0): {1: 110, 300: 3100}, (NONE, 0): {1: 4000}}, "wide")
@@ -322,7 +316,9 @@ def test_limits_that_leave_a_key_out_are_named_together() -> None:
     assert sizes_of(evidence) == [(1,)]
     assert left_out_of(evidence) == {("FULL", 0, "budget.memory, budget.capture_time"): (60, 64)}
     slow = config_of(sizes=[1, 60, 64], budget={"memory": "1GiB", "capture_time": least.seconds + 0.1})
-    assert left_out_of(evidence_of(slow, seen, COSTS)) == {("FULL", 0, "budget.capture_time"): (60, 64)}
+    late = evidence_of(slow, seen, COSTS)
+    assert left_out_of(late) == {("FULL", 0, "budget.capture_time"): (60, 64)}
+    assert late.binding == ("capture_time",)
 
 
 def test_without_a_budget_the_rule_leaves_keys_out() -> None:
@@ -332,13 +328,6 @@ def test_without_a_budget_the_rule_leaves_keys_out() -> None:
     assert list(reasons) == [("FULL", 0, "without a budget the plan ends at 99% of what graphs can bring")]
     (sizes,) = reasons.values()
     assert sorted([*sizes, *sizes_of(evidence)[0]]) == list(range(1, 65))
-
-
-def test_lora_cases_that_are_not_told_apart_are_left_out_as_such() -> None:
-    config = config_of(sizes=[4], lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 9})
-    evidence = evidence_of(config, traffic(decode(4), decode(4, loras=2)))
-    merged = {case for (_, case, reason) in left_out_of(evidence) if reason.startswith("its LoRA case")}
-    assert merged == {1, 2, 4}
 
 
 @settings(max_examples=60, deadline=None)
@@ -489,6 +478,8 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
     assert proposal.plan.lora_cases == (0, 1, 2, 4, 5)
     assert any("LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes)
     assert any("steps with adapters were not measured: taken as 10% longer" in n for n in proposal.evidence.notes)
+    left_out = left_out_of(proposal.evidence)
+    assert {case for _, case, reason in left_out if reason.startswith("its LoRA case")} == {1, 2, 4}
     unseen = propose(config, traffic(decode(8)), TIMES)
     assert {key.num_active_loras for _, key in unseen.plan.keys} == {0}
     assert any("batches with adapters would run eagerly" in warning for warning in unseen.evidence.warnings)
@@ -505,16 +496,7 @@ def test_lora_cases_that_are_told_apart_are_weighed() -> None:
     assert proposal.evidence.notes[0].startswith("LoRA cases 2, 4 were not planned for")
 
 
-# --- errors of others -----------------------------------------------------------------------------------------
-
-
-def test_errors_of_the_configuration_and_of_times_pass() -> None:
-    with pytest.raises(ModeError):
-        evidence_of(config_of("FULL", attention_support="NEVER"))
-    with pytest.raises(PlanError, match="no capture size is left"):
-        evidence_of(config_of(tokens=2, spec=4))
-    with pytest.raises(StepTimeError, match="no eager step times"):
-        propose(config_of(), traffic(decode()), StepTimes.measured({(FULL, 0): {1: 5}}, "x"))
+# --- anything --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -576,16 +558,15 @@ def test_whatever_is_asked_the_evidence_agrees_with_itself(
 # --- a real trace ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seqs", "most"), [(256, 35), (512, 51)])
-def test_a_real_trace_needs_a_third_of_a_ladders_graphs(seqs: int, most: int) -> None:
+def test_a_real_trace_needs_a_third_of_a_ladders_graphs() -> None:
     """Azure's code trace of 2023: the vllm ladder's step time with a third of its graphs, and nothing to gain in it."""
-    config = config_of(seqs=seqs, tokens=8192)
+    config = config_of(seqs=512, tokens=8192)
     times = StepTimes.default()
     plan = build_plan(config)
     seen = simulate(read_traffic(TRACE, plan), SchedulerBounds.of(plan), step_clock(plan, times))
     evidence = propose(config, seen, times).evidence
     vllm = ladder(evidence, "vllm")
-    assert vllm.graphs == most
+    assert vllm.graphs == 51
     assert vllm.no_gain
     assert vllm.equal is not None
     assert vllm.equal.graphs <= vllm.graphs / 3

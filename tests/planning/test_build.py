@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plans import plan_of
 
 from cgplan.config import Config
 from cgplan.errors import ModeError, PlanError
-from cgplan.modes import AttentionSupport, CUDAGraphMode
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import LADDERS, build_plan
 from cgplan.planning.build import CaptureSizes, attention_is_split, resolve_mode, resolve_sizes
 
@@ -101,25 +99,6 @@ def test_reasons_are_recorded_in_the_plan() -> None:
     ]
 
 
-def test_resolved_modes_can_always_be_captured() -> None:
-    splits = [None, ["my::attention"], ["aten::scaled_dot_product_attention", "my::norm"], NOT_ATTENTION, []]
-    for mode, support, ops, spec in product(CUDAGraphMode, AttentionSupport, splits, [0, 1]):
-        try:
-            found, _ = resolve_mode(with_mode(mode, support.name, ops, spec))
-        except ModeError:
-            assert support is AttentionSupport.NEVER
-            continue
-        if found.mixed_mode() is FULL:
-            assert support is AttentionSupport.ALWAYS
-        if found.decode_mode() is FULL:
-            assert support is not AttentionSupport.NEVER
-            assert spec == 0 or support >= AttentionSupport.UNIFORM_BATCH
-        if found.has_mode(PIECEWISE):
-            assert ops != []
-        again, _ = resolve_mode(with_mode(found, support.name, ops, spec))
-        assert again is found, "resolving twice changes nothing"
-
-
 def test_operators_of_attention_are_known_by_name() -> None:
     assert attention_is_split(None)
     assert attention_is_split(("vllm::unified_attention_with_output",))
@@ -153,20 +132,6 @@ LITERAL = [
 @pytest.mark.parametrize(("name", "maximum", "expected"), LITERAL)
 def test_ladders_literally(name: str, maximum: int, expected: list[int]) -> None:
     assert list(LADDERS[name](maximum)) == expected
-
-
-MAXIMA = st.integers(1, 2000)
-
-
-@settings(max_examples=50, deadline=None)
-@given(name=st.sampled_from(sorted(LADDERS)), small=MAXIMA, large=MAXIMA)
-def test_ladders_ascend_from_one_to_the_maximum_and_a_larger_one_keeps_them(name: str, small: int, large: int) -> None:
-    small, large = sorted((small, large))
-    sizes = LADDERS[name](small)
-    assert sizes[0] == 1
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] <= small if name == "vllm" else sizes[-1] == small
-    assert {*sizes} - {small} <= {*LADDERS[name](large)}
 
 
 # --- capture sizes --------------------------------------------------------------------------------------------
@@ -243,40 +208,6 @@ def test_no_size_left_is_an_error_that_says_what_to_raise(given: dict[str, Any],
         resolved(**given)
     assert words in caught.value.message
     assert "max_num_batched_tokens" in caught.value.remedy
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    mode=st.sampled_from([m for m in CUDAGraphMode if m is not CUDAGraphMode.NONE]),
-    q=st.integers(1, 6),
-    seqs=st.integers(1, 300),
-    tokens=st.integers(1, 2000),
-    sizes=st.none() | st.sampled_from(sorted(LADDERS)) | st.lists(st.integers(1, 600), min_size=1, max_size=12),
-    maximum=st.none() | st.integers(1, 900),
-)
-def test_sizes_stay_within_all_bounds(
-    mode: CUDAGraphMode, q: int, seqs: int, tokens: int, sizes: list[int] | str | None, maximum: int | None
-) -> None:
-    if isinstance(sizes, list):
-        maximum = None
-    compilation = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": maximum}
-    try:
-        found = resolved(mode.name, q, seqs, tokens, **compilation)
-    except PlanError as error:
-        assert "no capture size is left" in error.message  # noqa: PT017
-        assert (isinstance(sizes, list) and min(sizes) > tokens) or q > 1
-        return
-    assert list(found.sizes) == sorted(set(found.sizes))
-    assert found.sizes[0] >= 1
-    assert found.sizes[-1] <= tokens
-    if isinstance(sizes, list):
-        assert found.sizes[-1] <= max(sizes)
-    else:
-        assert found.sizes[-1] <= (maximum or min(2 * q * seqs, 512))
-    if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
-        assert all(size % q == 0 for size in found.sizes)
-    elif isinstance(sizes, list):
-        assert set(found.sizes) == {s for s in sizes if s <= tokens}
 
 
 # --- warnings -------------------------------------------------------------------------------------------------

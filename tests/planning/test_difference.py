@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans
+from plans import FULL, PIECEWISE, key, plan_of, plan_with
 
 from cgplan.config import Config
 from cgplan.errors import PlanMismatchError
@@ -42,20 +41,7 @@ def test_sizes_are_compared_lane_by_lane() -> None:
         Lane(PIECEWISE, False, 0): ((), (8,), ()),
     }
     assert compare(old, new).graphs == Figure(old=3, new=3)
-
-
-@settings(max_examples=40, deadline=None)
-@given(old=plans(), new=plans())
-def test_added_and_removed_turn_one_plan_into_the_other(old: Plan, new: Plan) -> None:
-    before, after = old.lanes(), new.lanes()
-    for change in compare(old, new).lanes:
-        sizes = set(before.get(change.lane, ()))
-        assert set(change.removed) <= sizes
-        assert (sizes - set(change.removed)) | set(change.added) == set(after.get(change.lane, ()))
-        assert not set(change.added) & sizes
-    assert {change.lane for change in compare(old, new).lanes} == set(before) | set(after)
-    assert compare(old, old).changed_lanes == ()
-    assert compare(old, old).settings == ()
+    assert compare(old, old).changed_lanes == compare(old, old).settings == ()
 
 
 def test_figures_come_from_predictions_and_evidence() -> None:

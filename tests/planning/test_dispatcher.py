@@ -71,19 +71,10 @@ def test_a_batch_that_one_lane_does_not_hold_goes_to_the_next() -> None:
     assert size(33, True) == ("NONE", 33, 0)
 
 
-def test_full_before_piecewise_before_none() -> None:
+def test_modes_may_be_given_by_name() -> None:
     dispatcher = CudagraphDispatcher(plan_of("FULL_AND_PIECEWISE", [4, 16], seqs=8))
-    uniform, mixed = (FULL, BatchDescriptor(4, 4, True)), (PIECEWISE, BatchDescriptor(4))
-    assert dispatcher.dispatch(3, True) == uniform
-    assert dispatcher.dispatch(3, True, valid_modes=["full"]) == uniform, "modes may be given by name"
-    assert dispatcher.dispatch(3, False) == mixed
-    assert dispatcher.dispatch(3, False) is dispatcher.dispatch(4), "batches that are padded alike share their answer"
-    assert dispatcher.dispatch(3, True, invalid_modes={FULL}) == mixed
-    assert dispatcher.dispatch(3, True, valid_modes=[FULL, PIECEWISE], invalid_modes=[FULL]) == mixed
-    assert dispatcher.dispatch(3, True, valid_modes=[]) == (NONE, BatchDescriptor(3))
-    assert dispatcher.dispatch(9, True) == (PIECEWISE, BatchDescriptor(16)), "uniform decode ends at max_num_seqs"
-    full = CudagraphDispatcher(plan_of("FULL", [4]))
-    assert full.dispatch(3, True) == full.dispatch(3, False) == (FULL, BatchDescriptor(4, 4))
+    assert dispatcher.dispatch(3, True, valid_modes=["full"]) == (FULL, BatchDescriptor(4, 4, True))
+    assert dispatcher.dispatch(3, True, invalid_modes=["full"]) == (PIECEWISE, BatchDescriptor(4))
 
 
 def test_adapters_round_up_to_the_next_case() -> None:

@@ -29,9 +29,8 @@ def test_what_each_mode_means(mode: CUDAGraphMode, decode: CUDAGraphMode, mixed:
         assert mode.has_mode(runtime) is (runtime in (decode, mixed))
 
 
-@pytest.mark.parametrize("text", ["full_and_piecewise", "Full_And_Piecewise", " FULL_AND_PIECEWISE "])
-def test_modes_are_read_in_any_case(text: str) -> None:
-    assert CUDAGraphMode.parse(text) is FULL_AND_PIECEWISE
+def test_modes_are_read_in_any_case() -> None:
+    assert CUDAGraphMode.parse(" Full_And_Piecewise ") is FULL_AND_PIECEWISE
     assert AttentionSupport.parse("uniform_batch") is AttentionSupport.UNIFORM_BATCH
 
 
@@ -42,11 +41,6 @@ def test_an_unknown_mode_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         AttentionSupport.parse("sometimes")
     assert "NEVER, UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS" in caught.value.remedy
-
-
-def test_levels_of_attention_support_are_ordered() -> None:
-    assert [int(level) for level in AttentionSupport] == [0, 1, 2, 3]
-    assert AttentionSupport.NEVER < AttentionSupport.UNIFORM_BATCH < AttentionSupport.ALWAYS
 
 
 def test_descriptors_print_what_matters() -> None:

@@ -27,13 +27,6 @@ def after(*events: Allocation) -> CachingPool:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "rounded"), [(1, 512), (511, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)]
-)
-def test_requests_are_rounded_to_512_bytes(nbytes: int, rounded: int) -> None:
-    assert round_size(nbytes) == rounded
-
-
-@pytest.mark.parametrize(
     ("nbytes", "segment"),
     [
         (1, 2 * MIB),
@@ -170,14 +163,3 @@ def test_reserved_memory_holds_what_is_taken_and_serves_it_again(events: list[Al
     largest = max(round_size(event.nbytes) for event in events if event.nbytes is not None)
     pool.run([take(0, largest)])
     assert pool.reserved == before, "blocks of an empty pool are whole segments"
-
-
-@settings(max_examples=100, deadline=None)
-@given(SIZES, st.integers(1, 12), st.integers(1, 20))
-def test_captures_of_the_same_forward_cost_one(nbytes: int, layers: int, times: int) -> None:
-    """Each layer's output is dropped when the next one has its own, as in a forward."""
-    forward = [take(0, nbytes)]
-    for layer in range(1, layers):
-        forward += [take(layer, nbytes), drop(layer - 1)]
-    forward.append(drop(layers - 1))
-    assert after(*(forward * times)).reserved == after(*forward).reserved

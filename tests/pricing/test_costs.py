@@ -249,7 +249,6 @@ def test_costs_from_a_report_predict_that_capture() -> None:
     assert cost.total_bytes == report.graph_bytes
     assert costs.once_seconds == pytest.approx(1.98)
     assert costs.seconds(report.plan.keys[0]) == pytest.approx(0.03)
-    assert costs.bytes_per_node == {FULL: pytest.approx(MIB / 100)}
     assert "A GPU" in costs.source
     assert "2026-01-02" in costs.source
 
@@ -270,7 +269,6 @@ def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
 def test_a_report_without_node_counts_spreads_the_driver_over_keys() -> None:
     costs = MeasuredCosts.from_report(a_report(nodes=None), CONFIG)
     assert costs.driver_bytes(key(8)) == MIB
-    assert costs.bytes_per_node == {}
 
 
 def test_what_each_lora_case_adds() -> None:
