@@ -207,17 +207,6 @@ def one_allocation(rank: int) -> int:
     return wrong
 
 
-def after_the_end(rank: int) -> tuple[Said, Said, int]:
-    """A second runner on the all-reduce of an open one, a sum after the end, and wrong sums."""
-    with on_gpus() as (ranks, reducer, config):
-        model = Doubling(reducer).to(ranks.device)
-        runner = session_of(reducer, config, model).run()
-        second = tried(session_of(reducer, config, model).run)
-        wrong = wrong_sums(lambda x: runner(x=x), ranks, 20)
-        runner.close()
-    return second, tried(lambda: reducer(torch.ones(8, device=ranks.device))), wrong
-
-
 def counts_wrap_around(rank: int) -> int:
     """The kernels' counts pass the largest int32."""
     with on_gpus() as (ranks, reducer, _):

@@ -21,7 +21,6 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import is_probing
 from cgplan.backends.tape import TapeBackend
-from cgplan.captures.budget import BudgetGuard
 from cgplan.cli.main import app
 from cgplan.config import Config, load_config
 from cgplan.distributed import (
@@ -315,16 +314,8 @@ def counts_its_calls(rank: int) -> Said:
 
 def raises_in_registration(rank: int, method: str) -> list[Said]:
     """Rank 1's transport fails once; afterwards all capture again."""
-    left, real = [1 if rank == 1 else 0], getattr(SharedMemoryTransport, method)
-
-    def failing(self: Any, *args: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise (RegistrationError if method == "open" else torch.OutOfMemoryError)(f"{method} does not work")
-        return real(self, *args)
-
     with session() as (ranks, reducer, capture):
-        setattr(SharedMemoryTransport, method, failing)
+        fails_once(rank, SharedMemoryTransport, method, torch.OutOfMemoryError(f"{method} does not work"))
         said = tried(capture.run)
         assert not reducer.registry.is_sealed
         return [said, captured_again(capture, ranks)]
@@ -346,11 +337,7 @@ def killed_in(rank: int, victim: int, phase: str) -> None:
         if rank == victim and where == phase:
             die()
 
-    trouble("rendezvous")
     with session(trouble) as (_, _, capture):
-        trouble("opened")
-        if phase == "open" and rank == victim:
-            SharedMemoryTransport.open = lambda *_: die()
         runner = capture.run()
         for turn in range(2000):
             if turn == 20:
@@ -370,16 +357,6 @@ def oom(rank: int, budget: bool) -> Any:
         runner.close()
     stops = [(stop.rank, stop.limit, stop.descriptor.num_tokens) for stop in report.budget.stops]
     return [key.num_tokens for _, key in runner.plan.keys], stops, str(report)
-
-
-def budget_of_one(rank: int) -> list[int]:
-    """Rank 1 alone refuses the second key."""
-    if rank == 1:
-        BudgetGuard.stop_before = lambda self, key: key[1].num_tokens == 1
-    with session(budget={"max_graphs": 2}) as (_, _, capture):
-        runner = capture.run()
-        runner.close()
-    return [key.num_tokens for _, key in runner.plan.keys]
 
 
 def order_of_teardown(rank: int, failing: bool) -> list[str]:
@@ -625,36 +602,8 @@ def dtypes(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[Said, list[t
     return said, wrong
 
 
-def wrong_arguments(rank: int) -> list[Said]:
-    """Rank 1 comes to every other batch without rows, and with wrong arguments; sums are right in those between."""
-    idle = {"x": torch.ones(0, 8), "starts": torch.zeros(1, dtype=torch.int32)}
-    wrong = [
-        {**idle, "other": idle["x"]},
-        {**idle, "starts": torch.tensor(0, dtype=torch.int32)},
-        idle,  # with no memory for its padding
-    ]
-    real, said = torch.cat, list[Said]()
-
-    def no_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    metadata = {"starts": {"shape": ["num_reqs + 1"], "dtype": "int32", "pad": "last"}}
-    with session(metadata=metadata, distributed={"data_parallel_sync": True}) as (ranks, _, capture):
-        runner = capture.run()
-        call = in_step(runner, ranks)
-        for turn, given in enumerate(wrong):
-            inputs = [batch(other, turn, (2, 8)) for other in range(ranks.world_size)]
-            right = {"x": inputs[rank], "starts": torch.arange(3, dtype=torch.int32)}
-            torch.cat = no_memory if rank == 1 and given is idle else real
-            said.append(tried(lambda given=given if rank == 1 else right: call(**given)))
-            torch.cat = real
-            torch.testing.assert_close(call(**right), doubled(inputs), rtol=1e-6, atol=1e-6)
-        runner.close()
-    return said
-
-
-def used_after_close(rank: int, all_reduce: str) -> list[Said]:
-    with session(compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
+def used_after_close(rank: int) -> list[Said]:
+    with session() as (ranks, reducer, capture):
         runner = capture.run()
         reducer.close()
         x = torch.ones(2, 8)

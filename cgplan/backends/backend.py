@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -45,12 +44,7 @@ class MemoryReading:
 
 
 class GraphBackend(ABC):
-    """Captures the launches of a function on a device, and replays them.
-
-    Attributes:
-        name: ``cuda``, or ``cpu (tape)``; reports show it beside every figure.
-        device: Where tensors live.
-    """
+    """Captures the launches of a function on a device, and replays them. Reports show ``name`` beside every figure."""
 
     name: str
     device: torch.device
@@ -86,13 +80,13 @@ class GraphBackend(ABC):
     def is_capturing(self) -> bool:
         """Whether launches of this thread now go into a graph."""
 
-    @abstractmethod
     def replay(self, graph: Graph) -> None:
         """Run the graph on the memory that it was captured with. On CUDA it is queued on the current stream."""
+        self.launcher(graph)()
 
+    @abstractmethod
     def launcher(self, graph: Graph) -> Callable[[], None]:
-        """``replay`` of one graph as a function of nothing, for a path on which every call counts."""
-        return partial(self.replay, graph)
+        """``replay`` of one captured graph as a function."""
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         """The copier of batches into static buffers. The caller owns both, and closes the copier first."""
@@ -181,9 +175,8 @@ class GraphBackend(ABC):
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Device and host microseconds of each of ``repeats`` calls.
 
-        Device time runs until the device has finished the call: from when the idle device was handed the call, or,
-        ``queued``, from when it had finished the call before (the host runs ahead as far as it can). Host time runs
-        until the call returned, which on CUDA is before the device has finished.
+        Device time runs from when the idle device was handed the call, or, ``queued``, from when it had finished the
+        call before, until it has finished this call. Host time runs until the call returned.
         """
 
     @contextmanager
@@ -228,8 +221,8 @@ _lock, _depth = threading.RLock(), 0
 def gc_paused() -> Iterator[None]:
     """A block of captures: one garbage collection, then none. Blocks may be nested; those of other threads wait.
 
-    A collection may free a CUDA tensor or run a destructor in the middle of a capture, and torch.cuda.graph runs one
-    for every graph. Raises CaptureError where another thread's block does not end within SESSION_SECONDS.
+    A collection may free a CUDA tensor in the middle of a capture. Raises CaptureError where a block of another thread
+    does not end within SESSION_SECONDS.
     """
     global _depth
     if not _lock.acquire(timeout=SESSION_SECONDS):

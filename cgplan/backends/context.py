@@ -63,13 +63,12 @@ class ForwardContext:
     """One forward pass, as the model and the graph wrappers inside it see it.
 
     Attributes:
-        runtime_mode: How this batch is run: NONE, PIECEWISE or FULL.
+        runtime_mode: NONE, PIECEWISE or FULL.
         descriptor: The batch; its key where a graph runs it, else its unpadded numbers.
-        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block
-            tables, sequence lengths). Inside a capture they are views of static buffers, owned by cgplan.
+        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block tables, sequence
+            lengths). Inside a capture they are views of static buffers, owned by cgplan.
         scope: The capture session or sealed runner that this pass belongs to, None outside of one.
-        derived: Scratch for values that a layer computes from the metadata once and later layers reuse.
-            It starts empty with each context.
+        derived: Values that a layer computes from the metadata once and later layers reuse; empty at first.
     """
 
     runtime_mode: CUDAGraphMode
@@ -80,14 +79,12 @@ class ForwardContext:
 
     def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
         """``make()``, computed on ``device`` from the metadata, once in a forward: kept in ``derived`` by ``key``."""
-        # Values derived before a capture began were not recorded by it: a replay would read the old ones.
-        # So a capture that runs in the context of its warm-up derives them again.
+        # A capture that runs in the context of its warm-up did not record what that derived: it derives it again.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = f"{key} {capturing}"
         if key not in self.derived:
             self.derived[key] = make()
-        value: T = self.derived[key]
-        return value
+        return self.derived[key]  # type: ignore[no-any-return]
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("cgplan_forward_context", default=None)
@@ -101,16 +98,9 @@ def forward_context(
     *,
     scope: CaptureScope | None = None,
 ) -> Iterator[ForwardContext]:
-    """Set the forward context for the block; context-local, so threads and tasks do not see each other's.
+    """Set the forward context for the block, in this thread or task; see ForwardContext. Metadata is not copied.
 
-    Args:
-        runtime_mode: NONE, PIECEWISE or FULL.
-        descriptor: The batch; may be absent only in mode NONE.
-        metadata: Tensors by name; they are handed on as they are, not copied.
-        scope: The session or runner that the pass belongs to; runners set it.
-
-    Raises:
-        CgplanError: a mode that is not a runtime mode, or a graph mode without a descriptor.
+    Raises CgplanError for a mode that is not a runtime mode, or a graph mode without a descriptor.
     """
     if runtime_mode not in RUNTIME_MODES:
         raise CgplanError(
@@ -149,9 +139,7 @@ def get_forward_context() -> ForwardContext:
 class RankSum(Protocol):
     """Sums tensors over ranks, for models that are split; ``cgplan.distributed.AllReduce`` is one.
 
-    Attributes:
-        number: The ``group`` of ``torch.ops.cgplan.all_reduce(x, group)``.
-        rank, world_size: This process's rank, and the number of ranks.
+    ``number`` is the ``group`` of ``torch.ops.cgplan.all_reduce(x, group)``.
     """
 
     number: int

@@ -66,8 +66,6 @@ class CudaPool:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CudaGraph:
-    """One CUDA graph and the pool that it captures into."""
-
     pool: CudaPool
     graph: torch.cuda.CUDAGraph
     captured: bool = False
@@ -80,7 +78,6 @@ class CudaGraph:
 
 
 def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[str, Any]]:
-    """The allocator's segments of some pools."""
     # Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference
     # too many from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes some time
     # after the 256th pool.
@@ -100,22 +97,16 @@ def cuda_runtime() -> Any:
 
 
 def count_kernels(runtime: Any, graph: Any) -> int:
-    """Kernel nodes of a raw graph, those of child graphs included. Raises BackendError if the runtime fails."""
-
-    def checked(result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise BackendError(f"the CUDA runtime answered {result[0]}", remedy="Check the driver with nvidia-smi.")
-        return result[1]
-
+    """Kernel nodes of a raw graph, those of child graphs included."""
     count = runtime.cudaGraphGetNodes(graph)[2]
     kinds = runtime.cudaGraphNodeType
     total = 0
-    for node in checked(runtime.cudaGraphGetNodes(graph, count)):
-        kind = checked(runtime.cudaGraphNodeGetType(node))
+    for node in runtime.cudaGraphGetNodes(graph, count)[1]:
+        kind = runtime.cudaGraphNodeGetType(node)[1]
         if kind == kinds.cudaGraphNodeTypeKernel:
             total += 1
         elif kind == kinds.cudaGraphNodeTypeGraph:
-            total += count_kernels(runtime, checked(runtime.cudaGraphChildGraphNodeGetGraph(node)))
+            total += count_kernels(runtime, runtime.cudaGraphChildGraphNodeGetGraph(node)[1])
     return total
 
 
@@ -158,8 +149,7 @@ class CudaBackend(GraphBackend):
         self._generators[id(generator)] = generator
 
     def begin(self, graph: CudaGraph) -> None:
-        if graph.captured:
-            raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        assert not graph.captured, "a graph is captured once"
         stream = torch.cuda.current_stream(self.device)
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
@@ -178,7 +168,7 @@ class CudaBackend(GraphBackend):
         graph.pool.graphs.add(graph)
 
     def end(self, graph: CudaGraph) -> None:
-        """Raises CaptureError if the capture is not valid, CaptureMemoryError without memory to instantiate it."""
+        """Raises CaptureMemoryError without memory to instantiate it."""
         try:
             with torch.cuda.stream(graph.stream):
                 graph.graph.capture_end()
@@ -215,12 +205,8 @@ class CudaBackend(GraphBackend):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def replay(self, graph: CudaGraph) -> None:
-        self.launcher(graph)()
-
     def launcher(self, graph: CudaGraph) -> Callable[[], None]:
-        if not graph.captured:
-            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
+        assert graph.captured, "the graph was not captured, or was reset"
         return graph.graph.replay
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
@@ -302,7 +288,6 @@ class CudaBackend(GraphBackend):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """A block on the capture stream, without garbage collection. Other streams' work is done before it starts."""
         if torch.cuda.current_stream(self.device) == self._stream:
             yield
             return

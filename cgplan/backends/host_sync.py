@@ -27,7 +27,6 @@ _HOST_METHODS = {
     torch.Tensor.tolist: "tolist",
     torch.Tensor.__array__: "__array__",
     torch.Tensor.__repr__: "__repr__",
-    torch.Tensor.__reduce_ex__: "__reduce_ex__",
 }
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)  # its Python kernel waits for other processes, so a replay runs it again
 _BUILTIN = ("aten", "prim")
@@ -40,8 +39,7 @@ class Refusals:
 
     Attributes:
         raises: Whether such an operator raises an error; else it is noted, and runs.
-        first: An error like the first one, without its frames. A forward that catches that one goes on, but on a GPU
-            its capture is invalid.
+        first: The first error, without its frames. On a GPU the capture is invalid although the forward caught it.
         is_on: Whether operators are refused now.
     """
 
@@ -62,8 +60,8 @@ class Refusals:
 class HostGuard(TorchFunctionMode):
     """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher.
 
-    torch leaves this mode for the call of an operator. A kernel in Python that is made of other operators runs within
-    that call and never reaches a dispatch mode, so the guard calls it with itself in force.
+    torch leaves this mode for the call of an operator. A composite kernel in Python runs within that call and never
+    reaches a dispatch mode, so the guard calls it with itself in force.
     """
 
     def __init__(self, refusals: Refusals) -> None:
@@ -149,9 +147,8 @@ def _has_python_kernel(func: Any, keys: tuple[str, ...]) -> bool:
 
 
 def implemented_in_python(func: Any, key: str) -> bool:
-    """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python.
-
-    The operators that such a kernel calls pass the dispatcher and can be seen there.
+    """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python: the operators that it
+    calls pass the dispatcher and can be seen there.
     """
     return _has_python_kernel(func, (key, "CompositeExplicitAutograd"))
 
@@ -165,7 +162,6 @@ def is_composite(func: Any) -> bool:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator is about to write to."""
     schema = func._schema
     found = []
     for index, argument in enumerate(schema.arguments):

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from threading import get_ident
 
@@ -24,15 +25,11 @@ from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreig
 from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, replay
-from cgplan.errors import CaptureError
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TapeGraph:
-    """One tape: its pool, and the steps that it replays (None until captured).
-
-    While it records, ``recording`` holds the recorder and the modes to leave.
-    """
+    """One tape: the steps that it replays; while it records, the recorder and the modes to leave."""
 
     pool: TapePool
     steps: list[Step] | None = None
@@ -69,8 +66,7 @@ class TapeBackend(GraphBackend):
         return TapeGraph(pool)
 
     def begin(self, graph: TapeGraph) -> None:
-        if graph.steps is not None or graph.recording is not None:
-            raise CaptureError("the graph has been captured before", remedy="Capture into a new graph.")
+        assert graph.steps is None, "a graph is captured once"
         with ExitStack() as modes:
             recorder = Recorder(graph.pool)
             modes.enter_context(as_written())
@@ -95,10 +91,9 @@ class TapeBackend(GraphBackend):
     def is_capturing(self) -> bool:
         return get_ident() in self._recording
 
-    def replay(self, graph: TapeGraph) -> None:
-        if graph.steps is None:
-            raise CaptureError("the graph was not captured, or was reset", remedy="Capture before replaying.")
-        replay(graph.steps)
+    def launcher(self, graph: TapeGraph) -> Callable[[], None]:
+        assert graph.steps is not None, "the graph was not captured, or was reset"
+        return partial(replay, graph.steps)
 
     def reset(self, graph: TapeGraph) -> None:
         graph.steps = None

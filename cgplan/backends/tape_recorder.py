@@ -88,17 +88,11 @@ class Recorder(TorchDispatchMode):
         self._save_written(func, args, kwargs)
         if (generator := kwargs.get("generator")) is not None:
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
-        growing = _loosened(func, kwargs)
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             func = torch.ops.aten.clone.default
         old = {t.untyped_storage()._cdata for t in given}
         fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
         flat, spec = tree_flatten(func(*args, **kwargs))
-        if growing:
-            for tensor, inside in zip(growing, self._place(dict(enumerate(growing))).values(), strict=True):
-                tensor.set_(inside.untyped_storage(), inside.storage_offset(), inside.size(), inside.stride())
-                old.add(tensor.untyped_storage()._cdata)
-            fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))
         fresh = {
             i: t for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old
         }
@@ -160,15 +154,6 @@ def replay(steps: list[Step]) -> None:
                     slot.copy_(flat[i])
 
 
-def _loosened(func: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Empty ``out=`` tensors, put on storages that the operator can grow; a block of the pool cannot."""
-    named = [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]
-    empty = [t for t in tensors_in(named) if t.numel() == 0]
-    for tensor in empty:
-        tensor.set_(torch.empty_like(tensor).untyped_storage(), 0, tensor.size(), tensor.stride())
-    return empty
-
-
 def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
 
@@ -197,7 +182,6 @@ def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as bytes: NaN equals NaN."""
-    # Of one element, torch keeps strides that view refuses.
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
     return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 

@@ -27,7 +27,7 @@ from cgplan.distributed import (
     open_all_reduce,
     open_ranks,
 )
-from cgplan.errors import ConfigError, PlanMismatchError, RankFailedError
+from cgplan.errors import ConfigError, PlanMismatchError
 from cgplan.measure.bench import bench
 from cgplan.models.loading import load_model
 from cgplan.planning import Plan, build_plan
@@ -118,8 +118,7 @@ def _captured_on_ranks(
     rank 0's plan is captured. Raises DistributedError on all ranks where one is missing, differs, or failed.
     """
     ranks = open_ranks(config.distributed, config.device)
-    if ranks is None:
-        raise RankFailedError("there are no other ranks", remedy="Start the command with torchrun.")
+    assert ranks is not None
     with ranks:
         backend = select_backend(str(ranks.device))
         agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})

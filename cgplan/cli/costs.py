@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cgplan.cli.output import note
 from cgplan.config import Config, LoadedConfig
-from cgplan.config.load import beside
+from cgplan.config.load import read_text
 from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportError
 from cgplan.modes import Key
 from cgplan.optimizer.subset import within_count
@@ -20,10 +18,9 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
-from cgplan.reports import CaptureReport, Environment, load_report
-from cgplan.reports.records import uncapturable
+from cgplan.reports import CaptureReport, Environment
+from cgplan.reports.records import parse_report, uncapturable
 
-WORDS = ("estimate", "measure")
 _REMEDY = "Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure."
 
 
@@ -41,25 +38,21 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     """
     if given is None:
         return Priced(None)
-    if given in WORDS:
+    if given in ("estimate", "measure"):
         with redirect_stdout(sys.stderr):  # a model's prints are not the result
             return Priced(_estimated(loaded)) if given == "estimate" else _measured(loaded)
-    if not given or not Path(given).exists():
-        near = difflib.get_close_matches(given, WORDS, n=1)
-        hint = f"Did you mean {near[0]}? " if near else beside(Path(given))
-        raise ReportError(f"--costs {given or 'is empty'}: there is no such file", remedy=f"{hint}{_REMEDY}")
-    report = load_report(Path(given))
+    report = parse_report(read_text(given, ReportError, _REMEDY), given)
     if report.kind == "bench":
         report = report.capture
     if report.kind != "capture":
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
     from cgplan.pricing.measured import MeasuredCosts
 
-    on_device = report.environment.driver is not None
+    machine = None if report.environment.driver is None else report.environment.as_machine
     notes = tuple(about(f"the costs of {given}", report.plan, report.environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
-    return Priced(costs, report.environment.as_machine if on_device else None, uncapturable(report.failed))
+    return Priced(costs, machine, uncapturable(report.failed))
 
 
 def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:

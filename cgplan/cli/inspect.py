@@ -13,16 +13,14 @@ from pydantic import BaseModel
 from rich.console import RenderableType
 
 from cgplan.cli.costs import costs_of
-from cgplan.cli.output import note, publish, show
+from cgplan.cli.output import note, show
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.template import inline_yaml
-from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.build import resolve_sizes
 from cgplan.pricing.measured import case_costs
-from cgplan.reports import load_report, render
+from cgplan.reports import render
 from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences, titled
 from cgplan.reports.plan_tables import case_table, lane_table
 
@@ -42,9 +40,7 @@ def inspect_config(
     costs: str | None = None,
     everything: bool = False,
 ) -> None:
-    """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too. With
-    ``split`` the pieces of its model, with ``costs`` (see ``costs_of``) the predicted cost by lane and LoRA case.
-    """
+    """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too."""
     loaded = read_config(path, overrides)
     plan = within_count(build_plan(loaded.config), loaded.config)
     priced, machine, _ = costs_of(loaded, costs)
@@ -78,7 +74,6 @@ def _key_table(rows: Iterable[Row]) -> RenderableType:
 
 
 def _split_of(loaded: LoadedConfig) -> RenderableType:
-    """Which operators or modules of the model end up where; the model is built for it, and traced or searched."""
     target, kwargs = loaded.model_for("--split")
     from cgplan.backends import select_backend  # torch from here on
     from cgplan.models.loading import load_model
@@ -92,7 +87,6 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
 
 def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
-    """Show vLLM's captures for its own options, see ``read_vllm``."""
     from cgplan.planning.engines import read_vllm
 
     read = read_vllm(text, **options)
@@ -106,26 +100,15 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
     show(render(plan), titled("vLLM's configuration", _key_table(rows)))
 
 
-def inspect_report(path: Path, *, as_json: bool) -> None:
-    if path.suffix in (".yaml", ".yml"):
-        raise ReportError(
-            f"{path} is not a saved report", remedy=f"For a configuration: cgplan inspect --config {path}"
-        )
-    publish(load_report(path), None, as_json=as_json)
-
-
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value names its source."""
     resolved = _resolved(loaded.config, plan)
     rows = []
-    for key, value, origin in _rows(loaded.config, "", loaded):
-        found = resolved.get(key, "")
-        if not found:
-            rows.append(Row(key, value, origin))
-        elif origin == "default":
-            rows.append(Row(key, found, "resolved"))
-        else:
-            rows.append(Row(key, f"{value} -> {found}", origin))
+    for row in _rows(loaded.config, "", loaded):
+        if found := resolved.get(row.key):
+            is_set = row.origin != "default"
+            row = Row(row.key, f"{row.value} -> {found}", row.origin) if is_set else Row(row.key, found, "resolved")
+        rows.append(row)
     return rows
 
 
@@ -153,42 +136,17 @@ def _text(value: Any) -> str:
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:
     """Values that planning found or changed, by key, each with its source."""
-    given, asked = config.compilation.cudagraph_capture_sizes, config.compilation.max_cudagraph_capture_size
-    found: dict[str, str] = {}
+    given, found = config.compilation, dict[str, str]()
     sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
     if plan.changes:
         reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)  # the plan has them in full
         found["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
-    if plan.capture_sizes != given:
-        found["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {_sizes_source(config, plan)})"
-    if asked is None or asked != plan.max_capture_size:
-        if not plan.capture_sizes:
-            source = "cudagraph_mode"
-        elif isinstance(given, tuple):
-            source = "cudagraph_capture_sizes"
-        elif asked is not None:
-            source = "the ladder's steps, max_num_batched_tokens"
-        else:
-            query = "num_speculative_tokens, " if plan.query_len > 1 else ""
-            source = f"max_num_seqs, {query}max_num_batched_tokens"
-        found["compilation.max_cudagraph_capture_size"] = f"{plan.max_capture_size} (from {source})"
+    if plan.capture_sizes != given.cudagraph_capture_sizes:
+        counted = plan.capture_sizes != build_plan(config).capture_sizes
+        source = f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
+        found["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {source})"
+    if plan.max_capture_size != given.max_cudagraph_capture_size:
+        found["compilation.max_cudagraph_capture_size"] = f"{plan.max_capture_size} (from cudagraph_capture_sizes)"
     if config.report.sizes is None:
         found["report.sizes"] = f"{sizes} (from cudagraph_capture_sizes)"
     return found
-
-
-def _sizes_source(config: Config, plan: Plan) -> str:
-    given = config.compilation.cudagraph_capture_sizes
-    if not plan.capture_sizes:
-        return "cudagraph_mode"
-    resolved = resolve_sizes(config, plan.mode).sizes
-    counted = resolved != plan.capture_sizes
-    if not isinstance(given, tuple):
-        return f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
-    kept = tuple(sorted({size for size in given if size <= plan.max_num_batched_tokens}))
-    causes = {
-        "max_num_batched_tokens": len(kept) < len(set(given)),
-        "num_speculative_tokens": kept != resolved,
-        "budget.max_graphs": counted,
-    }
-    return ", ".join(name for name, applies in causes.items() if applies) or "the same, sorted"

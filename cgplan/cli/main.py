@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 from typer import Argument, BadParameter, Option
-from typer.core import TyperGroup
 
-from cgplan.cli.output import failures_reported, is_first_rank
+from cgplan.cli.output import failures_reported, is_first_rank, publish
 from cgplan.version import __version__
 
 
@@ -56,16 +55,7 @@ PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
 }
 
 
-class PlanGroup(TyperGroup):
-    """Tells a file without its option from a command that is misspelt."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands and Path(args[0]).exists():
-            ctx.fail(f"{args[0]} stands without an option: give --config FILE, --traffic FILE, or `diff OLD NEW`")
-        return super().resolve_command(ctx, args)
-
-
-plans = typer.Typer(cls=PlanGroup, **PLAIN)
+plans = typer.Typer(**PLAIN)
 app = typer.Typer(
     name="cgplan",
     help="Plan, capture and measure CUDA graphs of any PyTorch model, from one YAML file.",
@@ -197,12 +187,7 @@ def plan_(
 
     Nothing is captured. `cgplan capture --plan FILE` captures a saved plan.
     """
-    if (command := context.invoked_subcommand) is not None:
-        for parameter in context.command.params:
-            source = context.get_parameter_source(parameter.name or "")
-            if source is not None and source.name == "COMMANDLINE":
-                place = f"or stands before {command} and not behind it"
-                raise BadParameter(f"{parameter.opts[0]} is not an option of `cgplan plan {command}`, {place}")
+    if context.invoked_subcommand is not None:
         return
     if config is None:
         raise BadParameter("give --config FILE")
@@ -298,12 +283,13 @@ def inspect(
     if vllm is None and given:
         raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):
-        from cgplan.cli.inspect import inspect_config, inspect_report, inspect_vllm
+        from cgplan.cli.inspect import inspect_config, inspect_vllm
+        from cgplan.reports import load_report
 
         if config is not None:
             inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs, everything=everything)
         elif report is not None:
-            inspect_report(report, as_json=as_json)
+            publish(load_report(report), None, as_json=as_json)
         elif vllm is not None:
             inspect_vllm(vllm, as_json=as_json, **given)
 

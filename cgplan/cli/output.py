@@ -40,15 +40,15 @@ def show(*renderables: RenderableType) -> None:
     from cgplan.reports.layout import TEXT_WIDTH, plain_text
 
     asked = os.environ.get("COLUMNS", "")
-    width = int(asked) if asked.isdecimal() and int(asked) > 0 else None
-    console = Console(width=width, _environ={name: os.environ[name] for name in os.environ if name != "COLUMNS"})
+    width = int(asked) if asked.isdecimal() and int(asked) > 0 else TEXT_WIDTH
+    console = Console()
     for index, renderable in enumerate(renderables):
         if index:
             typer.echo()
         if console.is_terminal:
             console.print(renderable)
         else:
-            typer.echo(plain_text(renderable, width or TEXT_WIDTH))
+            typer.echo(plain_text(renderable, width))
 
 
 def publish(report: Report, output: Path | None, *, as_json: bool) -> None:
@@ -68,14 +68,9 @@ def publish(report: Report, output: Path | None, *, as_json: bool) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise OutputPathError if ``path`` could not be written, by trying; nothing is left behind."""
-    if path.is_dir():
-        raise OutputPathError(f"cannot write {path}: it is a folder", remedy="Give the path of a file.")
-    if not path.parent.is_dir():
-        raise OutputPathError(
-            f"cannot write {path}: there is no folder {path.parent}",
-            remedy="Make the folder first, or correct the path.",
-        )
     with _writing(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if path.is_file() or not path.exists():  # no new file replaces a pipe or device
@@ -108,8 +103,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem, remedy = error.strerror or error, "Give a path in a folder that you may write to."
-        raise OutputPathError(f"cannot write {path}: {problem}", remedy=remedy) from error
+        remedy = "Give the path of a file, in a folder that you may write to."
+        raise OutputPathError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error
 
 
 @contextmanager
@@ -126,9 +121,6 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
             message, exit_code = f"error: {error}", error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             message, exit_code = "interrupted", INTERRUPTED_EXIT_CODE
-        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            message = "error: no space left to write the result to\n  remedy: Free some, or write it elsewhere."
-            exit_code = OutputPathError.exit_code
         else:
             advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
             problem = (str(error).splitlines() or ["no message"])[0]

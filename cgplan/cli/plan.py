@@ -40,19 +40,18 @@ def run_plan(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Make a plan, then save it, show it, or emit it for an engine. Without traffic the list or ladder decides."""
     loaded = read_config(path, overrides)
     if plot is not None:
         check_plot_path(plot)
     _check_outputs((output, plot), (path, traffic, step_times, costs))
+    if traffic is None and (speedup != 1 or (step_times is not None and loaded.config.traffic is None)):
+        raise ConfigError(
+            "--speedup is about recorded requests and --step-times about traffic, and there is none",
+            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
+        )
     priced = costs_of(loaded, costs)
     if traffic is not None or loaded.config.traffic is not None:
         plan, curve, bars = _for_traffic(loaded.config, traffic, speedup, step_times, priced)
-    elif speedup != 1 or step_times is not None:
-        raise ConfigError(
-            "--speedup and --step-times are about traffic, and there is none",
-            remedy="Give --traffic FILE, or add a `traffic` section to the configuration.",
-        )
     else:
         plan, curve, bars = _by_ladder(loaded, priced)
     if plot is not None and curve is None and not bars:
@@ -120,11 +119,6 @@ def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str |
 def _for_traffic(
     config: Config, file: Path | None, speedup: float, step_times: Path | None, priced: Priced
 ) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
-    if file is None and speedup != 1:
-        raise ConfigError(
-            "--speedup is about recorded requests, and the traffic is that of the configuration",
-            remedy="Raise traffic.request_rate, or give --traffic FILE.",
-        )
     from cgplan.optimizer.propose import propose
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.histogram import Traffic

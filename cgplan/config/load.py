@@ -15,8 +15,6 @@ from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError
 
-MOST_NAMED = 3  # files beside a missing one
-
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
     """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder, not readable, or
@@ -26,7 +24,10 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise error(f"no such file: {path}", remedy=f"{beside(path)}{remedy}") from None
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+        hint = f"Did you mean {path.parent / near[0]}? " if near else ""
+        raise error(f"no such file: {path}", remedy=f"{hint}{remedy}") from None
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}", remedy=remedy) from None
     try:
@@ -34,20 +35,6 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
     except UnicodeDecodeError as failure:
         line = data.count(b"\n", 0, failure.start) + 1
         raise error(f"{path}:{line}: not UTF-8 text", remedy=f"Unpack it, or save it as UTF-8. {remedy}") from None
-
-
-def beside(path: Path) -> str:
-    """For a remedy: files that a missing one may have been meant to be, the nearest name in its folder, else those
-    with its suffix.
-    """
-    if not path.parent.is_dir():
-        return f"There is no folder {path.parent}. "
-    names = sorted(p.name for p in path.parent.iterdir() if p.is_file())
-    if near := difflib.get_close_matches(path.name, names, n=1, cutoff=0.7):
-        return f"Did you mean {path.parent / near[0]}? "
-    alike = [name for name in names if path.suffix and name.endswith(path.suffix)]
-    more = f" and {len(alike) - MOST_NAMED} more" if len(alike) > MOST_NAMED else ""
-    return f"That folder has {', '.join(alike[:MOST_NAMED])}{more}. " if alike else ""
 
 
 class Override(NamedTuple):
@@ -59,18 +46,11 @@ class Override(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A Config, and where each of its values came from.
-
-    Attributes:
-        config: The validated configuration.
-        origins: Dotted path of each given value -> ``file.yaml:12``, ``--set`` or another option; other values are
-            defaults.
-        base_dir: Folder against which file targets are resolved.
-    """
+    """A Config, and where each of its values came from."""
 
     config: Config
-    origins: Mapping[str, str]
-    base_dir: Path
+    origins: Mapping[str, str]  # dotted path of each given value -> ``file.yaml:12``, ``--set`` or another option
+    base_dir: Path  # against which file targets are resolved
 
     def origin(self, path: str) -> str:
         """Where the value at a dotted path came from; values inside a given section count as given with it."""
@@ -90,15 +70,10 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file.
+    """Read a YAML configuration file; ``overrides`` (``dotted.key=value``, the value in YAML) win over it.
 
-    Args:
-        path: YAML file.
-        overrides: ``dotted.key=value`` pairs, the value in YAML; they win over the file.
-
-    Raises:
-        ConfigFileError: the file is missing, unreadable or not YAML.
-        ConfigError: an unknown key, a wrong type, or values that contradict each other.
+    Raises ConfigFileError if the file is missing, unreadable or not YAML, ConfigError for an unknown key, a wrong type,
+    or values that contradict each other.
     """
     return read_config(path, overrides).config
 
@@ -132,9 +107,7 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses keys that stand twice, and names the line of a scalar that does not fit its tag, such
-    as ``!!int abc``.
-    """
+    """A SafeLoader that refuses keys that stand twice."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -147,25 +120,13 @@ class _Loader(yaml.SafeLoader):
             lines[name] = key.start_mark.line + 1
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
-            raise
-        except Exception:  # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
-            problem = f"{str(node.value)[:40]!r} is not a valid {node.tag.rpartition(':')[2]}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
-
 
 def read_yaml(text: str, option: str, remedy: str) -> Any:
     """The value of an option that is written in YAML. Raises ConfigError, which begins with ``option``."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except RecursionError:
-        raise ConfigError(f"{option} is nested too deeply", remedy=remedy) from None
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or str(error)  # the rest of it shows a line that nobody wrote
-        raise ConfigError(f"{option} is not YAML: {problem}", remedy=remedy) from None
+    except Exception as error:  # as in _parse
+        raise ConfigError(f"{option} is not YAML: {getattr(error, 'problem', None) or error}", remedy=remedy) from None
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
@@ -175,17 +136,13 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
         node = loader.get_single_node()
         data = {} if node is None else loader.construct_document(node)
         lines = dict(_lines(node, ()))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+    except Exception as error:  # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+        mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigFileError(
-            f"{path}{where}: not valid YAML: {error.problem or error.context}",
+            f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}",
             remedy="Correct that line: its indentation, quotes, or a key that stands twice.",
         ) from None
-    except RecursionError:
-        raise ConfigFileError(f"{path}: nested too deeply, or an alias holds itself", remedy="Flatten it.") from None
-    except yaml.YAMLError as error:
-        raise ConfigFileError(f"{path}: not valid YAML: {error}", remedy="Give a UTF-8 YAML file.") from None
     if not isinstance(data, dict):
         raise ConfigFileError(
             f"{path}: the file holds a {type(data).__name__}, not a mapping",

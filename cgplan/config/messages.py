@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -14,7 +15,6 @@ from pydantic_core import ErrorDetails
 from cgplan.errors import ConfigError
 
 Path_ = tuple[str | int, ...]
-MOST_SHOWN = 200  # characters of a value in a message
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -28,8 +28,7 @@ def explain(
 ) -> ConfigError:
     """A ConfigError with one message a key, for a ValidationError of ``data`` from a file or class, ``source``.
 
-    The fields of ``root`` are the valid names; ``lines`` has the line of each key in the file, ``origins`` the origin
-    of each dotted key.
+    The fields of ``root`` are the valid names; ``lines`` and ``origins`` tell where each key stands.
     """
     by_path: dict[Path_, list[ErrorDetails]] = {}  # a union complains several times about one value
     for detail in error.errors():
@@ -87,9 +86,7 @@ def _message(
     if detail["type"] == "missing":
         return f"{where}{key!r} is missing"
     allowed = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
-    shown = " ".join(repr(detail["input"]).split())
-    if len(shown) > MOST_SHOWN:  # the numbers of a tensor, say
-        shown = f"{shown[:MOST_SHOWN]}..., a {type(detail['input']).__name__}"
+    shown = textwrap.shorten(repr(detail["input"]), 200, placeholder="...")
     return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
 
 

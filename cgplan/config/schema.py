@@ -41,17 +41,11 @@ _DIM = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]+)\s*(?:\+\s*(?
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dimension: ``factor * symbol + offset``, or just ``offset`` where there is no symbol.
+    """One dimension: ``factor * symbol + offset``, or just ``offset`` where there is no symbol."""
 
-    Attributes:
-        symbol: ``num_tokens``, ``num_reqs``, or None for a fixed size.
-        factor: Rows of the input for each row of the batch.
-        offset: Rows that every batch has besides (the 1 in ``num_reqs + 1``).
-    """
-
-    symbol: str | None
-    factor: int
-    offset: int
+    symbol: str | None  # ``num_tokens``, ``num_reqs``, or None for a fixed size
+    factor: int  # rows of the input for each row of the batch
+    offset: int  # rows that every batch has besides (the 1 in ``num_reqs + 1``)
 
     @classmethod
     def parse(cls, value: int | str) -> Dim:

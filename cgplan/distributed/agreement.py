@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,11 +51,6 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
     """Rank 0's plan, on all ranks; ``RankedCapture`` compares its hash. Raises as ``Ranks.agree``."""
     value = plan.model_dump_json() if ranks.rank == 0 else None
     return Plan.from_json(ranks.agree("broadcasting the plan", value=value)[0])
-
-
-def plan_digest(plan: Plan) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of a plan's JSON."""
-    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:12]
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:

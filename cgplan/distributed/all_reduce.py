@@ -53,18 +53,14 @@ _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
 
 
 class AllReduce(ABC):
-    """Sums tensors over ranks.
+    """Sums tensors over ranks, in the graphs of a backend's device.
 
     Args:
-        ranks: Those that sum.
-        backend: Of the device whose graphs sum.
-        fallback: Sums the tensors that this one cannot; the log says so, once for each kind of reason. Owned.
+        fallback: Sums the tensors that this one cannot; the log says so, once for each reason. Owned.
 
     Attributes:
         name: As ``compilation.all_reduce`` has it.
         number: The operator's ``group``.
-        rank, world_size: This process's number among the ranks, and how many there are.
-        is_closed: Whether ``close`` was called.
     """
 
     __graph_memory__ = True  # its signals and counts are no state of a model
@@ -87,11 +83,11 @@ class AllReduce(ABC):
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The operator's body around ``all_reduce_row``."""
-        kind, reason = self.why_not(x)
+        reason = self.why_not(x)
         if reason and self._fallback is not None:
-            if self.rank == 0 and kind not in self._logged:
+            if self.rank == 0 and reason not in self._logged:
                 logger.warning("%s all-reduce: %s; %s does it", self.name, reason, self._fallback.name)
-            self._logged.add(kind)
+            self._logged.add(reason)
             return self._fallback.reduce(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
@@ -99,9 +95,9 @@ class AllReduce(ABC):
             torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
 
-    def why_not(self, x: torch.Tensor) -> tuple[str, str]:  # noqa: ARG002
-        """Why this tensor goes to ``fallback``: a kind and a reason, empty if it does not. The same on all ranks."""
-        return "", ""
+    def why_not(self, x: torch.Tensor) -> str:  # noqa: ARG002
+        """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
+        return ""
 
     def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input where other ranks can read it, and the table row with its addresses."""
@@ -242,11 +238,10 @@ class SymmetricAllReduce(AllReduce):
                     remedy="Set compilation.all_reduce: custom or nccl.",
                 ) from error
 
-    def why_not(self, x: torch.Tensor) -> tuple[str, str]:
+    def why_not(self, x: torch.Tensor) -> str:
         parts = self.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
-        if x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0:
-            return "", ""
-        return "any", f"{x.nbytes} bytes of {x.dtype} do not fit torch's kernels"
+        fits = x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0
+        return "" if fits else f"a tensor of {x.dtype} does not fit torch's kernels"
 
     def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
         buffer = self._buffer[: x.nbytes].view(x.dtype)

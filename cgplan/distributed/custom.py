@@ -55,17 +55,7 @@ class CustomAllReduce(AllReduce):
 
     An all-reduce in a FULL graph reads its peers' inputs where their graphs have them. One that runs eagerly, or in a
     PIECEWISE segment (which runs while the next one is captured, before anything is registered), copies its input to a
-    staging buffer that was registered at the start.
-
-    Args:
-        ranks, backend: As for AllReduce.
-        transport: How ranks reach each other's memory; the all-reduce owns it.
-        signal_bytes: Of the memory through which ranks signal to each other.
-        fallback: For tensors that the kernels cannot take.
-        settings: The largest tensor that the kernels take, and the number of all-reduces in all graphs.
-
-    Attributes:
-        registry: Of the graphs' buffers.
+    staging buffer that was registered at the start. The all-reduce owns its transport.
     """
 
     name = "custom"
@@ -92,14 +82,12 @@ class CustomAllReduce(AllReduce):
     def reset(self) -> None:
         """Make this rank's signals new; no rank is in a sum."""
 
-    def why_not(self, x: torch.Tensor) -> tuple[str, str]:
+    def why_not(self, x: torch.Tensor) -> str:
         if x.dtype not in DTYPES:
-            return "dtype", f"{x.dtype} is none of float32, float16, bfloat16"
+            return f"{x.dtype} is none of float32, float16, bfloat16"
         if x.nbytes > self._max_bytes:
-            return "size", f"{format_bytes(x.nbytes)} are more than distributed.all_reduce_max_size"
-        if x.nbytes % PACK_BYTES:
-            return "alignment", f"{x.nbytes} bytes are not a multiple of {PACK_BYTES}"
-        return "", ""
+            return f"a tensor has more than distributed.all_reduce_max_size, {format_bytes(self._max_bytes)}"
+        return f"a tensor's bytes are not a multiple of {PACK_BYTES}" if x.nbytes % PACK_BYTES else ""
 
     def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The registered buffer in a FULL graph, else the staging buffer."""
@@ -247,10 +235,9 @@ class CpuAllReduce(CustomAllReduce):
 
         Raises:
             RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and sums may go on.
-            RegistrationError: the row is not written: the graph was replayed before registration.
+            RegistrationError: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
-            AllReduceError: a rank did not come within the timeout, now or earlier: counts that are out of step would
-                let a rank read memory that another one has not written yet.
+            AllReduceError: a rank did not come within the timeout, now or earlier.
         """
         addresses = row.tolist()
         if not all(addresses):
@@ -306,16 +293,16 @@ class CpuAllReduce(CustomAllReduce):
                 os.sched_yield()
                 continue
             time.sleep(2e-5 if spins < 50 * _SPINS else 1e-3)
-            if spins % 256 == 0:
-                self.ranks.check()
-                if time.monotonic() > deadline:
-                    late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
-                    error = AllReduceError(
-                        f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s",
-                        remedy=_SAME_CALLS,
-                    )
-                    self.ranks.leave(error)
-                    raise error
+            if spins % 256:
+                continue
+            self.ranks.check()
+            if time.monotonic() > deadline:
+                late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
+                error = AllReduceError(
+                    f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s", remedy=_SAME_CALLS
+                )
+                self.ranks.leave(error)
+                raise error
         time.sleep(0)
 
 

@@ -25,17 +25,11 @@ from cgplan.runner.runner import GraphRunner
 
 @dataclass(frozen=True, slots=True)
 class AgreedBatch:
-    """The size and mode that all ranks run.
+    """The size and mode that all ranks run."""
 
-    Attributes:
-        mode: The weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL.
-        num_tokens: The largest of their padded sizes.
-        num_active_loras: The largest of their numbers of adapters.
-    """
-
-    mode: CUDAGraphMode
-    num_tokens: int
-    num_active_loras: int = 0
+    mode: CUDAGraphMode  # the weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL
+    num_tokens: int  # the largest of their padded sizes
+    num_active_loras: int = 0  # the largest of their numbers of adapters
 
 
 class DataParallelRunner:
@@ -45,12 +39,7 @@ class DataParallelRunner:
     rows. The runner's statistics count each batch as this rank gave it, one of 0 rows not at all, and, as of
     ``run_eagerly``, none of those that all ranks run eagerly.
 
-    Args:
-        runner: This rank's; the caller owns it.
-        ranks: All ranks; making the runner is a step of all of them.
-
-    Attributes:
-        last: Size and mode of the last batch.
+    The caller owns ``runner``. Making this one is a step of all ranks. ``last`` is the size and mode of the last batch.
     """
 
     def __init__(self, runner: GraphRunner, ranks: Ranks) -> None:
@@ -123,11 +112,10 @@ class DataParallelRunner:
         self._runner.stats.recount(self._runner.route(padded, uniform, loras), None if is_idle else route)
         return output
 
-    def _is_idle(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a batch has no row."""
+    def _is_idle(self, inputs: Mapping[str, torch.Tensor]) -> bool:
         for name, spec in self._specs.items():
             given, dim = inputs.get(name), spec.row_dim
-            if dim is not None and isinstance(given, torch.Tensor) and dim < given.dim():
+            if given is not None and dim is not None and dim < given.dim():
                 return spec.dims[dim].count(given.shape[dim]) == 0
         return False
 
@@ -147,10 +135,9 @@ def _padded(
     A tensor that no spec names, or that cannot have such rows, stays as it is: GraphRunner.route raises for it.
     """
     found: dict[str, Any] = dict(inputs)
-    for name, tensor in inputs.items():
-        spec = specs.get(name)
-        row_dim = None if spec is None else spec.row_dim
-        if spec is None or row_dim is None or not isinstance(tensor, torch.Tensor) or row_dim >= tensor.dim():
+    for name, spec in specs.items():
+        tensor, row_dim = inputs.get(name), spec.row_dim
+        if tensor is None or row_dim is None or row_dim >= tensor.dim():
             continue
         more = spec.dims[row_dim].size(*want) - spec.dims[row_dim].size(*have)
         if more == 0:

@@ -37,7 +37,6 @@ from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
 
 logger = logging.getLogger(__name__)
 
-_THE_END = "the end"  # the last step
 _REMEDY = "Look at the output of that rank; start all ranks again."
 
 
@@ -56,14 +55,11 @@ class Ranks:
     """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
-        place: Where the store is.
-        rank, world_size: From 0; number of ranks.
         device: This rank's GPU, or the CPU.
         presences: Host and device of each rank.
         timeout: Seconds that ranks wait for one another.
         lost: Why there are no more steps; None while all ranks are there.
         agreed_on: The error that the last step has raised on all ranks; None if it ended well.
-        is_closed: Whether ``close`` was called.
         group: torch's group of all ranks.
     """
 
@@ -96,7 +92,7 @@ class Ranks:
         """Come to a step; returns every rank's value, once all have come without an error. See Note [Steps].
 
         Args:
-            step: Its name, for messages; the same on all ranks.
+            step: Its name, the same on all ranks.
             error: Why this rank has failed; it may come with it to any step.
             value: Any value that can be pickled.
 
@@ -174,25 +170,21 @@ class Ranks:
         """
         if self.is_closed:
             return
-        failure: RankFailedError | None = None
-        if error is not None:
-            self.leave(error)
-        elif self.lost is None:
-            try:
-                self.agree(_THE_END)
-            except RankFailedError as raised:
-                failure = raised
-        self.is_closed = True
-        part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
-        del self.group  # its threads would live into the interpreter's end
-        if self._owns_group and dist.is_initialized():
-            with suppress(RuntimeError):
-                if self.lost is not None and dist.get_backend() != "gloo":  # NCCL would wait for the lost rank
-                    dist.distributed_c10d._abort_process_group()
-                else:
-                    dist.destroy_process_group()
-        if failure is not None:
-            raise failure
+        try:
+            if error is not None:
+                self.leave(error)
+            elif self.lost is None:
+                self.agree("the end")
+        finally:
+            self.is_closed = True
+            part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
+            del self.group  # its threads would live into the interpreter's end
+            if self._owns_group and dist.is_initialized():
+                with suppress(RuntimeError):
+                    if self.lost is not None and dist.get_backend() != "gloo":  # NCCL would wait for the lost rank
+                        dist.distributed_c10d._abort_process_group()
+                    else:
+                        dist.destroy_process_group()
 
     def __enter__(self) -> Ranks:
         return self
@@ -243,12 +235,8 @@ class Ranks:
 def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Place | None = None) -> Ranks | None:
     """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts.
 
-    A process group that is there already is used, and left as it is at the end.
-
-    Args:
-        settings: The ``distributed`` section.
-        device: As ``config.device``; ``cuda`` is the GPU of the local rank.
-        place: This rank's; absent: from torchrun's environment.
+    A process group that is there already is used, and left as it is at the end. ``device`` is as ``config.device``:
+    ``cuda`` is the GPU of the local rank. ``place`` comes from torchrun's environment if absent.
 
     Returns:
         The ranks, or None outside of torchrun and for a single process.

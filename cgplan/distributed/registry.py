@@ -34,31 +34,18 @@ SUM_ALIKE = "Every rank has to sum as many tensors, of the same shapes and dtype
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One rank's registered buffers.
+    """One rank's registered buffers."""
 
-    Attributes:
-        rows: Table rows: captured all-reduces.
-        buffers: Distinct addresses among their inputs.
-        bases: Allocations that they lie in.
-        mapped_bytes: Of peers' allocations, mapped into this process.
-        registration_seconds: From the first step to the last.
-    """
-
-    rows: int = 0
-    buffers: int = 0
-    bases: int = 0
-    mapped_bytes: int = 0
-    registration_seconds: float = 0.0
+    rows: int = 0  # of the table: captured all-reduces
+    buffers: int = 0  # distinct addresses among their inputs
+    bases: int = 0  # allocations that they lie in
+    mapped_bytes: int = 0  # of peers' allocations, mapped into this process
+    registration_seconds: float = 0.0  # from the first step to the last
 
 
 class GraphBufferRegistry:
-    """The pointer table of one rank, see Note [Registration]. It owns the table, and the mappings of peers' memory.
-
-    Args:
-        ranks: All ranks.
-        transport: How memory is handed to others; the caller owns it.
-        device: Where the table lies.
-        capacity: Rows of the table.
+    """The pointer table of one rank, see Note [Registration]. It owns the table of ``capacity`` rows on the device, and
+    the mappings of peers' memory; the caller owns the transport.
 
     Attributes:
         table: [capacity, world_size] int64 on the device: address of each rank's input, as this rank sees it.
@@ -81,10 +68,8 @@ class GraphBufferRegistry:
         return len(self._addresses)
 
     def take_row(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The table row, [world_size] int64, for an all-reduce that is being captured with this input.
-
-        Raises:
-            RegistrationError: the table is full, or sealed.
+        """The table row, [world_size] int64, for an all-reduce that is being captured with this input. Raises
+        RegistrationError if the table is full, or sealed.
         """
         if self.is_sealed:
             raise RegistrationError(
@@ -174,13 +159,11 @@ class GraphBufferRegistry:
 
     def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
         """Each rank's memory at its addresses."""
-        memories: list[ExportedMemory] = []
-        error: Exception | None = None
         try:
             memories = [self._transport.export(address) for address in addresses]
-        except Exception as raised:
-            error = raised
-        return self._ranks.agree(step, error=error, value=memories)
+        except Exception as error:
+            return self._ranks.agree(step, error=error)
+        return self._ranks.agree(step, value=memories)
 
     def _base(self, rank: int, memory: ExportedMemory) -> int:
         key = (rank, memory.handle)

@@ -18,8 +18,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RendezvousError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 # By address, port and attempt. A process may open its ranks several times: over one store, each time with other keys.
 _stores: dict[tuple[str, int, int], Any] = {}
 _meetings: Counter[tuple[str, int, int]] = Counter()
@@ -39,29 +37,24 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """From torchrun's variables; None outside of torchrun. Raises ConfigError where they contradict each other."""
+        """From torchrun's variables; None outside of torchrun. Raises ConfigError where one is missing."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
-        try:
-            place = cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-                address=environment.get("MASTER_ADDR", ""),
-                port=int(environment.get("MASTER_PORT", "0")),
-                agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            )
-        except ValueError as error:
-            raise ConfigError(f"the environment of a rank is invalid: {error}", remedy="Use torchrun.") from None
-        unset = [name for name in _VARIABLES if name not in environment]
-        if unset or not 0 <= place.rank < place.world_size:
-            wrong = f"not set: {', '.join(unset)}" if unset else "no such rank"
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
             raise ConfigError(
-                f"rank {place.rank} of {place.world_size}: {wrong}",
+                f"rank {rank} of {world_size}: not set: {', '.join(unset)}",
                 remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
             )
-        return place
+        return cls(
+            rank,
+            world_size,
+            local_rank=int(environment.get("LOCAL_RANK", rank)),
+            address=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
 
     @property
     def keeps_store(self) -> bool:

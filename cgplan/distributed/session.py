@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import suppress
 from dataclasses import asdict
 
 from cgplan.captures.together import Together
 from cgplan.config import Config
-from cgplan.distributed.agreement import compare, plan_digest
+from cgplan.distributed.agreement import compare
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
@@ -20,12 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class RankedCapture(Together):
-    """The steps that capture sessions of several ranks take together; one for each session.
-
-    Args:
-        ranks: All ranks.
-        reducer: Whose buffers the graphs read.
-        config: With a budget, ranks agree before and after each key.
+    """The steps that capture sessions of several ranks take together; one for each session, whose graphs read the
+    buffers of ``reducer``. With a budget in ``config``, ranks agree before and after each key.
     """
 
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
@@ -49,8 +46,9 @@ class RankedCapture(Together):
                 "another all-reduce for this model: open_all_reduce().",
             )
         self._reducer.begin_pass()
-        found = self._ranks.agree("beginning the capture", value=({"the plan's hash": plan_digest(plan)}, free))
-        compare([digest for digest, _ in found], "Capture the plan that agree_on_plan returns.")
+        own = {"the plan's hash": hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:12]}
+        found = self._ranks.agree("beginning the capture", value=(own, free))
+        compare([theirs for theirs, _ in found], "Capture the plan that agree_on_plan returns.")
         return min((free for _, free in found if free is not None), default=None)
 
     def any(self, refused: bool, because: BaseException | None = None) -> bool:

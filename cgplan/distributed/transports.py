@@ -1,10 +1,15 @@
-"""Memory of one process that others can read: CUDA IPC, and shared memory on the CPU."""
+"""Memory of one process that others on the same machine can read: CUDA IPC, and shared memory on the CPU.
+
+A transport hands out memory that can be exported (``empty``, [nbytes] uint8, zero, until ``free``), and places tensors
+there (``place``, until ``forget``). ``export`` names the allocation that holds an address; ``open`` maps another
+process's allocation and returns where its base lies here; ``close`` unmaps it, before its owner frees it. No peer may
+have memory open at ``forget`` and ``free``. Calls that fail raise RegistrationError.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,44 +27,10 @@ class ExportedMemory:
     nbytes: int  # of the whole allocation, which a peer maps
 
 
-class MemoryTransport(ABC):
-    """Hands memory of this process to others on the same machine, and opens theirs."""
-
-    @abstractmethod
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory that can be exported, [nbytes] uint8, zero. The transport owns it until ``free``."""
-
-    @abstractmethod
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where any memory can be exported; else memory of the transport with its layout, to which
-        the caller copies the data.
-        """
-
-    @abstractmethod
-    def export(self, address: int) -> ExportedMemory:
-        """The allocation that holds an address. Raises RegistrationError if it cannot be handed to others."""
-
-    @abstractmethod
-    def open(self, memory: ExportedMemory) -> int:
-        """Map another process's allocation; returns where its base lies here. Raises RegistrationError."""
-
-    @abstractmethod
-    def close(self, base: int) -> None:
-        """Unmap an allocation that ``open`` mapped. Its owner must not have freed it yet."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Free the memory of ``place``; no peer may have it open."""
-
-    @abstractmethod
-    def free(self) -> None:
-        """Free all memory of the transport; no peer may have it open."""
-
-
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
-class CudaIpcTransport(MemoryTransport):
+class CudaIpcTransport:
     """Memory of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -126,27 +97,18 @@ _BLOCK_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 
-@dataclass(slots=True, eq=False)
 class _Block:
     """A file of this process without a name, mapped. Tensors on it keep the mapping. ``used``: bytes handed out."""
 
-    memory: mmap.mmap
-    file: int
-    used: int = 0
-
-    @property
-    def base(self) -> int:
-        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-
-    @classmethod
-    def of(cls, nbytes: int) -> _Block:
+    def __init__(self, nbytes: int) -> None:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        file = os.memfd_create("cgplan", os.MFD_CLOEXEC)
-        os.ftruncate(file, nbytes)
-        return cls(mmap.mmap(file, nbytes), file)
+        self.file, self.used = os.memfd_create("cgplan", os.MFD_CLOEXEC), 0
+        os.ftruncate(self.file, nbytes)
+        self.memory = mmap.mmap(self.file, nbytes)
+        self.base = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
 
-class SharedMemoryTransport(MemoryTransport):
+class SharedMemoryTransport:
     """Blocks that other processes of this machine can map."""
 
     def __init__(self) -> None:
@@ -155,14 +117,14 @@ class SharedMemoryTransport(MemoryTransport):
         self._opened: dict[int, mmap.mmap] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        self._own.append(_Block.of(nbytes))
+        self._own.append(_Block(nbytes))
         return torch.frombuffer(self._own[-1].memory, dtype=torch.uint8, count=nbytes)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory in a block, contiguous: an operator's result lies in private memory."""
         size = -(-max(tensor.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         if not self._placed or self._placed[-1].used + size > len(self._placed[-1].memory):
-            self._placed.append(_Block.of(max(size, _BLOCK_BYTES)))
+            self._placed.append(_Block(max(size, _BLOCK_BYTES)))
         block = self._placed[-1]
         with torch.inference_mode(False):
             raw = torch.frombuffer(block.memory, dtype=torch.uint8, count=tensor.nbytes, offset=block.used)
@@ -170,14 +132,10 @@ class SharedMemoryTransport(MemoryTransport):
             return raw.view(tensor.dtype).view(tensor.shape)
 
     def export(self, address: int) -> ExportedMemory:
-        """The block that holds an address, by its owner's descriptor."""
-        for block in (*self._own, *self._placed):
-            offset, nbytes = address - block.base, len(block.memory)
-            if 0 <= offset < nbytes:
-                return ExportedMemory((os.getpid(), block.file, nbytes), offset, nbytes)
-        raise RegistrationError(
-            f"address {address:#x} does not lie in shared memory", remedy="Copy the tensor to where `place` says."
-        )
+        blocks = (*self._own, *self._placed)
+        block = next(block for block in blocks if 0 <= address - block.base < len(block.memory))
+        nbytes = len(block.memory)
+        return ExportedMemory((os.getpid(), block.file, nbytes), address - block.base, nbytes)
 
     def open(self, memory: ExportedMemory) -> int:
         pid, file, nbytes = memory.handle
@@ -197,8 +155,7 @@ class SharedMemoryTransport(MemoryTransport):
         return base
 
     def close(self, base: int) -> None:
-        """Drop the mapping; it goes with the last tensor on it."""
-        del self._opened[base]
+        del self._opened[base]  # the mapping goes with the last tensor on it
 
     def forget(self) -> None:
         _drop(self._placed)
@@ -211,3 +168,6 @@ class SharedMemoryTransport(MemoryTransport):
 def _drop(blocks: list[_Block]) -> None:
     while blocks:
         os.close(blocks.pop().file)
+
+
+MemoryTransport = CudaIpcTransport | SharedMemoryTransport

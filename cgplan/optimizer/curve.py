@@ -23,12 +23,7 @@ WORTH = 1e-4  # relative gain below which graphs are not worth a word
 
 @dataclass(frozen=True)
 class Curve:
-    """The best plans by their number of graphs, if nothing else is limited.
-
-    Attributes:
-        plan: Bounds of a batch, as the keys need them.
-        found: Index k: at most k graphs.
-    """
+    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds of a batch."""
 
     problem: Problem
     plan: Plan
@@ -45,11 +40,9 @@ class Curve:
 
     @property
     def graphs(self) -> int:
-        """The largest number of graphs."""
         return self.found.value.size - 1
 
     def expected_us(self, graphs: int) -> float:
-        """Mean microseconds of a step."""
         return float(self.found.value[graphs]) / self.problem.weight
 
     def fewest(self, expected_us: float) -> int | None:
@@ -67,7 +60,6 @@ class Curve:
         return self.fewest(self.expected_us(self.graphs) * (1 + WORTH)) or 0
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
-        """The keys of chosen candidates, in capture order."""
         return capture_order(
             key_of(lane.lane, int(lane.sizes[index]), self.plan)
             for lane, picked in zip(self.problem.lanes, chosen, strict=True)
@@ -80,7 +72,6 @@ class Curve:
         return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
 
     def point(self, graphs: int | None) -> ParetoPoint | None:
-        """A point with its costs; None for None."""
         if graphs is None:
             return None
         cost = self.price(self.keys_of(self.found.chosen(graphs)))

@@ -33,16 +33,10 @@ class ParetoPoint(Record):
 
 
 class LadderPoint(Record):
-    """A ladder on the same traffic.
+    """A ladder, or the sizes that the configuration lists, on the same traffic; figures as for a ParetoPoint.
 
-    Attributes:
-        name: Of the ladder; ``configured`` for the sizes that the configuration lists.
-        graphs, expected_us, bytes, seconds: As for a ParetoPoint.
-        padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
-        unused: Graphs that run no batch of the traffic.
-        equal: The plan with the fewest graphs that is no slower; None if the curve does not reach that far.
-        alike: The same for a step that is at most 0.1% longer.
-        no_gain: Whether steps are within 1% of the bound: no other sizes make them notably faster.
+    ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no slower, ``alike`` for a
+    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound.
     """
 
     name: str
@@ -58,12 +52,9 @@ class LadderPoint(Record):
 
 
 class SizeUse(LaneRecord):
-    """The steps that one graph of the plan runs, or (mode NONE) the eager steps.
+    """The steps that one graph of ``size`` tokens runs, or (mode NONE, size None) the eager steps.
 
-    Attributes:
-        size: Of the graph, in tokens; None for eager steps.
-        share: Of all steps, from 0 to 1.
-        padding: Share of the tokens it runs which are padding, from 0 to 1.
+    ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1.
     """
 
     size: int | None
@@ -97,26 +88,19 @@ class Evidence(Record):
     """Everything that a plan's report shows.
 
     Attributes:
-        traffic_source, traffic_weight, traffic_notes: The traffic that the plan is for.
-        times_source, times_notes: Where the step times come from.
-        costs_source, costs_estimated, costs_notes: Where memory and seconds come from, and why they may be other ones
-            than this configuration's; None: not known.
+        costs_source, costs_notes: Where memory and seconds come from, and how they may differ from this
+            configuration's; None: not known, as ``bytes`` and ``seconds`` then.
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
-        graphs, bytes, seconds: Of the plan; bytes and seconds None where costs are not known.
-        expected_us: Mean microseconds of a step.
         lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step.
         gap: (plan - lower bound) / lower bound of the mean step.
         exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule`` names apart.
-        binding: The limits that the next better plan breaks; empty if none does.
-        next_graph: Worth of one more; None if the curve ends there.
-        lanes, uses: Sizes of the plan, and the steps that each graph runs.
+        binding: The limits that the next better plan breaks.
+        next_graph: None if the curve ends there.
         pareto: From one graph to where more bring nothing.
-        ladders: Those that fit the configuration.
         padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
         left_out: Sizes of the configured list or ladder that the plan does not have.
-        failed: Keys that could not be captured, with the error; the plan does without them.
-        not_worth: Where graphs bring nothing.
+        failed: Keys that could not be captured, with the error.
         notes, warnings, verdict: Assumptions of the planner, lint, and a summary in one sentence.
     """
 

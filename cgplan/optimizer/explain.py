@@ -22,10 +22,10 @@ from cgplan.optimizer.evidence import (
     SizeUse,
 )
 from cgplan.optimizer.lanes import Run, lanes_of, largest_of, stride_of
-from cgplan.optimizer.lint import count, lint, milliseconds
+from cgplan.optimizer.lint import count, lint
 from cgplan.optimizer.search import MOST, Best
 from cgplan.planning.plan import Lane, LeftOut, Plan, capture_order
-from cgplan.units import format_bytes
+from cgplan.units import format_bytes, format_microseconds
 
 ALIKE = 1e-3  # relative difference between steps that count as equally long
 EXACT = 1e-6  # relative gap that counts as none
@@ -42,10 +42,7 @@ class Case:
     """A plan, and all that it was made from.
 
     Attributes:
-        plan: With the budget of its configuration.
-        curve: The best plans by their number of graphs, and the costs of graphs.
         bounded: Whether the budget limits the search.
-        best: The answer of the search.
         run: Traffic run through the plan.
         failed: Keys that the plan does without, and why they could not be captured.
         ladders: Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes that it lists.
@@ -62,7 +59,6 @@ class Case:
     asked: str
 
     def evidence(self) -> Evidence:
-        """Everything that a report shows of the plan."""
         plan, curve, run, problem, costs = self.plan, self.curve, self.run, self.curve.problem, self.curve.costs
         expected = run.expected_us
         lower = min(self.best.bound / problem.weight, expected)
@@ -93,7 +89,7 @@ class Case:
             ladders=ladders,
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
-            warnings=(*self._unbounded_warning(), *lint(plan, run)),
+            warnings=(*filter(None, [self._unbounded_warning]), *lint(plan, run)),
             verdict=self._verdict(ladders),
             costs_notes=() if costs is None else costs.notes,
             unbounded=self._unbounded,
@@ -107,22 +103,18 @@ class Case:
         return self.best.least <= self.best.bound * (1 + EXACT)
 
     @property
-    def _budget(self) -> dict[str, Any]:
-        return self.plan.budget or {}
-
-    @property
     def _unbounded(self) -> tuple[Limit, ...]:
         limits: tuple[Limit, ...] = ("memory", "capture_time")
-        return tuple(name for name in limits if name in self._budget and self.curve.costs is None)
+        return tuple(name for name in limits if name in self.plan.budget and self.curve.costs is None)
 
-    def _unbounded_warning(self) -> Iterator[str]:
-        if self._unbounded:
-            names = " and ".join(f"budget.{name}" for name in self._unbounded)
-            yield (
-                f"{names} did not bound this plan: what graphs cost is not known. Give --costs FILE (a capture "
-                "report), --costs estimate or --costs measure; without it they bound the capture alone, which drops "
-                "what does not fit"
-            )
+    @property
+    def _unbounded_warning(self) -> str:
+        names = " and ".join(f"budget.{name}" for name in self._unbounded)
+        return names and (
+            f"{names} did not bound this plan: what graphs cost is not known. Give --costs FILE (a capture report), "
+            "--costs estimate or --costs measure; without it they bound the capture alone, which drops what does "
+            "not fit"
+        )
 
     @property
     def _planned_cases(self) -> tuple[int, ...]:
@@ -167,23 +159,19 @@ class Case:
                 yield key, RULE if not self.bounded else NO_GRAPH_GAIN if self._exact else UNPROVEN
 
     def _broken(self, keys: Sequence[Key]) -> tuple[Limit, ...]:
-        cost = self.curve.price(capture_order(keys))
-        spent: dict[Limit, Any] = {
-            "max_graphs": len(keys), "memory": cost["bytes"], "capture_time": cost["seconds"]
-        }  # fmt: skip
-        return tuple(name for name, used in spent.items() if used is not None and used > self._budget.get(name, np.inf))
+        cost, budget = self.curve.price(capture_order(keys)), self.plan.budget
+        spent: dict[Limit, Any]
+        spent = {"max_graphs": len(keys), "memory": cost["bytes"], "capture_time": cost["seconds"]}
+        return tuple(name for name, used in spent.items() if used is not None and used > budget.get(name, np.inf))
 
     def _rule(self) -> str:
         if not self.bounded:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
             return f"{why}: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
-        write: dict[str, Callable[[Any], str]] = {
-            "max_graphs": str,
-            "memory": format_bytes,
-            "capture_time": "{:.4g} s".format,
-        }
-        known = [name for name in write if name in self._budget and name not in self._unbounded]
-        given = ", ".join(f"{name} {write[name](self._budget[name])}" for name in known)
+        write: dict[str, Callable[[Any], str]]
+        write = {"max_graphs": str, "memory": format_bytes, "capture_time": "{:.4g} s".format}
+        known = [name for name in write if name in self.plan.budget and name not in self._unbounded]
+        given = ", ".join(f"{name} {write[name](self.plan.budget[name])}" for name in known)
         return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
 
     def _binding(self) -> tuple[Limit, ...]:
@@ -227,7 +215,7 @@ class Case:
             )
         if max(plan.lora_cases) > 0 and not any(curve.num_active_loras for curve in times.curves):
             yield f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
-        if self._budget.get("max_graphs", 0) > MOST:
+        if plan.budget.get("max_graphs", 0) > MOST:
             yield f"no more than {MOST} graphs were planned for"
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
@@ -240,7 +228,7 @@ class Case:
         if not self.plan.keys:
             return "no graph brings anything: eager steps take no longer, or the budget pays for none that saves time"
         if ladder is None:
-            return f"{milliseconds(expected)} a step with {graphs}"
+            return f"{format_microseconds(expected)} a step with {graphs}"
         whose = "the configured sizes'" if ladder.name == "configured" else f"the {ladder.name} ladder's"
         theirs = f"with {whose} {count(ladder.graphs, 'graph')}"
         change = expected / ladder.expected_us - 1
@@ -258,7 +246,6 @@ class Case:
 
 
 def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:
-    """Keys with their reasons, those of a lane with the same reason together."""
     found: dict[tuple[Lane, str], list[int]] = {}
     for key, reason in reasons:
         found.setdefault((Lane.of(*key), reason), []).append(key[1].num_tokens)

@@ -26,17 +26,14 @@ def lanes_of(mode: CUDAGraphMode, lora_cases: Sequence[int]) -> tuple[Lane, ...]
 
 
 def may_serve(lane: Lane, batch: StepShape) -> bool:
-    """Whether the lane's graphs can run such a batch at all, if one is large enough."""
     return (batch.uniform or not lane.uniform) and lane.num_active_loras >= batch.num_active_loras
 
 
 def stride_of(lane: Lane, plan: Plan) -> int:
-    """Tokens that sizes of a lane are multiples of."""
     return plan.query_len if lane.uniform else 1
 
 
 def largest_of(lane: Lane, plan: Plan) -> int:
-    """The largest capture size of a lane within the plan's bounds of a batch."""
     limit, stride = plan.max_num_batched_tokens, stride_of(lane, plan)
     if lane.uniform:
         limit = min(limit, stride * plan.max_num_seqs)
@@ -44,7 +41,6 @@ def largest_of(lane: Lane, plan: Plan) -> int:
 
 
 def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
-    """The key of a lane's graph for this size, within the plan's bounds of a batch."""
     piecewise, case = lane.mode is CUDAGraphMode.PIECEWISE, lane.num_active_loras
     reqs = None if piecewise else min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)
     return lane.mode, BatchDescriptor(num_tokens, reqs, lane.uniform, case > 0, case)
@@ -52,14 +48,9 @@ def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The batches that one graph runs, or that run eagerly (lane EAGER, size None).
+    """The batches that one graph runs, or that run eagerly (lane EAGER, size None): sums over them, by their weights.
 
-    Attributes:
-        lane, size: The graph; size in tokens.
-        weight: Of the batches that it runs.
-        tokens: Tokens of those batches, times their weights.
-        microseconds: Time of those steps, times their weights.
-        unpadded: The same if each ran at its own size.
+    ``unpadded``: microseconds if each ran at its own size.
     """
 
     lane: Lane
@@ -122,7 +113,6 @@ class Run:
 
     @property
     def expected_us(self) -> float:
-        """Mean microseconds of a step."""
         return self._total / float(self._weight.sum())
 
     @property

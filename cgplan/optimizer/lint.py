@@ -9,7 +9,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run, lanes_of, largest_of, may_serve, stride_of
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape
-from cgplan.units import listed
+from cgplan.units import format_microseconds, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 WIDE = 0.25  # padding, as a share of the tokens that run
@@ -24,7 +24,6 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),
-        *_unreachable_sizes(plan),
         *_uneven_sizes(plan),
         *_lora_cases(plan, run),
         *_wide_steps(run),
@@ -34,7 +33,7 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
 
 def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
     """Warnings about a plan that was not made for traffic: its sizes alone are known."""
-    return (*_uncaptured_decode(plan), *_unreachable_sizes(plan), *_uneven_sizes(plan), *_sparse_steps(plan))
+    return (*_uncaptured_decode(plan), *_uneven_sizes(plan), *_sparse_steps(plan))
 
 
 def _uncaptured_decode(plan: Plan) -> Iterator[str]:
@@ -110,7 +109,7 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     graph = run.times.of(lane.mode, tokens, lane.num_active_loras)
     if eager <= CLIFF * graph:
         return None
-    return f"{milliseconds(eager)} eagerly, {milliseconds(graph)} in a {lane.mode} graph"
+    return f"{format_microseconds(eager)} eagerly, {format_microseconds(graph)} in a {lane.mode} graph"
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
@@ -127,35 +126,21 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
             )
 
 
-def _unreachable_sizes(plan: Plan) -> Iterator[str]:
-    """Sizes that no batch is padded to: none lies between the next smaller size and them."""
-    for lane, sizes in plan.lanes().items():
-        stride, most = stride_of(lane, plan), largest_of(lane, plan)
-        dead = [size for below, size in pairwise((0, *sizes)) if min(size, most) // stride <= below // stride]
-        if dead:
-            batches = f"multiples of {stride}" if stride > 1 else "batches"
-            yield (
-                f"no batch reaches the {count(len(dead), 'graph')} of lane {lane} at {listed(dead)} tokens: it runs "
-                f"{batches} up to {most}"
-            )
-
-
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
-    q, given = plan.query_len, (plan.config or {}).get("compilation", {}).get("cudagraph_capture_sizes")
-    if uneven := sorted({key.num_tokens for _, key in plan.keys if key.uniform and key.num_tokens % q}):
-        yield f"sizes {listed(uneven)} of uniform decode are not multiples of {q}, its tokens a request"
-    if isinstance(given, list) and plan.mode.decode_mode() is CUDAGraphMode.FULL:
-        most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
-        rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
-        there = sorted({up for up in rounded.values() if up <= most})
-        dropped = [size for size, up in rounded.items() if up > most]
-        parts = [f"captured at {listed(there)} instead"] if there else []
-        parts += [f"dropped at {listed(dropped)}, where the next multiple is above the largest"] if dropped else []
-        if rounded:
-            yield (
-                f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a "
-                f"list they are {' and '.join(parts)}"
-            )
+    q, given = plan.query_len, plan.config["compilation"]["cudagraph_capture_sizes"]
+    if not isinstance(given, list) or plan.mode.decode_mode() is not CUDAGraphMode.FULL:
+        return
+    most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
+    rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
+    there = sorted({up for up in rounded.values() if up <= most})
+    dropped = [size for size, up in rounded.items() if up > most]
+    parts = [f"captured at {listed(there)} instead"] if there else []
+    parts += [f"dropped at {listed(dropped)}, where the next multiple is above the largest"] if dropped else []
+    if parts:
+        yield (
+            f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a "
+            f"list they are {' and '.join(parts)}"
+        )
 
 
 def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
@@ -187,7 +172,7 @@ def _wide_steps(run: Run) -> Iterator[str]:
             yield (
                 f"{use.lane} at {use.size} tokens: {use.padding:.0%} of what runs is padding, in {share:.1%} of the "
                 f"steps; its batches have {use.tokens / use.weight:.4g} tokens on average, and would take "
-                f"{milliseconds(lost / use.weight)} less at their own sizes"
+                f"{format_microseconds(lost / use.weight)} less at their own sizes"
             )
 
 
@@ -202,12 +187,6 @@ def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
             absent = not any(batch.uniform is uniform for batch, _ in run.traffic.histogram)
             if absent and runtime is not CUDAGraphMode.NONE:
                 yield f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode {plan.mode} are for those"
-
-
-def milliseconds(microseconds: float) -> str:
-    """``4740.0`` -> ``4.74 ms``; three digits, or all before the point."""
-    value = microseconds / 1000
-    return f"{value:.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
 def count(number: int, what: str) -> str:

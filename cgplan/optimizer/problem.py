@@ -68,7 +68,7 @@ class Problem:
     """Everything that a search needs to know.
 
     Attributes:
-        lanes: Candidates of each lane, in the order in which lanes are tried; the last one serves every demand.
+        lanes: In the order in which they are tried; the last one serves every demand.
         demands: Batches that a graph may serve.
         eager_us: Weight times microseconds of the batches that none may serve.
         weight: Of all batches.
@@ -89,7 +89,6 @@ class Problem:
 
     @property
     def eager_total(self) -> float:
-        """Microseconds without graphs, times weight."""
         return self.eager_us + sum(float(demand.eager[-1]) for demand in self.demands)
 
     @cached_property
@@ -119,7 +118,7 @@ class Problem:
         return total
 
     def costs_of(self, chosen: Sequence[Sequence[int]]) -> tuple[int, float, float]:
-        """Graphs, bytes and seconds of the chosen candidates of each lane."""
+        """Graphs, bytes and seconds."""
         picked = [(lane, list(sizes)) for lane, sizes in zip(self.lanes, chosen, strict=True) if sizes]
         if not picked:
             return 0, 0.0, 0.0

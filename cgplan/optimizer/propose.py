@@ -22,6 +22,7 @@ from cgplan.planning.costs import GraphCosts, Record
 from cgplan.planning.plan import PLANNED_FOR, Lane, Plan, capture_config, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
+from cgplan.units import format_bytes
 
 
 class Proposal(Record):
@@ -47,12 +48,8 @@ def propose(
     LoRA cases whose step times are not told apart are planned as one, the largest of them. A key counts as one graph,
     also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a capture, not a plan.
 
-    Args:
-        config: Mode, bounds of a batch, LoRA, budget; its capture sizes are only compared with.
-        traffic: The batches to plan for.
-        times: How long steps take.
-        costs: Memory and seconds of graphs; None: not known, so that only ``budget.max_graphs`` bounds the plan.
-        failed: Keys that could not be captured, and why: the plan does without them, and says so.
+    The capture sizes of ``config`` are only compared with. Without ``costs``, only ``budget.max_graphs`` bounds the
+    plan. Keys in ``failed`` could not be captured, with the reason: the plan does without them, and says so.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does.
@@ -127,7 +124,7 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     ((mode, descriptor),) = curve.keys_of(single)
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
-        wrong.append(f"budget.memory is {_in_bytes(limits.memory)}")
+        wrong.append(f"budget.memory is {format_bytes(int(limits.memory))}")
         unit, name = (2**10, "KiB") if memory < 2**20 else (2**20, "MiB")
         enough.append(f"budget.memory to {-(-memory // unit):.0f}{name}")
     if limits.seconds is not None and seconds > limits.seconds:
@@ -135,14 +132,9 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {_in_bytes(memory)} (pool, "
+        f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {format_bytes(int(memory))} (pool, "
         f"static buffers, workspaces and driver) and {seconds:.3g} s; by costs {curve.costs.source}, between and "
         "beyond whose sizes they are interpolated",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )
-
-
-def _in_bytes(amount: float) -> str:
-    unit, name = next(((u, n) for u, n in ((2**20, "MiB"), (2**10, "KiB")) if amount >= u), (1, "bytes"))
-    return f"{amount / unit:.4g} {name}"

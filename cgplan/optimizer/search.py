@@ -57,7 +57,6 @@ class Limits:
     seconds: float | None = None
 
     def pays_for(self, graphs: int, memory: float, seconds: float) -> bool:
-        """Whether a plan with these costs is within the limits."""
         return (
             graphs <= self.graphs
             and (self.memory is None or memory <= self.memory * (1 + ROUNDING))
@@ -67,10 +66,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Best:
-    """The best plan that was found within the limits.
+    """A plan within the limits.
 
     Attributes:
-        chosen: Candidates of each lane, ascending, as indices.
+        chosen: Candidates of each lane.
         least: Microseconds, times weight, of the best plan that was found, which may have a few graphs more.
         bound: No plan within the limits is below it.
     """
@@ -80,7 +79,7 @@ class Best:
     bound: float
 
 
-def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effort: int = EFFORT) -> Best:
+def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0) -> Best:
     """The best plan within the limits; of those within ``tolerance`` (relative) of it, the one with the fewest graphs.
 
     Exact with one lane, and with two as long as the effort lasts, if only the number of graphs is limited or all keys
@@ -98,7 +97,7 @@ def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effor
     limits = replace(
         limits, graphs=bisect_left(numbers, True, key=lambda k: not limits.pays_for(k, *problem.cheapest(k)))
     )
-    found = Search(problem, limits, effort=effort)
+    found = Search(problem, limits)
     enough = found.value <= found.value[-1] * (1 + max(tolerance, PROVEN))
     chosen, bound = found.chosen(int(np.flatnonzero(enough)[0])), float(found.bound[-1])
     if pays(chosen):
@@ -106,7 +105,7 @@ def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0, effor
     best: Chosen = ((),) * len(problem.lanes)
     low, high, rate = 0.0, np.inf, 0.01
     for _ in range(SWEEPS):
-        found = Search(problem, limits, rate=rate, effort=effort // SWEEPS)
+        found = Search(problem, limits, rate=rate, effort=EFFORT // SWEEPS)
         bound = max(bound, float(found.bound[-1]) - found.budget_price)
         graphs = paid(found)
         best = min(best, found.chosen(graphs), key=problem.total_of)
@@ -148,8 +147,7 @@ class Search:
     """The best plans within the limits, by their number of graphs: index k means at most k.
 
     Args:
-        problem: Candidates and demands.
-        limits: Of the budget; if keys of a mode differ in cost, the cheapest counts.
+        limits: If keys of a mode differ in cost, the cheapest counts.
         rate: Price on bytes and seconds: of a whole limit, as a share of the microseconds that graphs can save.
         curve: Whether to prove every number of graphs, to 0.05%, or the largest alone.
         effort: Candidates times graphs times ends to try, about.
@@ -198,7 +196,6 @@ class Search:
             self.bound = np.minimum(self.value, floor)
 
     def chosen(self, graphs: int) -> Chosen:
-        """Candidates of each lane in the best plan found of at most so many graphs."""
         corner = self._best[graphs]
         if corner is None:
             return ((),) * len(self._problem.lanes)
@@ -284,7 +281,6 @@ class Search:
         return np.asarray(np.minimum.accumulate(total))
 
     def _try(self, tried: Sequence[tuple[int, ...]]) -> list[_Corner]:
-        """The best plans with these ends of the lanes but the last."""
         problem, corners, paths = self._problem, list[_Corner](), list[list[Paths]]()
         passed = np.zeros((len(tried), len(problem.demands)), dtype=np.int64)  # tokens that earlier lanes hold
         for lane in range(len(problem.lanes)):

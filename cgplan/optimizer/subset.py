@@ -80,12 +80,8 @@ def within_count(plan: Plan, config: Config) -> Plan:
 
 
 def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
-    """At most so many of these keys, in their order, see Note [Spread].
-
-    Args:
-        plan: Its keys, and the tokens of a request in uniform decode.
-        keys: Those of the plan, or the rest of them without the largest sizes of some lanes.
-        most: How many to keep.
+    """At most so many of ``keys`` (the plan's, or the rest of them without the largest of some lanes), in their order,
+    see Note [Spread].
     """
     if len(keys) <= most:
         return tuple(keys)

@@ -208,9 +208,9 @@ def _runs(nodes: Iterable[fx.Node], splitting: Collection[fx.Node]) -> list[_Run
 def _works(node: fx.Node) -> bool:
     """Whether a node launches something: not a view, a size or an allocation."""
     name, target = operator_name(node) or "", node.target
-    packet = getattr(target, "overloadpacket", target)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
-    called: list[Any] = [target] if packet is not target else [getattr(packet, o) for o in overloads]
+    called: list[Any] = [target] if isinstance(target, torch._ops.OpOverload) else []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        called = [getattr(target, overload) for overload in target.overloads()]
     if any(o._schema.is_mutable and not any(a.is_out for a in o._schema.arguments) for o in called):
         return True
     bare = name.partition("::")[2]

@@ -205,15 +205,17 @@ def compile_piecewise(
     if isinstance(config, Mapping):
         config = validate_config(dict(config))
     compilation = config.compilation
-    mode, way = compilation.cudagraph_mode, compilation.piecewise
     is_own = "cudagraph_mode" in compilation.model_fields_set  # the default is a session's
-    found = f"cudagraph_mode is {mode}" if is_own and not mode.has_mode(CUDAGraphMode.PIECEWISE) else ""
-    found = found or ("splitting_modules are given" if compilation.splitting_modules else "")
-    found = found or (f"piecewise is {way}" if way not in ("auto", "ops") else "")
-    if found:
+    refused = {
+        "cudagraph_mode": is_own and not compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE),
+        "splitting_modules": bool(compilation.splitting_modules),
+        "piecewise": compilation.piecewise not in ("auto", "ops"),
+    }
+    for name in (name for name, is_refused in refused.items() if is_refused):
         raise ConfigError(
-            f"compile_piecewise splits at operators and captures PIECEWISE graphs, but compilation.{found}",
-            remedy="Leave it out, or use cgplan.capture, which knows all modes and ways.",
+            "compile_piecewise splits at operators and captures PIECEWISE graphs, but "
+            f"compilation.{name} is {getattr(compilation, name)}",
+            remedy="Leave it out, or use cgplan.capture, which knows all modes and routes.",
         )
     return PiecewiseModel(model, config, backend or select_backend(config.device))
 

@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from string import ascii_uppercase
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import OutputPathError
+from cgplan.reports.layout import counted
 from cgplan.units import format_microseconds
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png")
 TEXT_ROWS = 14
-LEGEND_MARKS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MOST_BARS = 24
 _MARGIN = 10  # columns left of the axis
 
@@ -40,9 +41,8 @@ class Bar(NamedTuple):
 
 def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
     """The curve in ASCII over a logarithmic axis of graphs, with a letter for each place that has points."""
-    points = plot.points[: len(LEGEND_MARKS)]
-    every_x = sorted({graphs for graphs, _ in (*plot.curve, *(point[1:] for point in points))})
-    every_y = [microseconds for _, microseconds in (*plot.curve, *(point[1:] for point in points))]
+    every = [*plot.curve, *((graphs, microseconds) for _, graphs, microseconds in plot.points)]
+    every_x, every_y = sorted({graphs for graphs, _ in every}), [microseconds for _, microseconds in every]
     columns = width - _MARGIN - 2
     low, high = min(every_y), max(every_y)
 
@@ -58,13 +58,12 @@ def pareto_text(plot: ParetoPlot, width: int = 80) -> str:
         grid[row][column] = "*"
     first: dict[tuple[int, int], tuple[str, str]] = {}  # letter and name of the first point at a place
     legend = [("*", "the best with so many graphs, expected step time")]
-    for name, graphs, microseconds in points:
+    for name, graphs, microseconds in plot.points:
         at = place(graphs, microseconds)
         shared = f" (the same place as {first[at][1]})" if at in first else ""
-        mark, _ = first.setdefault(at, (LEGEND_MARKS[len(first)], name))
+        mark, _ = first.setdefault(at, (ascii_uppercase[len(first)], name))
         grid[at[0]][at[1]] = mark
-        counted = "1 graph" if graphs == 1 else f"{graphs} graphs"
-        legend.append((mark, f"{name}: {counted}, {format_microseconds(microseconds)}{shared}"))
+        legend.append((mark, f"{name}: {counted(graphs, 'graph')}, {format_microseconds(microseconds)}{shared}"))
     labels = {0: format_microseconds(high), TEXT_ROWS - 1: format_microseconds(low)}
     lines = [f"{labels.get(i, ''):>{_MARGIN}} |{''.join(cells)}".rstrip() for i, cells in enumerate(grid)]
     lines.append(f"{'':>{_MARGIN}} +{'-' * columns}")
@@ -87,18 +86,16 @@ def _ticks(values: Sequence[tuple[int, int]], columns: int) -> str:
 
 def padding_text(bars: Sequence[Bar], width: int = 80) -> str:
     """One bar a size, as long as its share of padding; of too many bars those with the largest shares of steps."""
-    has_steps = bars[0].steps is not None
-    weights = [bar.padding if bar.steps is None else bar.steps for bar in bars]
-    largest = sorted(range(len(bars)), key=lambda index: -weights[index])[:MOST_BARS]
-    shown = [bars[index] for index in sorted(largest)]
-    names = max(len("size"), *(len(bar.name) for bar in shown))
-    longest = max(width - names - (18 if has_steps else 9) - 3, 10)
-    lines = [f"{'size':>{names}}  {'steps':>7}{'padding':>9}" if has_steps else f"{'size':>{names}}  padding"]
-    for bar in shown:
-        steps = "" if bar.steps is None else f"{bar.steps:>7.1%}  "
-        lines.append(f"{bar.name:>{names}}  {steps}{bar.padding:>7.1%}  {'#' * round(bar.padding * longest)}".rstrip())
+    steps = [bar.steps or 0.0 for bar in bars]
+    shown = sorted(sorted(range(len(bars)), key=lambda index: -steps[index])[:MOST_BARS])
+    names = max(len("size"), *(len(bars[index].name) for index in shown))
+    lines = [f"{'size':>{names}}  {'steps':>7}{'padding':>9}"]
+    for index in shown:
+        name, padding, _ = bars[index]
+        drawn = "#" * round(padding * max(width - names - 21, 10))
+        lines.append(f"{name:>{names}}  {steps[index]:>7.1%}  {padding:>7.1%}  {drawn}".rstrip())
     if len(shown) < len(bars):
-        lines.append(f"and {len(bars) - len(shown)} more, {'with fewer steps' if has_steps else 'with less padding'}")
+        lines.append(f"and {len(bars) - len(shown)} more, with fewer steps")
     return "\n".join(lines)
 
 

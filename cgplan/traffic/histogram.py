@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -81,19 +81,6 @@ class Traffic(Record):
     def total(self) -> float:
         """Sum of all weights: the number of steps, where weights are counts."""
         return sum(weight for _, weight in self.histogram)
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the largest step."""
-        return max(shape.num_tokens for shape, _ in self.histogram)
-
-    def by_tokens(self, **fields: Any) -> dict[int, float]:
-        """Weight by number of tokens, ascending, of the steps whose fields have these values."""
-        found: dict[int, float] = {}
-        for shape, weight in self.histogram:
-            if all(getattr(shape, name) == value for name, value in fields.items()):
-                found[shape.num_tokens] = found.get(shape.num_tokens, 0.0) + weight
-        return found
 
 
 class StepCounts:

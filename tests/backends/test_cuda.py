@@ -100,8 +100,6 @@ def test_a_step_of_a_capture_that_fails(
     graph.graph = Failing(graph.graph, method, error, works=works)
     with cuda.session(), torch.no_grad(), pytest.raises(kind, match=said):
         captures(cuda, graph, x)
-    with pytest.raises(CaptureError, match="was not captured"):
-        cuda.replay(graph)
     assert back_at(cuda, before)
     assert cuda.pool_bytes(pool) == 0
     works_as_before(cuda, before)

@@ -39,7 +39,6 @@ def test_plan_prices_graphs_by_a_report(home: Path) -> None:
 @pytest.mark.parametrize(
     ("measured", "planned", "missing"),
     [
-        ("PIECEWISE", "FULL", "FULL"),
         ("FULL", "FULL_AND_PIECEWISE", "PIECEWISE"),
         ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"),
     ],

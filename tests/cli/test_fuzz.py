@@ -62,14 +62,14 @@ def cases(rng: random.Random, folder: Path) -> Iterator[list[str]]:
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "configs").glob("*.yaml"))]
     config, report = folder / "c.yaml", folder / "r.json"
     names = [(section, getattr(info.annotation, "model_fields", {})) for section, info in Config.model_fields.items()]
-    for _ in range(30):
+    for _ in range(20):
         given = mutated(yaml.safe_load(rng.choice(texts)), rng)
         section, fields = rng.choice([(name, list(fields)) for name, fields in names if fields])
         if isinstance(given.get(section, {}), dict) and rng.random() < 0.5:
             given[section] = {**given.get(section, {}), rng.choice(fields): rng.choice(ODD)}
         config.write_text(yaml.safe_dump(given), encoding="utf-8")
         yield ["inspect", "--config", str(config)]
-    for _ in range(30):
+    for _ in range(20):
         text = rng.choice(texts)
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(text))

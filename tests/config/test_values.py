@@ -12,9 +12,8 @@ from cgplan.config import load_config, validate_config
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("2GiB", 2 << 30), ("512MiB", 512 << 20), ("1.5 KiB", 1536), ("2GB", 2 * 10**9), ("3 MB", 3 * 10**6),
-        ("7kB", 7000), ("10 B", 10), ("10", 10), ("' 2gib '", 2 << 30), ("1_000", 1000), ("4.0", 4),
-        ("0.1GiB", 107374182),
+        ("512MiB", 512 << 20), ("1.5 KiB", 1536), ("2GB", 2 * 10**9), ("7kB", 7000), ("10 B", 10), ("10", 10),
+        ("' 2gib '", 2 << 30), ("0.1GiB", 107374182),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("section", "key"), [("budget", "memory"), ("compilation", "state_copy")])
@@ -26,7 +25,7 @@ def test_bytes_have_units(write: Any, text: str, size: int, section: str, key: s
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30s", 30), ("2min", 120), ("500 ms", 0.5), ("0.1s", 0.1), ("45", 45), ("1.5", 1.5), ("2 MIN", 120)],
+    [("30s", 30), ("500 ms", 0.5), ("1.5", 1.5), ("2 MIN", 120)],
 )
 def test_times_have_units(write: Any, text: str, seconds: float) -> None:
     config = load_config(write(f"budget: {{capture_time: {text}}}\n"))

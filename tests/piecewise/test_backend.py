@@ -84,7 +84,7 @@ def captured(block: Callable[[BreakableCUDAGraphCapture], object], pool: Any = N
 CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "no such section": (lambda: compile_piecewise(Model(), {"compilatoin": {}}), ConfigError, "mean 'compilation'"),
     "the mode FULL": (lambda: told(cudagraph_mode="FULL"), ConfigError, "but compilation.cudagraph_mode is FULL"),
-    "modules": (lambda: told(splitting_modules=["*"]), ConfigError, "but compilation.splitting_modules are given"),
+    "modules": (lambda: told(splitting_modules=["*"]), ConfigError, "but compilation.splitting_modules is"),
     "wrappers": (lambda: told(piecewise="wrappers"), ConfigError, "compilation.piecewise is wrappers"),
     "compiled twice": (lambda: compile_piecewise(compiled(), CONFIG), ModelError, "compile_piecewise before"),
     "no input": (lambda: compiled()(), InputError, "'x' is missing"),

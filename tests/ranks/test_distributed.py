@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,7 @@ from cgplan.config import DistributedConfig
 from cgplan.distributed import open_ranks
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.rendezvous import Place, Presence, check_devices
-from cgplan.distributed.transports import SharedMemoryTransport
-from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, RankMismatchError, RegistrationError
+from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, RankMismatchError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import build_plan, config_hash
@@ -65,9 +63,9 @@ def test_the_custom_all_reduce_says_once_what_it_leaves_to_others() -> None:
     for rank, (name, said, sums) in enumerate(values(run_ranks(2, programs.choice, "custom"))):
         assert (name, sums) == ("custom", SUMS)
         assert said == ([] if rank else [
-            "custom all-reduce: 12 bytes are not a multiple of 16; nccl does it",
+            "custom all-reduce: a tensor's bytes are not a multiple of 16; nccl does it",
             "custom all-reduce: torch.int64 is none of float32, float16, bfloat16; nccl does it",
-            "custom all-reduce: 256 KiB are more than distributed.all_reduce_max_size; nccl does it",
+            "custom all-reduce: a tensor has more than distributed.all_reduce_max_size, 64.0 KiB; nccl does it",
         ])  # fmt: skip
 
 
@@ -171,11 +169,6 @@ def test_devices_that_can_be() -> None:
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2: not set: MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "rank 0 of 2: not set: MASTER_PORT"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "rank 2 of 2: no such rank"),
-        (
-            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "of a rank is invalid",
-        ),
     ],
 )
 def test_environments_that_are_invalid(environment: dict[str, str], words: str) -> None:
@@ -196,20 +189,6 @@ def test_one_process_has_no_ranks() -> None:
     assert Place.from_environment({}) is None
     alone = Place(0, 1, 0, "127.0.0.1", 1)
     assert open_ranks(DistributedConfig(), "cpu", place=alone) is None
-
-
-def test_an_address_outside_of_shared_memory_cannot_be_exported() -> None:
-    transport = SharedMemoryTransport()
-    inside = transport.place(torch.ones(3, 4))
-    found = transport.export(inside.data_ptr() + 16)
-    assert found.offset == 16
-    with pytest.raises(RegistrationError, match="does not lie in shared memory"):
-        transport.export(torch.ones(3).data_ptr())
-    base = transport.open(found)
-    inside.copy_(torch.arange(12.0).view(3, 4))
-    assert (ctypes.c_float * 12).from_address(base)[:] == list(range(12)), "one memory, seen at two addresses"
-    transport.close(base)
-    transport.free()
 
 
 def test_the_report_has_a_row_for_each_rank_and_one_for_all() -> None:
