@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
 from cgplan.backends import select_backend
@@ -24,7 +25,7 @@ def capture(
     model: Callable[..., Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
     *,
-    config: Config | str | Path | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     metadata: Mapping[str, Any] | None = None,
     compilation: Section | None = None,
     scheduler: Section | None = None,
@@ -32,7 +33,7 @@ def capture(
     speculative: Section | None = None,
     report: Section | None = None,
     budget: Section | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     output_rows: str | None = None,
     state: Sequence[object] | None = None,
     progress: Callable[[CaptureProgress], None] | None = None,
@@ -49,7 +50,7 @@ def capture(
         model: Any callable or nn.Module, on the device already; it is called with the inputs by name. Absent: the
             configuration's ``model.target``.
         inputs: ``cgplan.Input`` by name, one for each argument of the forward.
-        config: A configuration, or the path of its file, in place of all sections.
+        config: A configuration, a mapping like its file, or the file's path, in place of all sections.
         metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
         compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
@@ -81,12 +82,14 @@ def capture(
         raise ConfigError(
             f"config and {', '.join(given)} were both given", remedy="Put the sections into the configuration."
         )
-    folder = None if config is None or isinstance(config, Config) else Path(config).parent
+    folder = Path(config).parent if isinstance(config, str | Path) else None
     if config is None:
         config = validate_config({"model": {}, "device": device or "auto", **given})
+    elif isinstance(config, Mapping):
+        config = validate_config(config)
     elif not isinstance(config, Config):
         config = load_config(config)
-    config = config.model_copy(update={"device": device or config.device})
+    config = config.model_copy(update={"device": str(device or config.device)})
     plan, backend = build_plan(config), select_backend(config.device)
     if model is None:
         if config.model is None or config.model.target is None:

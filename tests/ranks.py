@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -137,9 +136,3 @@ def values(outcomes: list[Outcome]) -> list[Any]:
         assert not outcome.error, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]
-
-
-def shared_segments() -> set[str]:
-    """Names of the POSIX shared memory segments of this machine."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()

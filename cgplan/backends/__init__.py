@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from cgplan.backends.backend import GraphBackend, MemoryReading
+from cgplan.errors import BackendError
 
 
 def select_backend(device: str = "auto") -> GraphBackend:
     """Backend for ``auto`` (a GPU if torch sees one), ``cuda``, ``cuda:N`` or ``cpu``.
 
-    Raises BackendError if a GPU is asked for and none is there.
+    Raises BackendError for other devices, and if a GPU is asked for and none is there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,6 +19,8 @@ def select_backend(device: str = "auto") -> GraphBackend:
         from cgplan.backends.tape import TapeBackend
 
         return TapeBackend()
+    if not device.startswith("cuda"):
+        raise BackendError(f"there is no backend for device {device!r}", remedy="Choose auto, cpu, cuda or cuda:N.")
     from cgplan.backends.cuda import CudaBackend
 
     return CudaBackend(torch.device(device))

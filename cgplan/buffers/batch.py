@@ -96,6 +96,11 @@ class BatchReader:
                 )
 
     def _check(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"input {name!r} is of type {type(value).__name__}",
+                remedy="Pass a tensor: torch.from_numpy(array), torch.tensor(numbers).",
+            )
         if value.dtype is not dtype:
             raise InputError(
                 f"input {name!r} has dtype {value.dtype}, declared is {dtype}",

@@ -113,9 +113,13 @@ class CapturedKeys:
         captured is an error, but for memory that runs out where there is a budget.
         """
         graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
-        with graphed.keeping_state(), backend.session(), torch.no_grad():
+        with graphed.keeping_state() as kept, backend.session(), torch.no_grad():
             guard.go_on(from_zero=True)
-            self._capture(keys)
+            try:
+                self._capture(keys)
+            except BaseException:  # no graph stays
+                kept.forget_captures()
+                raise
             guard.rest()
             graphed.buffers.restore()
             backend.synchronize()

@@ -73,9 +73,9 @@ def check_sizes(value: object) -> object:
 
 
 def _check_device(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
-    return value
+    return str(value)  # of a torch.device, too
 
 
 Device = Annotated[

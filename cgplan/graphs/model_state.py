@@ -467,6 +467,10 @@ class ModelState:
             is_same = (path, kind) in warm and _equal(value, warm[path, kind])
             self._once[path, kind] = self._once.get((path, kind), is_first) and is_same
 
+    def forget_captures(self) -> None:
+        """Say that no graph stays, so ``restore`` undoes what was made on first use, too."""
+        self._once.clear()
+
     def save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int) -> None:
         """Copy the model's storages that an operator is about to write, unless that was done; ``limit`` bytes of copies
         lie on their device, further ones on the host.

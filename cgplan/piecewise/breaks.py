@@ -154,7 +154,7 @@ def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
 
 def _near(pattern: str, names: list[str]) -> str:
     """Names like the pattern, those of numbered layers as one."""
-    general = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+    general = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names))
     near = difflib.get_close_matches(pattern, [*general, *names], n=3)
     if not near:
         return f"The model has {', '.join(general[:10]) or 'no submodules'}{', ...' if len(general) > 10 else ''}."

@@ -105,6 +105,45 @@ def test_a_capture_that_fails_leaves_nothing_of_its_warm_ups(backend: GraphBacke
         assert (model.n.item(), model.log) == (1, [3])
 
 
+LIBRARY = torch.library.Library("state_test", "DEF")
+LIBRARY.define("tick(Tensor(a!) count) -> ()")
+for key in ("CPU", "CUDA"):
+    LIBRARY.impl("tick", lambda count: (count.add_(1), None)[1], key)
+
+
+def test_writes_of_a_custom_operator_in_python_are_put_back(backend: GraphBackend) -> None:
+    model = Counts(backend.device)
+
+    def forward(x: Tensor) -> Tensor:
+        torch.ops.state_test.tick(model.n)
+        return x + model.n
+
+    with closing(open_runner(backend, forward)) as runner:
+        assert model.n.item() == 0
+        assert [place.kept for place in runner.report.state] == ["device"]
+        assert answers(runner, backend.device, 4, 2) == [1, 2]
+
+
+def test_a_session_that_fails_at_its_last_key_keeps_nothing_of_the_first(backend: GraphBackend) -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: Tensor | None = None
+            self.register_buffer("filled", torch.zeros(1, device=backend.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.ones(1, device=x.device)
+                self.filled.fill_(5)
+            return x.nonzero() if len(x) == 1 else x + self.filled + self.table
+
+    model = Fills()
+    with pytest.raises(CaptureError, match="nonzero"):
+        open_runner(backend, model, cudagraph_mode="FULL")
+    assert model.table is None
+    assert model.filled.item() == 0
+
+
 def test_a_table_for_each_size_stays_with_the_graph_that_reads_it(backend: GraphBackend) -> None:
     """Without warm-ups the look makes that of the largest size, captures make the others in their own memory."""
 

@@ -18,12 +18,8 @@ from cgplan.distributed import open_ranks
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.rendezvous import Place, Presence, check_devices
 from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, RankMismatchError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import build_plan, config_hash
-from cgplan.reports.capture_tables import budget_rows, rank_table
-from cgplan.reports.layout import plain_text
-from cgplan.reports.records import BudgetRecord, RankRecord, StopRecord
 from cgplan.runner.session import CaptureSession
 
 
@@ -189,33 +185,6 @@ def test_one_process_has_no_ranks() -> None:
     assert Place.from_environment({}) is None
     alone = Place(0, 1, 0, "127.0.0.1", 1)
     assert open_ranks(DistributedConfig(), "cpu", place=alone) is None
-
-
-def test_the_report_has_a_row_for_each_rank_and_one_for_all() -> None:
-    common = {"host": "one", "device": "cpu", "all_reduce": "custom", "static_bytes": 0, "session_seconds": 1.0}
-    records = [
-        RankRecord(rank=0, rows=4, buffers=3, bases=1, mapped_bytes=1 << 20, registration_seconds=0.01,
-                   pool_bytes=1 << 10, total_bytes=2 << 10, **common),
-        RankRecord(rank=1, rows=4, buffers=4, bases=2, mapped_bytes=1 << 20, registration_seconds=0.03,
-                   pool_bytes=1 << 10, total_bytes=3 << 10, **common),
-    ]  # fmt: skip
-    lines = [line.split() for line in plain_text(rank_table(records)).splitlines()]
-    assert lines[2][:5] == ["0", "custom", "4", "3", "1"]
-    assert " ".join(lines[-1]) == "all custom 8 7 3 2.0 MiB 30.0 ms 2.0 KiB 5.0 KiB 1.00 s"
-
-
-def test_the_report_says_once_which_ranks_a_limit_stopped() -> None:
-    def stop(rank: int, tokens: int, detail: str) -> StopRecord:
-        key = BatchDescriptor(num_tokens=tokens)
-        return StopRecord(limit="memory", mode=CUDAGraphMode.FULL, descriptor=key, detail=detail, rank=rank)
-
-    stops = (stop(0, 8, "9 B are used"), stop(1, 8, "8 B are used"), stop(1, 4, "7 B are used"))
-    limits = {"memory": 6, "capture_time": None, "max_graphs": None, "reserve": None}
-    rows = budget_rows(BudgetRecord(**limits, used_bytes=0, used_seconds=0.0, stops=stops))
-    assert [text for name, text in rows if name == "stopped by"] == [
-        "memory of rank 0, 1 at FULL, 8 tokens: 9 B are used",
-        "memory of rank 1 at FULL, 4 tokens: 7 B are used",
-    ]
 
 
 class _Doubling(AllReduce):

@@ -5,23 +5,14 @@ and all go on, or all know that they cannot.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import rank_programs as programs
 import torch
-from ranks import HANG, Outcome, run_ranks, shared_segments, values
+from ranks import HANG, Outcome, run_ranks, values
 
 from cgplan import errors
 from cgplan.modes import CUDAGraphMode
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_behind() -> Iterator[None]:
-    """No segment of shared memory, and no block of a process that has ended."""
-    before = shared_segments()
-    yield
-    assert shared_segments() <= before
 
 
 def all_raise(outcomes: list[Outcome], error: str, words: str, skip: tuple[int, ...] = ()) -> None:

@@ -131,21 +131,6 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
     assert steps_of(requests, bounds, step_time) == one_by_one(requests, bounds, step_time)
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases())
-def test_all_tokens_are_run(case: tuple[list[Request], SchedulerBounds]) -> None:
-    requests, bounds = case
-    found = simulate(RequestTrace(requests), bounds, lambda batch: 10.0)
-    prompts = sum(request.context_tokens for request in requests)
-    decodes = sum(bounds.decode_steps(request) for request in requests)
-    run = sum(batch.num_tokens * weight for batch, weight in found.histogram)
-    assert run <= prompts + decodes * bounds.query_len
-    assert run >= prompts + decodes, "a request at the edge of the tokens gets 1 at least"
-    assert all(batch.num_tokens <= bounds.max_num_batched_tokens for batch, _ in found.histogram)
-    assert all(batch.num_reqs <= bounds.max_num_seqs for batch, _ in found.histogram)
-    assert all(batch.num_active_loras <= (bounds.max_loras or 9) for batch, _ in found.histogram)
-
-
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
