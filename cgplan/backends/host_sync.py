@@ -58,7 +58,11 @@ class Refusals:
 
 
 class HostGuard(TorchFunctionMode):
-    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher."""
+    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher.
+
+    torch leaves this mode for the call of an operator. A kernel in Python that is made of other operators runs within
+    that call and never reaches a dispatch mode, so the guard calls it with itself in force.
+    """
 
     def __init__(self, refusals: Refusals) -> None:
         super().__init__()
@@ -69,7 +73,14 @@ class HostGuard(TorchFunctionMode):
     ) -> Any:
         if (name := _HOST_METHODS.get(func)) is not None:
             self._refusals.refuse(f"Tensor.{name}()")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverloadPacket) and func._qualified_op_name.split("::")[0] not in _BUILTIN:
+            overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
+            func = getattr(func, overload or "default")
+        if implemented_in_python(func, "CompositeImplicitAutograd"):
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)
@@ -128,15 +139,15 @@ def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 @cache
 def implemented_in_python(func: Any, key: str) -> bool:
-    """Whether the operator's kernel for a device (``CPU``, ``CUDA``) was registered from Python: the operators that it
-    calls pass the dispatcher and can be seen there.
+    """Whether the operator's kernel for a dispatch key (``CPU``, ``CUDA``) was registered from Python: the operators
+    that it calls pass the dispatcher and can be seen there.
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
         return False
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
     name = func._schema.name.replace("::", "/") + overload
-    kernels = (f"{name}/{key}", f"{name}/CompositeExplicitAutograd")
-    return func._schema.name not in _RECORDED_WHOLE and any(kernel in torch.library._impls for kernel in kernels)
+    keys = {key} if key == "CompositeImplicitAutograd" else {key, "CompositeExplicitAutograd"}
+    return func._schema.name not in _RECORDED_WHOLE and any(f"{name}/{k}" in torch.library._impls for k in keys)
 
 
 @cache

@@ -128,7 +128,7 @@ class Look(TorchDispatchMode):
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
         self._foreign: dict[int, weakref.ref[torch.Tensor]] = {}  # read by eager pieces, neither given nor made by them
-        self._own: set[int] = set()
+        self._own = {id(now) for now, _ in state.rebound().values()}
         self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
         cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
         self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
@@ -371,7 +371,8 @@ def examine(
     second = _later(first)
     refused, moved = _lost(again, first, second, inputs), list(again.moved)
     lists &= first.grown()
-    refused += [path for path in again.reads if path.rpartition("[")[0] in lists]
+    read = [path for path in again.reads if path.rpartition("[")[0] in lists]
+    refused += [path for path in read if not any(first.places[path].value is tensor for tensor in inputs)]
     if moved:
         third = look(call, state, limit, now=second, **options)
         refused += [path for path in moved if path in third.moved and third.numbers != again.numbers]

@@ -37,7 +37,6 @@ class PoolReport:
 
     @property
     def graphs(self) -> int:
-        """Captured keys of all members."""
         return sum(len(report.records) for report in self.parts.values())
 
     @property
@@ -125,7 +124,6 @@ class CudaGraphManager:
 
     @property
     def is_captured(self) -> bool:
-        """Whether there are graphs to run."""
         return self._runner is not None
 
     @property
@@ -137,12 +135,10 @@ class CudaGraphManager:
 
     @property
     def report(self) -> CaptureReport:
-        """What the capture cost."""
         return self.runner.report
 
     @property
     def stats(self) -> RunnerStats:
-        """What calls were answered with so far."""
         return self.runner.stats
 
     def capture(self) -> CaptureReport:

@@ -438,7 +438,7 @@ class GraphRunner:
         ``report.failed`` of the runner says why. See Note [Generations] in pools.py.
 
         Args:
-            traffic: What to plan for; absent: the batches since the last replan.
+            traffic: Absent: the batches since the last replan.
             times: Step times; absent: measured now, on padding.
             costs: Costs of graphs; absent: those of the captures so far.
             apply: False: propose only.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
@@ -87,9 +86,8 @@ class CaptureSession:
                 f"capture_policy is {policy}, and several ranks capture together",
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in the same order.",
             )
-        lazy = policy == "lazy"
-        with nullcontext() if lazy else use.held(self._name):
-            captured = self._captured(self._plan, () if lazy else None)
+        with use.held(self._name):
+            captured = self._captured(self._plan, () if policy == "lazy" else None)
             return GraphRunner(captured, self._captured, use, self._name)
 
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:

@@ -85,6 +85,50 @@ def test_an_operator_that_needs_the_host_is_refused_with_its_line(backend: Graph
     same(out, torch.full_like(x, 2))
 
 
+LIBRARY = torch.library.Library("cgplan_host_tests", "FRAGMENT")
+LIBRARY.define("first(Tensor x) -> Tensor")
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+LIBRARY.define("doubled.by(Tensor x, float factor) -> Tensor")
+LIBRARY.impl("first", lambda x: x + x.tolist()[0], "CompositeImplicitAutograd")
+LIBRARY.impl("doubled", lambda x: x + x, "CompositeImplicitAutograd")
+LIBRARY.impl("doubled.by", lambda x, factor: x * factor, "CompositeImplicitAutograd")
+ops = torch.ops.cgplan_host_tests
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_host_read_inside_a_composite_operator_written_in_python_is_refused(mode: Callable[[], Any]) -> None:
+    """Such an operator never reaches a dispatch mode, and on a CPU its tolist() does not either."""
+    x = torch.ones(4)
+    for read in (ops.first, ops.first.default):
+        with mode(), pytest.raises(HostSyncError, match=r"Tensor.tolist\(\)"):
+            capture(TapeBackend(), lambda read=read: read(x * 2), warmups=0)
+    with mode():
+        graph, out = capture(backend := TapeBackend(), lambda: ops.doubled(x) + ops.doubled(x, 3.0), warmups=0)
+    x.fill_(2)
+    backend.replay(graph)
+    same(out, torch.full((4,), 10.0))
+
+
+@pytest.mark.parametrize("modules", [None, ["inner"]])
+def test_a_model_that_reads_the_host_in_a_composite_operator(modules: list[str] | None) -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(ops.first(x * 2)) * 2
+
+    mode = {} if modules is None else {"cudagraph_mode": "PIECEWISE", "splitting_modules": modules}
+    with pytest.raises(HostSyncError, match=r"Tensor.tolist\(\)"):
+        cgplan.capture(
+            Reads(),
+            inputs={"x": cgplan.Input(shape=("num_tokens",), dtype="float32", pad=1)},
+            compilation={"cudagraph_capture_sizes": [4], **mode},
+            device="cpu",
+        )
+
+
 def test_the_look_for_the_operator_keeps_no_memory(backend: GraphBackend) -> None:
     kept: list[weakref.ref[Tensor]] = []
 

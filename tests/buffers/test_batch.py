@@ -141,7 +141,6 @@ def freed(device: torch.device) -> Tensor:
 
 
 ODD: dict[str, tuple[Callable[[torch.device], Any], str]] = {
-    "zeros": (lambda device: torch._efficientzerotensor((3, 3), device=device), "'x' has no memory"),
     "freed": (freed, "'x' has no memory"),
     "nested": (
         lambda device: torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)], device=device),

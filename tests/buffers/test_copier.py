@@ -350,9 +350,10 @@ def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
     lazily_negated = c.conj().imag.clone(memory_format=torch.preserve_format)
     negated = torch._neg_view(torch.arange(3.0))
     assert negated.is_contiguous()
-    for value in (c.conj().imag, lazily_negated, negated, torch.nn.Parameter(torch.ones(3))):
+    tagged = torch.arange(3.0).as_subclass(Tagged)
+    for value in (c.conj().imag, lazily_negated, negated, torch.nn.Parameter(torch.ones(3)), tagged):
         copy.path([value])([value], 0, False)
-        same(buffers.buffers["x"].view(3), value.detach().resolve_neg().clone())
+        same(buffers.buffers["x"].view(3), value.as_subclass(Tensor).detach().resolve_neg().clone())
 
 
 @pytest.mark.parametrize("place", ["device", "host", "torch"])

@@ -132,4 +132,4 @@ def test_host_tensors_under_a_default_device() -> None:
         runner = cgplan.capture(lambda x: x * 2, {"x": wide}, device="cuda")
         x = torch.ones(8, 2048, device="cpu")
         same(runner(x=x).cpu(), x * 2)
-    assert pinned.allocate_pinned(64).is_pinned()
+    assert pinned.empty_pinned([64], torch.uint8).is_pinned()

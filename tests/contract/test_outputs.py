@@ -128,20 +128,6 @@ class Doubled(torch.nn.Module):
         return x * 2
 
 
-def test_a_buffer_of_fixed_shape_changed_in_place(backend: GraphBackend) -> None:
-    specs = {**SQUARE, "scale": Input(shape=(3,), dtype="float32", pad=0)}
-    runner = open_runner(backend, lambda x, scale: x * scale, specs=specs)
-    x, scale = square(backend), torch.tensor([1.0, 2.0, 3.0], device=backend.device)
-    with runner.stage(3) as buffers:
-        buffers["x"].copy_(x)
-        buffers["scale"].copy_(scale)
-        buffers["scale"].unsqueeze_(1)
-    same(buffers.output, x * scale)
-    runner.input_views(3)["scale"].unsqueeze_(1)
-    for _ in range(2):
-        same(runner(x=x, scale=scale), x * scale)
-
-
 class Chain(torch.nn.Module):
     """A segment, and one that writes into what the first one made and returns it."""
 

@@ -272,7 +272,7 @@ def test_more_adapters_in_a_batch_than_the_configuration_allows(server: Server) 
     before = dict(server.manager.stats.replays)
     with pytest.raises(InputError, match=r"num_active_loras is 5, lora\.max_loras is 3") as caught:
         server.manager.run(**batch, lora_ids=ids, num_active_loras=5)
-    assert "Raise lora.max_loras" in caught.value.remedy
+    assert "raise lora.max_loras" in caught.value.remedy
     assert dict(server.manager.stats.replays) == before
     found = server.manager.run(**batch, lora_ids=ids)
     torch.testing.assert_close(found, logits_of(merged(server.model, None), chunks), rtol=1e-9, atol=1e-9)

@@ -170,36 +170,6 @@ def test_outputs_of_8_bits(backend: GraphBackend) -> None:
         runner(x=rows(backend, 2))
 
 
-class Previous(torch.nn.Module):
-    """Takes off what it was given before, which is nothing at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: tuple[Tensor, ...] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        before, self.held = self.held, (x.clone(),)
-        return x * 1 if before is None else x - before[0]
-
-
-class TakesOff(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.piece = Previous()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.piece(x * 1) + 0
-
-
-def test_what_was_none_is_none_again_for_the_replay(backend: GraphBackend) -> None:
-    model = TakesOff().eval()
-    way = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"], "cudagraph_capture_sizes": [2]}
-    runner = debugged(backend, model, **way)
-    model.piece.held = None
-    ones = torch.ones(2, 4, device=backend.device)
-    assert [float(runner(x=ones * value)[0, 0]) for value in (1, 4, 9)] == [1, 3, 5]
-
-
 class Stateful(torch.nn.Module):
     """Counts its calls in a buffer, an attribute and a tensor made anew, and adds the count to what it returns."""
 
