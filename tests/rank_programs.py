@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checks import Tally
 from typer.testing import CliRunner
 
 import cgplan
@@ -279,7 +280,7 @@ def unequal_counts(rank: int) -> None:
 
 def sums_once_more(rank: int) -> None:
     """Rank 1 does one all-reduce more in its second forward, and waits there longer than rank 0 in the next step."""
-    calls = []
+    calls = Tally()
 
     def model(reducer: AllReduce) -> Any:
         def forward(x: torch.Tensor) -> torch.Tensor:

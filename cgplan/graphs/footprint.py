@@ -127,8 +127,9 @@ class Look(TorchDispatchMode):
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
-        self._foreign: dict[int, weakref.ref[torch.Tensor]] = {}  # read by eager pieces, neither given nor made by them
-        self._own = {id(now) for now, _ in state.rebound().values()}
+        self._of_graphs: dict[int, weakref.ref[torch.Tensor]] = {}  # made by graph code
+        self._read_aside: set[int] = set()  # of those, by eager pieces that were not given them
+        self._given: set[int] = set()
         self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
         cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
         self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
@@ -173,14 +174,18 @@ class Look(TorchDispatchMode):
             finally:
                 self._note_states()
         if self._is_aside:
-            read = [t for t in tensors_in((args, kwargs)) if id(t) not in self._own]
-            self._foreign |= {id(t): weakref.ref(t) for t in read}
-            self._own |= set(map(id, tensors_in(result)))
+            self._read_aside |= {id(t) for t in tensors_in((args, kwargs)) if self._is_of_graphs(t)} - self._given
             given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
             for t in tensors_in(result):
                 if t.untyped_storage()._cdata not in given:
                     self._made[id(t)] = weakref.ref(t)
+        elif not self._is_whole:
+            self._of_graphs |= {id(t): weakref.ref(t) for t in tensors_in(result)}
         return result
+
+    def _is_of_graphs(self, value: object) -> bool:
+        made = self._of_graphs.get(id(value))
+        return made is not None and made() is value
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         refuse_host(func, args, kwargs, self.refusals)
@@ -246,7 +251,7 @@ class Look(TorchDispatchMode):
         if self._is_whole:
             return function(*args, **kwargs)
         before, self._is_aside = self._is_aside, True
-        self._own |= set(map(id, tensors_in((args, kwargs))))
+        self._given = set(map(id, tensors_in((args, kwargs))))
         context = current_forward_context()
         derived = {} if context is None else context.derived
         if context is not None:  # as a breakable capture: no segment reads what a piece derives
@@ -293,8 +298,8 @@ class Look(TorchDispatchMode):
         for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync = self.refusals.first
-        for path, (now, _) in self._state.rebound().items() if self._foreign else ():
-            if id(now) in self._foreign and self._foreign[id(now)]() is now:
+        for path, (now, _) in self._state.rebound().items() if self._read_aside else ():
+            if id(now) in self._read_aside and self._is_of_graphs(now):
                 found.stale.append(path)
         return found
 

@@ -14,8 +14,8 @@ Note [State that a piece leaves behind]
     of a module that the piece binds to a new tensor has a slot, too, which the attribute holds until the capture ends;
     the slot follows the attribute as long as shape and dtype stay. A piece is refused that puts values into a list or
     dict that it was given, or that gives a tensor other memory: the segments would go on with the values of the
-    capture. A piece that reads an attribute which a segment binds is refused by the look: a replay does not bind it. Pass
-    such tensors as arguments.
+    capture. A piece that reads an attribute which a segment binds is refused by the look: a replay does not bind it.
+    Pass such tensors as arguments.
 
 Note [Tensor objects]
     A function of the user gets new tensor objects on the memory of the capture in each run, in new tuples, lists and

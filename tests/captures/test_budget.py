@@ -175,7 +175,7 @@ def test_of_too_many_graphs_those_stay_that_pad_least(most: int, kept: list[int]
     assert f"at most {most} graph{'' if most == 1 else 's'}\n" in str(runner.report)
     said = " ".join(str(runner.report).partition("left out")[2].split())
     assert said.startswith(f"{len(SIZES) - most} key")
-    assert "): known before not to fit" in said
+    assert "): max_graphs keeps the keys that pad least" in said
     assert budget.stops == ()
     check_numbers(runner)
     check_report(runner)
