@@ -161,7 +161,7 @@ class KernelBatchCopy(BatchCopy):
         super().__init__(copier, *counts)
         self._may_be_lazy = any(b.tensor.is_floating_point() or b.tensor.is_complex() for b in self._buffers)
         self._own = [target.address for target in self._targets]
-        # A batch behind a much larger one has far more padding to reset than rows to copy.
+        # After a much larger batch far more padding is reset than rows are copied: the grid then covers whole buffers.
         self._near = counts[2]
         self._config = copier.config([t.nbytes(n) for t, n in zip(self._targets, self._padded_rows, strict=True)])
         self._wide_config = copier.config([buffer.tensor.nbytes for buffer in self._buffers])

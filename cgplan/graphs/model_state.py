@@ -243,7 +243,7 @@ class ModelState:
             except _GONE:
                 continue
             place = above
-            if step or above is None:  # else it stands for what it was found in
+            if step or above is None:  # an empty step (the object of a bound method) has no path
                 path = name = step if above is None else above.path + step
                 number = 1
                 while path in self.places:

@@ -185,9 +185,10 @@ class CUDAGraphWrapper:
         entry = self.entries.get(key)
         if entry is None or entry.scope is not context.scope:
             entry, output = self._capture(key, context, args, kwargs)
+            # A capture on a GPU computes nothing: replay where the output is read, which FULL's in a session is not.
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
-            if not unread and not self._computes_while_capturing:  # in a session nobody reads a FULL graph's
-                self._fill(entry, args)  # output; between PIECEWISE segments the next piece does
+            if not unread and not self._computes_while_capturing:
+                self._fill(entry, args)
                 self._replay(entry)
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output

@@ -29,7 +29,7 @@ class Route:
         num_active_loras: Distinct adapters in it.
         invalid_modes: Modes that the caller excluded.
         mode, descriptor: The dispatcher's answer.
-        wanted: The key that would serve it, where that is another one and may be captured; None elsewhere.
+        wanted: A better key that has no graph yet; None if there is none.
     """
 
     batch: Batch

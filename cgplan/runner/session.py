@@ -91,9 +91,7 @@ class CaptureSession:
             return GraphRunner(captured, self._captured, use, self._name)
 
     def _captured(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
-        """Buffers for a plan, and graphs of these of its keys; absent: of those that the budget pays for, and buffers
-        for no more.
-        """
+        """Make buffers for the plan, and capture these keys; None: shrink the plan to the budget, capture it all."""
         backend, config, together = self._backend, self._config, self._together
         graphed: ModelGraphs | None = None
         try:

@@ -515,8 +515,7 @@ def test_a_session_captures_in_order_and_reports(backend: GraphBackend) -> None:
     assert report.plan == runner.plan
     assert [r.descriptor.num_tokens for r in report.records] == [16, 4, 1]
     assert all(r.graphs == 1 for r in report.records)
-    if backend.supports("node_count"):
-        assert all(r.nodes == 2 for r in report.records)
+    assert all(r.nodes == 2 for r in report.records)
     assert report.records[0].pool_growth > 0
     assert [r.pool_growth for r in report.records[1:]] == [0, 0], "smaller graphs fit into the first one's memory"
     assert report.pool_bytes == sum(r.pool_growth for r in report.records)
