@@ -169,6 +169,11 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return found
 
 
+def count_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Count the writes of an operator written in Python in its tensors' versions, as torch does outside of modes."""
+    torch.autograd.graph.increment_version([t for t in written_tensors(func, args, kwargs) if not t.is_inference()])
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors among the leaves of nested arguments."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -17,6 +17,7 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
+    count_writes,
     implemented_in_python,
     is_composite,
     refuse_host,
@@ -72,10 +73,7 @@ class Recorder(TorchDispatchMode):
         """Record one operator."""
         kwargs = kwargs or {}
         if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
-            # Its writes count, as they do outside of a mode.
-            torch.autograd.graph.increment_version(
-                [t for t in written_tensors(func, args, kwargs) if not t.is_inference()]
-            )
+            count_writes(func, args, kwargs)
             with self, HostGuard(self.refusals):  # the call of the operator left the guard around the capture
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if is_composite(func):  # in inference mode these come whole, and would hide host reads

@@ -39,6 +39,7 @@ from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
     as_written,
+    count_writes,
     implemented_in_python,
     is_composite,
     probing,
@@ -158,6 +159,7 @@ class Look(TorchDispatchMode):
                     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
                 finally:
                     self._inside -= 1
+                    count_writes(func, args, kwargs)
         if is_composite(func):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
