@@ -53,6 +53,7 @@ from cgplan.graphs.model_state import ModelState
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
 _SEED = 0x5EED_0F_A_100C
+_NOTHING = object()
 
 
 def no_operators() -> dict[Part, Counter[str]]:
@@ -74,7 +75,7 @@ class Footprint:
         numbers: The numbers that operators in graph code were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
-        stale: Paths that graph code bound and an eager piece read: a replay leaves them as they were.
+        stale: Values by path that graph code bound and an eager piece read: a replay leaves them as they were.
         error: The first line of what the forward raised.
     """
 
@@ -87,7 +88,7 @@ class Footprint:
     numbers: list[object] = field(default_factory=list)
     moved: dict[str, None] = field(default_factory=dict)
     unreturned: str | None = None
-    stale: list[str] = field(default_factory=list)
+    stale: dict[str, object] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -128,9 +129,9 @@ class Look(TorchDispatchMode):
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
-        self._of_graphs: dict[int, weakref.ref[torch.Tensor]] = {}  # made by graph code
-        self._read_aside: set[int] = set()  # of those, by eager pieces that were not given them
-        self._given: set[int] = set()
+        self._given: set[int] = set()  # to the eager piece
+        self._bound: dict[str, object] = {}  # by graph code, by path
+        self._seen = self._rebound()
         self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
         cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
         self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
@@ -176,18 +177,16 @@ class Look(TorchDispatchMode):
             finally:
                 self._note_states()
         if self._is_aside:
-            self._read_aside |= {id(t) for t in tensors_in((args, kwargs)) if self._is_of_graphs(t)} - self._given
+            read = {id(t) for t in tensors_in((args, kwargs))} - self._given
+            self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}
             given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
             for t in tensors_in(result):
                 if t.untyped_storage()._cdata not in given:
                     self._made[id(t)] = weakref.ref(t)
-        elif not self._is_whole:
-            self._of_graphs |= {id(t): weakref.ref(t) for t in tensors_in(result)}
         return result
 
-    def _is_of_graphs(self, value: object) -> bool:
-        made = self._of_graphs.get(id(value))
-        return made is not None and made() is value
+    def _rebound(self) -> dict[str, object]:
+        return {path: now for path, (now, _) in self._state.rebound().items()}
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         refuse_host(func, args, kwargs, self.refusals)
@@ -254,6 +253,9 @@ class Look(TorchDispatchMode):
             return function(*args, **kwargs)
         before, self._is_aside = self._is_aside, True
         self._given = set(map(id, tensors_in((args, kwargs))))
+        now = self._rebound()
+        if not before:
+            self._bound |= {path: value for path, value in now.items() if self._seen.get(path, _NOTHING) is not value}
         context = current_forward_context()
         derived = {} if context is None else context.derived
         if context is not None:  # as a breakable capture: no segment reads what a piece derives
@@ -262,7 +264,8 @@ class Look(TorchDispatchMode):
             with self.in_part("eager piece"):
                 result = function(*args, **kwargs)
         finally:
-            self._is_aside = before
+            self._is_aside, self._seen = before, self._rebound()
+            self._bound = {p: value for p, value in self._bound.items() if self._seen.get(p, _NOTHING) is value}
             if context is not None:
                 context.derived = derived
         for module in modules_reached(function, args, kwargs):  # graphs get slots for what is bound there
@@ -300,9 +303,6 @@ class Look(TorchDispatchMode):
         for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync = self.refusals.first
-        for path, (now, _) in self._state.rebound().items() if self._read_aside else ():
-            if id(now) in self._read_aside and self._is_of_graphs(now):
-                found.stale.append(path)
         return found
 
 
@@ -356,19 +356,21 @@ def examine(
             f"the forward sets the state of {found.random}; a replay would not",
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
-    if found.stale:
-        raise CaptureError(
-            f"an eager piece reads {_listed(found.stale)}, which graph code binds on each call; a replay would not",
-            remedy="Pass it to the piece as an argument, or have the piece compute it.",
-        )
     first = _later(state)
     numbers = first.numbers
     differ = any(numbers.get(path, value) != value for path, value in state.numbers.items())
     lists = state.grown()
-    unsure = found.unreturned or differ or lists or state.has_blind_writes()
+    unsure = found.unreturned or found.stale or differ or lists or state.has_blind_writes()
     if not (unsure or _lost(found, state, first, inputs)):
         return found, []
     again = look(call, state, limit, now=first, **options)
+    # The first run may be an exception, but an input is the same object in both.
+    kept = set(map(id, inputs))
+    if stale := [path for path, value in found.stale.items() if path in again.stale or id(value) in kept]:
+        raise CaptureError(
+            f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a replay would not",
+            remedy="Pass it to the piece as an argument, or have the piece compute it.",
+        )
     if again.unreturned is not None:
         raise CaptureError(
             f"graph code reads a tensor that an eager piece made and did not return, at {again.unreturned}; a graph "

@@ -242,6 +242,45 @@ def test_an_eager_piece_that_reads_a_weight_which_a_hook_makes(backend: GraphBac
         )
 
 
+class Stale(nn.Module):
+    """Graph code binds attributes of a piece: on each call, or on first use."""
+
+    def __init__(self, bind: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.bind, self.piece = bind, Adds()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bind(self.piece, x)
+        return self.piece(x * 2) * 1
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m: Tensor | None = torch.zeros(2)
+
+    def forward(self, h: Tensor) -> Tensor:
+        assert self.m is not None
+        return h + self.m.to(h.device)
+
+
+@pytest.mark.parametrize("bind", [lambda p, x: setattr(p, "m", x), lambda p, x: setattr(p, "m", x + 1)])
+def test_an_eager_piece_that_reads_what_graph_code_binds(backend: GraphBackend, bind: Callable[..., None]) -> None:
+    with pytest.raises(CaptureError, match=r"an eager piece reads piece\.m, which graph code binds on each call"):
+        open_runner(backend, Stale(bind), cudagraph_mode="PIECEWISE", splitting_modules=["piece"])
+
+
+def test_an_eager_piece_may_read_what_graph_code_binds_on_first_use(backend: GraphBackend) -> None:
+    def bind(piece: Any, x: Tensor) -> None:
+        if piece.m is None:
+            piece.m = torch.ones(2, device=x.device)
+
+    model = Stale(bind)
+    model.piece.m = None
+    with closing(open_runner(backend, model, cudagraph_mode="PIECEWISE", splitting_modules=["piece"])) as runner:
+        assert answers(runner, backend.device, 4, 1) == [1, 1]
+
+
 def test_a_global_with_the_name_of_an_attribute_is_not_looked_at(backend: GraphBackend) -> None:
     global n
     n = torch.zeros(1, device=backend.device)
