@@ -252,10 +252,10 @@ class Look(TorchDispatchMode):
         if self._is_whole:
             return function(*args, **kwargs)
         before, self._is_aside = self._is_aside, True
-        self._given = set(map(id, tensors_in((args, kwargs))))
-        now = self._rebound()
-        if not before:
-            self._bound |= {path: value for path, value in now.items() if self._seen.get(path, _NOTHING) is not value}
+        if not before:  # a piece inside a piece follows no graph code
+            self._given = set(map(id, tensors_in((args, kwargs))))
+            now = self._rebound().items()
+            self._bound |= {path: value for path, value in now if self._seen.get(path, _NOTHING) is not value}
         context = current_forward_context()
         derived = {} if context is None else context.derived
         if context is not None:  # as a breakable capture: no segment reads what a piece derives
@@ -348,7 +348,8 @@ def examine(
         inputs: Arguments of the forward, which the model may keep.
 
     Raises:
-        CaptureError: graph code reads state that it binds again, or sets the state of a random generator.
+        CaptureError: graph code reads state that it binds again or a list that it adds to, or sets the state of a
+            random generator; or an eager piece reads what graph code binds.
     """
     found = look(call, state, limit, **options)
     if found.random is not None:
@@ -364,9 +365,8 @@ def examine(
     if not (unsure or _lost(found, state, first, inputs)):
         return found, []
     again = look(call, state, limit, now=first, **options)
-    # The first run may be an exception, but an input is the same object in both.
-    kept = set(map(id, inputs))
-    if stale := [path for path, value in found.stale.items() if path in again.stale or id(value) in kept]:
+    given = set(map(id, inputs))  # the same objects in both runs, so the second one binds nothing new
+    if stale := [path for path, value in found.stale.items() if path in again.stale or id(value) in given]:
         raise CaptureError(
             f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a replay would not",
             remedy="Pass it to the piece as an argument, or have the piece compute it.",
@@ -381,7 +381,7 @@ def examine(
     refused, moved = _lost(again, first, second, inputs), list(again.moved)
     lists &= first.grown()
     read = [path for path in again.reads if path.rpartition("[")[0] in lists]
-    refused += [path for path in read if not any(first.places[path].value is tensor for tensor in inputs)]
+    refused += [path for path in read if id(first.places[path].value) not in given]
     if moved:
         third = look(call, state, limit, now=second, **options)
         refused += [path for path in moved if path in third.moved and third.numbers != again.numbers]

@@ -15,7 +15,8 @@ Note [What is put back]
     once, on first use: a table, also in a dict that has one for each size, or a flag. The graph was captured with it,
     so it stays, and the report names it. Where no capture succeeds, all is put back. A storage is copied before the
     first operator that writes to it: on its device up to a limit, then on the host up to a bound; what is larger still
-    is named as not kept.
+    is named as not kept. Small storages are put back after each key, too, so that positions do not run past a cache.
+    Where torch's versions do not count a write (``.data``), a second look tells whether each run writes.
 """
 
 from __future__ import annotations
@@ -511,9 +512,10 @@ class ModelState:
                 address = storage.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue
-            if not address or address in self._saved:
-                if address:
-                    self._saved[address].again |= self._looks > self._saved[address].look
+            if not address:
+                continue
+            if (saved := self._saved.get(address)) is not None:
+                saved.again |= self._looks > saved.look
                 continue
             for place in () if self._storages else self.places.values():
                 with suppress(RuntimeError, NotImplementedError):
@@ -554,6 +556,7 @@ class ModelState:
         ``between_keys``: a forward that counts its calls goes on from where it was; large storages wait for the end.
         """
         changes = self._changes()
+        self.outcome.clear()  # a place that stayed after one key may be put back after the next
         for key, saved in self._saved.items():
             nbytes = saved.storage.nbytes()
             if self._once.get((saved.path, key)) or (between_keys and nbytes > _SMALL):
