@@ -147,6 +147,7 @@ class ModelGraphs:
                 self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
                 if not self.scope.is_open:
                     self.seal()
+            kept.drop_copies()
 
     @property
     def copied_bytes(self) -> int:

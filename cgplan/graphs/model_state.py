@@ -583,6 +583,10 @@ class ModelState:
                 value, base, _ = self._contents[path]
                 base.__delitem__(value, now[0])
 
+    def drop_copies(self) -> None:
+        """Free the copies at once: frames that an exception in a library keeps may hold this record for long."""
+        self._saved.clear()
+
 
 def _is_tensor(value: Any) -> bool:
     return issubclass(type(value), torch.Tensor)  # isinstance would ask the object for its class

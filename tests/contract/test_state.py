@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import cgplan
 from cgplan import CaptureError, GraphRunner, Input
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
 
 POLICIES = ["eager", "adaptive", "lazy"]
 
@@ -206,6 +207,30 @@ def test_a_list_that_each_call_reads_and_adds_to_is_refused(backend: GraphBacken
         open_runner(backend, model, cudagraph_mode="FULL")
     assert not model.past
     assert not model.seen
+
+
+@pytest.mark.gpu
+def test_copies_of_the_state_are_freed_with_the_session() -> None:
+    """An exception that a forward or a library keeps holds the frames of a whole session."""
+    seen: SimpleQueue[ValueError] = SimpleQueue()
+
+    class Keeps(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                raise ValueError
+            except ValueError as error:
+                seen.put(error)
+            self.n.add_(1)
+            return x + self.n[: x.shape[0], None]
+
+    backend = select_backend("cuda")
+    model = Keeps(backend.device)
+    model.n = torch.zeros(1 << 26, device=backend.device)  # 256 MiB
+    before = torch.cuda.memory_allocated()
+    with closing(open_runner(backend, model)) as runner:
+        assert runner.report.state[0].kept == "device"
+        assert torch.cuda.memory_allocated() - before < 200 << 20
+        assert runner.report.workspace_bytes < 200 << 20
 
 
 def test_a_cache_has_room_for_a_few_calls_only(backend: GraphBackend) -> None:
