@@ -38,10 +38,12 @@ from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
+    as_its_caller,
     as_written,
     count_writes,
     implemented_in_python,
     is_composite,
+    names_of,
     probing,
     refuse_host,
     tensors_in,
@@ -67,6 +69,7 @@ class Footprint:
 
     Attributes:
         operators: Calls by name, for code in graphs and code between them; views and bare allocations left out.
+        names: Names of all operators, with and without overloads, but of those inside of custom operators.
         host_sync: The first operator in graph code that needs the host.
         reads: Paths of the model's tensors that graph code read, in order.
         generators: Random generators that operators were given.
@@ -80,6 +83,7 @@ class Footprint:
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
+    names: set[str] = field(default_factory=set)
     host_sync: HostSyncError | None = None
     reads: dict[str, None] = field(default_factory=dict)
     generators: dict[int, torch.Generator] = field(default_factory=dict)
@@ -122,7 +126,7 @@ class Look(TorchDispatchMode):
         places = (now or state).places.values()
         self._names = {id(p.value): p.path for p in places if isinstance(p.value, torch.Tensor)}
         self._part: Part = part
-        self._eager_ops, self._key = eager_ops, state.device.type.upper()
+        self._eager_ops, self._key = frozenset(eager_ops), state.device.type.upper()
         # elsewhere the dispatcher sees what moves values to the host
         self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
         self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
@@ -150,7 +154,11 @@ class Look(TorchDispatchMode):
                 return func(*args, **kwargs)
             finally:
                 self._note_states()
-        part: Part = "eager piece" if func._schema.name in self._eager_ops else self._part
+        names = names_of(func)
+        if not self._inside:
+            self.found.names |= names
+        is_eager = bool(names & self._eager_ops) and not self._inside
+        part: Part = "eager piece" if is_eager else self._part
         if implemented_in_python(func, self._key):
             with self.in_part(part), self, self.guard:
                 self._count(func)
@@ -162,8 +170,8 @@ class Look(TorchDispatchMode):
                     self._inside -= 1
                     count_writes(func, args, kwargs)
         if is_composite(func):  # in inference mode these come whole
-            with self:
-                return func.decompose(*args, **kwargs)
+            with self.in_part(part), self:
+                return as_its_caller(func, func.decompose, self._key.lower())(*args, **kwargs)
         self._state.save_written(func, args, kwargs, self._limit)
         if (generator := kwargs.get("generator")) is not None:
             self._know(generator)
