@@ -261,6 +261,8 @@ class ModelGraphs:
             if breaks and found.error is None:
                 refuse_missing_ops(split, found.names)
         self._footprints[mode] = found
+        if self.config.compilation.debug and (checks := found.checks):
+            self.notes.append(f"debug mode puts copies of real rows into padding, not NaN: the forward has {checks}")
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._use_generators(tuple(found.generators.values()))

@@ -289,8 +289,8 @@ class CompilationConfig(Section):
     """
     debug: Flag = False
     """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code (the
-    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs; outputs are
-    copies that the next call fills with NaN.
+    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs (copies of real
+    rows where operators check values on the device); outputs are copies that the next call fills with NaN.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,

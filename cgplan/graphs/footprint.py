@@ -54,6 +54,13 @@ from cgplan.graphs.model_state import ModelState
 
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
+_CHECKS_FLOATS = {  # operators that check floats on the device: a failed check ends the process's use of a GPU
+    "aten::multinomial": "probabilities", "aten::bernoulli": "probabilities", "aten::bernoulli_": "probabilities",
+    "aten::binomial": "probabilities", "aten::binary_cross_entropy": "probabilities", "aten::poisson": "rates",
+    "aten::normal": "deviations", "aten::_assert_async": "conditions",
+}  # fmt: skip
+_CHECKS_INDICES = ("index", "_index_put", "scatter", "gather", "take", "embedding", "_embedding_bag", "nll_loss")
+_MAKES_INDICES = ("aten::_to_copy", "aten::copy_", "aten::bucketize", "aten::searchsorted")  # of floats, in any range
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
@@ -79,6 +86,7 @@ class Footprint:
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
         stale: Values by path that graph code bound and an eager piece read: a replay leaves them as they were.
+        rounds: Whether floats became whole numbers that may be out of range as indices.
         error: The first line of what the forward raised.
     """
 
@@ -93,7 +101,17 @@ class Footprint:
     moved: dict[str, None] = field(default_factory=dict)
     unreturned: str | None = None
     stale: dict[str, object] = field(default_factory=dict)
+    rounds: bool = False
     error: str | None = None
+
+    @property
+    def checks(self) -> str | None:
+        """An operator that checks on the device what is computed from floats, so that NaN may not reach it."""
+        for name in self.operators["segment"] + self.operators["eager piece"]:
+            by_index = self.rounds and name.removeprefix("aten::").startswith(_CHECKS_INDICES)
+            if by_index or name in _CHECKS_FLOATS:
+                return f"{name}, which checks {_CHECKS_FLOATS.get(name, 'indices')}"
+        return None
 
 
 class Look(TorchDispatchMode):
@@ -184,6 +202,9 @@ class Look(TorchDispatchMode):
                 result = func(*args, **kwargs)
             finally:
                 self._note_states()
+        if func._schema.name in _MAKES_INDICES:
+            has_floats = any(t.is_floating_point() for t in tensors_in((args, kwargs)))
+            self.found.rounds |= has_floats and any(t.dtype in (torch.int32, torch.int64) for t in tensors_in(result))
         if self._is_aside:
             read = {id(t) for t in tensors_in((args, kwargs))} - self._given
             self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}
