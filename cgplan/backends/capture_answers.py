@@ -31,8 +31,8 @@ _own_answer = torch.cuda.is_current_stream_capturing
 
 
 def _answer() -> bool:
-    if torch.compiler.is_compiling():  # Dynamo sees torch's function, as it would without this one
-        return _own_answer()
+    if torch.compiler.is_compiling():  # Dynamo, which knows no frames, asks for code that a capture will run
+        return True
     package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
     answer = _thread.answers.get(package) or _thread.answers.get(ALL_OTHERS)
     return _own_answer() if answer is None else answer(package)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -36,6 +37,7 @@ def package(name: str) -> Callable[[], bool]:
     """A function of a module of that package: whether it is told that a capture is under way."""
     module = ModuleType(f"{name}.utils")
     exec(_CODE, vars(module))
+    sys.modules |= {name: ModuleType(name), module.__name__: module}  # Dynamo imports what it traces
     asks: Callable[[], bool] = module.asks
     return asks
 
@@ -72,6 +74,15 @@ def test_a_named_package_runs_in_captures_as_in_eager_calls(backend: GraphBacken
         same(runner(x=x), x * factor + 1)
         assert not [text for text in runner.report.warnings if "asker" in text]
         runner.close()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_trace_is_told_of_the_capture(backend: GraphBackend) -> None:
+    """Without an answer Dynamo could not trace the question."""
+    runner = open_runner(backend, Model(backend, "ops", shortcut), "ops", **HIDDEN)
+    x = full(backend, 1)
+    same(runner(x=x), x * 2 + 1)
+    same(runner.run_eagerly(x=x), x * 3 + 1)
 
 
 @each_size
