@@ -113,19 +113,25 @@ def test_a_shortcut_that_needs_the_host_is_left_out(backend: GraphBackend, way: 
     same(eager, x * 3 + 1)
 
 
-def test_a_shortcut_that_needs_the_host_at_some_sizes_is_left_out_there(backend: GraphBackend) -> None:
-    """The look runs the largest size alone."""
+@each_size
+@pytest.mark.parametrize("pool", ["shared", "per_graph"])
+def test_a_shortcut_that_needs_the_host_at_some_sizes_is_left_out_there(
+    backend: GraphBackend, way: str, pool: str
+) -> None:
+    """The look runs the largest size alone: the capture of another size fails, and is made again."""
     counter = torch.zeros(1, device=backend.device)
 
-    def forward(x: Tensor) -> Tensor:
+    def stem(x: Tensor) -> Tensor:
         counter.add_(1)
         return shortcut_of_values(x) if len(x) < 8 else shortcut(x)
 
-    runner = open_runner(backend, forward, **HIDDEN)
+    runner = open_runner(backend, Model(backend, way, stem), way, pool=pool, **HIDDEN)
     same(counter, torch.zeros_like(counter))
     for rows, factor in ((8, 3), (4, 2)):
         x = full(backend, 1, rows, 2)
-        same(runner(x=x), x * factor)
+        for call in (1, 2):
+            same(runner(x=x * call), x * call * factor + 1)
+    same(counter, torch.full_like(counter, 4))
     assert [text for text in runner.report.warnings if "asker is told of captures" in text]
 
 
