@@ -295,6 +295,8 @@ PLAIN: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {  # the config
 @pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
 def test_plain_models_are_captured_with_the_kernels_of_eager_calls(backend: GraphBackend, kind: str, way: str) -> None:
     """transformers asks whether a capture is under way. It is told only where it would read values on the host."""
+    if kind == "gemma3" and backend.device.type == "cuda":
+        pytest.skip("its sliding cache copies a constant from unpinned memory, which no CUDA capture takes")
     config, more, is_told = PLAIN[kind]
     values = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "model_type"})
     model = AutoModel.from_config(values).to(backend.device).eval()
