@@ -28,6 +28,7 @@ from cgplan.config.values import (
     SecondsToSpend,
     Symbol,
     check_example,
+    check_package,
     check_pad,
     check_sizes,
     is_value_of,
@@ -154,6 +155,10 @@ class BudgetConfig(Section):
     """Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), as in `30s`.
     Absent: no bound.
     """
+    compile_time: SecondsToSpend | None = None
+    """Time for compilations that serve one size each (`compilation.compile_shapes`), as in `30s`: sizes beyond it share
+    one trace. Absent: no bound.
+    """
     max_graphs: Count | None = None
     """Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches of all sizes
     are padded least. Absent: no bound.
@@ -226,8 +231,9 @@ class CompilationConfig(Section):
     """Which graphs are captured, and how a batch that none serves is run."""
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
-    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or FULL_AND_PIECEWISE
-    (FULL for uniform decode, PIECEWISE for mixed batches).
+    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches), FULL_AND_PIECEWISE
+    (FULL for uniform decode, PIECEWISE for mixed batches) or AUTO (a capture tries FULL, leaves modules that fail out,
+    times it beside PIECEWISE, inductor and eager steps, and keeps the fastest; nothing if graphs bring less than 2%).
     """
     cudagraph_capture_sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
     """Sizes in tokens, or a ladder's name. Absent: the vllm ladder."""
@@ -271,6 +277,11 @@ class CompilationConfig(Section):
     """How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each distinct segment
     of a trace once (needs a GPU). inductor traces the model in every mode.
     """
+    compile_shapes: Literal["auto", "dynamic", "static"] = "auto"
+    """How many sizes a trace of the forward serves. dynamic: all, but one row is a trace of its own. static: one size,
+    for which inductor then chooses its kernels. auto: with compiler: inductor static for the four sizes with the most
+    steps of the plan's traffic, without traffic for the smallest and the largest; dynamic for all others.
+    """
     use_inductor_graph_partition: Flag = False
     """With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops and at
     operators tagged cudagraph_unsafe. false: the traced forward is split first.
@@ -299,6 +310,10 @@ class CompilationConfig(Section):
     outputs: Literal["borrow", "clone"] = "borrow"
     """borrow: outputs are new tensor objects on graph memory, overwritten by the next replay of any graph in the pool.
     clone: outputs are copies.
+    """
+    hide_capture_from: tuple[Annotated[str, BeforeValidator(check_package)], ...] = ("transformers",)
+    """Packages whose code runs in captures as in eager calls: where it asks `torch.cuda.is_current_stream_capturing()`,
+    it is told no, unless a look ahead of the captures saw that it then needs the host. `[]`: all are told the truth.
     """
     all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
     """How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels over registered
