@@ -46,7 +46,7 @@ from cgplan.backends.host_sync import (
     refuse_host,
     tensors_in,
 )
-from cgplan.errors import CaptureError, HostSyncError
+from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import number_of, random_state_kept
 from cgplan.graphs.model_state import ModelState
 
@@ -80,7 +80,7 @@ class Footprint:
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
-    host_sync: HostSyncError | None = None
+    host_sync: CaptureError | None = None
     reads: dict[str, None] = field(default_factory=dict)
     generators: dict[int, torch.Generator] = field(default_factory=dict)
     random: str | None = None
@@ -152,7 +152,7 @@ class Look(TorchDispatchMode):
                 self._note_states()
         part: Part = "eager piece" if func._schema.name in self._eager_ops else self._part
         if implemented_in_python(func, self._key):
-            with self.in_part(part), self, self.guard:
+            with self.in_part(part), self:
                 self._count(func)
                 self._inside += 1
                 try:
@@ -176,6 +176,9 @@ class Look(TorchDispatchMode):
                 result = func(*args, **kwargs)
             finally:
                 self._note_states()
+        self.refusals.follow(func, args, kwargs, result)
+        if func._opname.startswith("_foreach_"):
+            count_writes(func, args, kwargs)
         if self._is_aside:
             read = {id(t) for t in tensors_in((args, kwargs))} - self._given
             self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}
