@@ -759,20 +759,6 @@ def command(rank: int, *of_ranks: list[str]) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def _sent_around(x: torch.Tensor) -> torch.Tensor:
-    """The neighbour's ``x``; neither a send nor a receive need finish before the other one."""
-    received, others = torch.empty_like(x), torch.distributed.get_world_size()
-    rank = torch.distributed.get_rank()
-    posted = [
-        torch.distributed.isend(x, (rank + 1) % others),
-        torch.distributed.irecv(received, (rank - 1) % others),
-    ]
-    for work in posted:
-        assert work is not None
-        work.wait()
-    return received
-
-
 def _gathered(x: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, x)
@@ -797,9 +783,8 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def collectives_in_a_forward(rank: int) -> list[str]:
     """Those of torch.distributed that a replay does not repeat."""
     torch.distributed.init_process_group("gloo")
-    world = torch.distributed.get_world_size()
     wrong, state = [], torch.ones(3)
-    for name, collective in {**COLLECTIVES}.items():
+    for name, collective in COLLECTIVES.items():
         backend, x = TapeBackend(), torch.zeros(3)
 
         def forward(x: torch.Tensor, collective: Any = collective, state: torch.Tensor = state) -> torch.Tensor:
