@@ -259,7 +259,7 @@ class Tape:
             storage = tensor.untyped_storage()
             for part in self._stretches:
                 inside = self._pool.alias_of(storage) is not None and storage._cdata not in part.held
-                if storage._cdata not in part.saved and not inside:
+                if storage.nbytes() and storage._cdata not in part.saved and not inside:
                     part.saved[storage._cdata] = (storage, storage.clone())
         if (generator := kwargs.get("generator")) is not None:
             for part in self._stretches:
@@ -298,8 +298,9 @@ def replay(steps: list[Step]) -> None:
 
 
 def _is_void(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory: derivatives that are zero are so."""
-    return tensor._is_zerotensor() or tensor.untyped_storage().device.type == "meta"
+    """Whether it has no memory: derivatives that are zero, and tensors that an ``out=`` is about to grow."""
+    storage = tensor.untyped_storage()
+    return tensor._is_zerotensor() or storage.device.type == "meta" or not storage.nbytes()
 
 
 def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
