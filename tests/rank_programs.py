@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import Tally
+import torch.distributed._functional_collectives as functional_collectives
+from checks import Tally, capture
 from typer.testing import CliRunner
 
 import cgplan
@@ -756,3 +757,49 @@ def command(rank: int, *of_ranks: list[str]) -> tuple[int, str, str]:
     """A command of cgplan, with each rank's arguments: its exit code, and what it prints."""
     done = CliRunner().invoke(app, of_ranks[rank])
     return done.exit_code, done.stdout, done.stderr
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, x)
+    return torch.stack(parts)
+
+
+def _summed(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    if (work := torch.distributed.all_reduce(x, **options)) is not None:
+        work.wait()
+    return x
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all_reduce": _summed,
+    "all_reduce, later": lambda x: _summed(x, async_op=True),
+    "all_gather": _gathered,
+    "functional": lambda x: functional_collectives.all_reduce(x, "sum", torch.distributed.group.WORLD),
+    "functional gather": lambda x: functional_collectives.all_gather_tensor(x, 0, torch.distributed.group.WORLD),
+}
+
+
+def collectives_in_a_forward(rank: int) -> list[str]:
+    """Those of torch.distributed that a replay does not repeat."""
+    torch.distributed.init_process_group("gloo")
+    wrong, state = [], torch.ones(3)
+    for name, collective in COLLECTIVES.items():
+        backend, x = TapeBackend(), torch.zeros(3)
+
+        def forward(x: torch.Tensor, collective: Any = collective, state: torch.Tensor = state) -> torch.Tensor:
+            return collective(x * 2).sum() + _summed(state.mul_(0.5))
+
+        state.fill_(1)
+        graph, out = capture(backend, lambda x=x, forward=forward: forward(x), warmups=0)  # type: ignore[misc]
+        moved = state.tolist() != [1, 1, 1]
+        for step in range(4):
+            x.fill_(10 * rank + step)
+            state.fill_(step)
+            backend.replay(graph)
+            found = out.clone(), state.clone()
+            state.fill_(step)
+            moved |= not torch.equal(found[0], forward(x)) or not torch.equal(found[1], state)
+        wrong += [name] * moved
+    torch.distributed.destroy_process_group()
+    return wrong

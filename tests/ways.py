@@ -21,6 +21,7 @@ from cgplan import (
     GraphRunner,
     Input,
     build_plan,
+    eager_break_during_capture,
 )
 from cgplan.backends import GraphBackend
 
@@ -55,6 +56,37 @@ torch.library.register_fake("ways::middle", torch.empty_like, lib=_LIBRARY)
 _LIBRARY.define("scaled(Tensor x) -> Tensor")
 _LIBRARY.impl("scaled", lambda x: x * sum(x[0].tolist()), "CompositeExplicitAutograd")
 torch.library.register_fake("ways::scaled", torch.empty_like, lib=_LIBRARY)
+
+
+@eager_break_during_capture
+def _failing_break(x: Tensor) -> Tensor:
+    raise ValueError("a broken piece")
+
+
+def _failing(x: Tensor) -> Tensor:
+    raise ValueError(x * 2)
+
+
+for _name, _kernel in (("failing", _failing), ("failing_break", _failing_break)):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _failing_break(grad)
+
+
+def failing_backward(x: Tensor) -> Tensor:
+    """A gradient that a forward computes, with an eager piece inside that raises."""
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad(_FailingBackward.apply(y).sum(), y)[0]
 
 
 class Middle(nn.Module):

@@ -121,6 +121,10 @@ class GraphBackend(ABC):
     def num_nodes(self, graph: Graph) -> int | None:
         """Kernel nodes of the graph (tape: operators); None where they cannot be counted."""
 
+    def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
+        """What the backend does not know of a captured graph, for the report."""
+        return ()
+
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without holding its block, see Note [Lifetimes]; a tensor outside of pools as it is."""

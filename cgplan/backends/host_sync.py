@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.thread import _worker
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
-from cgplan.errors import HostSyncError
+from cgplan.errors import CaptureError, HostSyncError
 
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
     "compute it before the graph, or keep this part out of it."
 )
-_HOST_METHODS = {
-    torch.Tensor.cpu: "cpu",
-    torch.Tensor.numpy: "numpy",
-    torch.Tensor.tolist: "tolist",
-    torch.Tensor.__array__: "__array__",
-    torch.Tensor.__repr__: "__repr__",
-}
+_HOST_METHODS = ("cpu", "numpy", "tolist", "__array__", "__repr__")
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)  # its Python kernel waits for other processes, so a replay runs it again
 _BUILTIN = ("aten", "prim")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -35,17 +35,20 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 
 @dataclass(slots=True)
 class Refusals:
-    """Operators that needed the host in one recording or look.
+    """Operators that needed the host, or another thread, in one recording or look.
 
     Attributes:
         raises: Whether such an operator raises an error; else it is noted, and runs.
         first: The first error, without its frames. On a GPU the capture is invalid although the forward caught it.
         is_on: Whether operators are refused now.
+        constants: Storages of tensors that were computed from numbers of the Python code alone, by address. On a GPU
+            they lie on the host, where they can be read.
     """
 
     raises: bool = True
-    first: HostSyncError | None = None
+    first: CaptureError | None = None
     is_on: bool = True
+    constants: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def refuse(self, operation: str) -> None:
         """Note something that needs the host, and raise HostSyncError."""
@@ -56,41 +59,139 @@ class Refusals:
         if self.raises:
             raise HostSyncError(message, remedy=_REMEDY)
 
+    def is_constant(self, tree: Any) -> bool:
+        """Whether there are tensors in ``tree``, and all of them are constants."""
+        found = tensors_in(tree) if self.constants else []
+        return bool(found) and all(_storage_key(t) in self.constants for t in found)
 
-class HostGuard(TorchFunctionMode):
-    """Refuses tensor methods that, on a CPU, move values to the host without passing the dispatcher.
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note which tensors are constants after an operator."""
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if func is torch.ops.aten.lift_fresh.default or (self.is_constant((args, kwargs)) and not is_drawn):
+            found = [t.untyped_storage() for t in tensors_in(result)]
+            self.constants |= {storage._cdata: StorageWeakRef(storage) for storage in found}
+        elif self.constants:
+            for tensor in written_tensors(func, args, kwargs):
+                self.constants.pop(_storage_key(tensor), None)
 
-    torch leaves this mode for the call of an operator. A kernel in Python that is made of other operators runs within
-    that call and never reaches a dispatch mode, so the guard calls it with itself in force.
-    """
 
-    def __init__(self, refusals: Refusals) -> None:
-        super().__init__()
-        self.refusals = refusals
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
-    def __torch_function__(
+
+class _Elsewhere(TorchDispatchMode):
+    """Refuses operators in a thread that a forward starts: no graph has them."""
+
+    def __init__(self, refusals: Refusals, line: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refusals, self._line = refusals, line
+
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if (name := _HOST_METHODS.get(func)) is not None:
-            self.refusals.refuse(f"Tensor.{name}()")
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverloadPacket) and func._qualified_op_name.split("::")[0] not in _BUILTIN:
-            overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
-            func = getattr(func, overload or "default")
-        if implemented_in_python(func, "CompositeImplicitAutograd"):
-            with self:
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        return func(*args, **kwargs)
+        self._refusals.first = self._refusals.first or CaptureError(
+            f"operator {func} runs in a thread that the forward starts, at {self._line}; a graph has one thread",
+            remedy="Run it in the thread of the forward, or start the thread in an eager piece.",
+        )
+        return func(*args, **(kwargs or {}))
 
 
-def drop_idle_guards() -> None:
-    """Take guards whose refusals are off from this thread's modes: torch puts a mode back after the call of an operator
-    that it left the mode for, whatever happened in the call.
+class _Guarded(threading.local):
+    refusals: tuple[Refusals, ...] = ()
+
+
+class HostGuard:
+    """A block in which this thread may not call tensor methods that, on a CPU, move values to the host without passing
+    the dispatcher, nor leave operators to a thread that it starts.
+
+    The methods are replaced while such a block is open anywhere. A TorchFunctionMode would keep torch from its fused
+    paths, as in nn.TransformerEncoderLayer, and would not see into kernels in Python.
     """
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    for mode in reversed(modes):
-        if not (isinstance(mode, HostGuard) and not mode.refusals.is_on):
-            _push_mode(mode)
+
+    _guarded, _lock, _blocks = _Guarded(), threading.Lock(), list[ExitStack]()
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                replaced = ExitStack()
+                for name in _HOST_METHODS:
+                    replaced.enter_context(patch.object(torch.Tensor, name, self._host_method(name)))
+                for owner, name, stand_in in (
+                    (functional, "one_hot", self._one_hot),
+                    (threading.Thread, "start", self._start),
+                    (ThreadPoolExecutor, "submit", self._submit),
+                ):
+                    replaced.enter_context(patch.object(owner, name, stand_in(getattr(owner, name))))
+                self._blocks.append(replaced)
+            else:
+                self._blocks.append(self._blocks[-1])
+        self._guarded.refusals += (self._refusals,)
+
+    def __exit__(self, *_: object) -> None:
+        self._guarded.refusals = tuple(r for r in self._guarded.refusals if r is not self._refusals)
+        with self._lock:
+            replaced = self._blocks.pop()
+            if not self._blocks:
+                replaced.close()
+
+    @classmethod
+    def _host_method(cls, name: str) -> Callable[..., Any]:
+        plain = getattr(torch.Tensor, name)
+
+        @wraps(plain)
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            for refusals in cls._guarded.refusals[-1:]:
+                if not refusals.is_constant(tensor):
+                    refusals.refuse(f"Tensor.{name}()")
+            return plain(tensor, *args, **kwargs)
+
+        return method
+
+    @classmethod
+    def _one_hot(cls, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(plain)
+        def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+            if not cls._guarded.refusals or num_classes < 0 or tensor.dtype is not torch.int64:
+                return plain(tensor, num_classes)
+            classes = torch.arange(num_classes, device=tensor.device)
+            return (tensor.unsqueeze(-1) == classes).long()  # on a CPU torch checks the values, on a GPU it does not
+
+        return one_hot
+
+    @classmethod
+    def _start(cls, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def start(thread: threading.Thread) -> None:
+            if vars(thread).get("_target") is not _worker:  # it outlives the forward; its tasks are watched
+                thread.run = cls._watched(thread.run)  # type: ignore[method-assign]
+            plain(thread)
+
+        return start
+
+    @classmethod
+    def _submit(cls, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return plain(pool, cls._watched(function), *args, **kwargs)
+
+        return submit
+
+    @classmethod
+    def _watched(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = cls._guarded.refusals
+        if not (guarded and guarded[-1].is_on):
+            return function
+        line = blamed_line()
+
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with _Elsewhere(guarded[-1], line):
+                return function(*args, **kwargs)
+
+        return watched
 
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)
@@ -122,6 +223,8 @@ def as_written() -> Iterator[None]:
 def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:
     """Refuse an operator whose result the host would have to wait for."""
     schema, detail = func._schema.name, ""
+    if refusals.is_constant((args, kwargs)):
+        return
     if schema in _INDEXING:
         masks = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         if schema != "aten::index" and masks:  # one value through masks is a masked_fill, which needs no host
@@ -156,16 +259,18 @@ def implemented_in_python(func: Any, key: str) -> bool:
         return False
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
     name = func._schema.name.replace("::", "/") + overload
-    keys = {key} if key == "CompositeImplicitAutograd" else {key, "CompositeExplicitAutograd"}
+    keys = {key, "CompositeExplicitAutograd"}
     return func._schema.name not in _RECORDED_WHOLE and any(f"{name}/{k}" in torch.library._impls for k in keys)
 
 
 @cache
-def is_composite(func: Any) -> bool:
-    """Whether the operator is made of others alone; outside of inference mode such ones never reach a mode."""
-    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
+def is_composite(func: Any, key: str) -> bool:
+    """Whether the operator is made of others alone on the device of a dispatch key (``CPU``, ``CUDA``); outside of
+    inference mode such ones never reach a mode.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    is_operator = isinstance(func, torch._ops.OpOverload)
+    return is_operator and has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), key)
 
 
 _is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator that autocast casts for
@@ -206,13 +311,16 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     for index, argument in enumerate(schema.arguments):
         marked = argument.alias_info is not None and argument.alias_info.is_write
         # Of batch norm, some overloads write running statistics although their schema does not say so.
-        if marked or (not schema.is_mutable and argument.name in ("running_mean", "running_var")):
+        silently = not schema.is_mutable and argument.name in ("running_mean", "running_var")
+        if marked or silently or func.namespace == "c10d":  # nor do those of collectives
             found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
 
 
 def count_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Count the writes of an operator written in Python in its tensors' versions, as torch does outside of modes."""
+    """Count the writes of an operator in its tensors' versions: under a mode torch does not, for an operator written in
+    Python and for ``_foreach_``.
+    """
     torch.autograd.graph.increment_version([t for t in written_tensors(func, args, kwargs) if not t.is_inference()])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,25 +17,30 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from threading import get_ident
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
-from cgplan.backends.host_sync import HostGuard, as_written, drop_idle_guards
+from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
-from cgplan.backends.tape_recorder import Recorder, Step, replay
+from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TapeGraph:
-    """One tape: the steps that it replays; while it records, the recorder and the modes to leave."""
+    """One tape: the steps that it replays; while it records, the tape and the modes to leave."""
 
     pool: TapePool
     steps: list[Step] | None = None
-    recording: tuple[Recorder, ExitStack] | None = None
+    recording: tuple[Tape, ExitStack] | None = None
+    notes: tuple[str, ...] = ()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recorder = Recorder()  # type: ignore[no-untyped-call]
 
 
 class TapeBackend(GraphBackend):
@@ -49,7 +55,7 @@ class TapeBackend(GraphBackend):
     def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
-        self._recording: set[int] = set()  # threads that record
+        self._thread = _Thread()
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
 
     def new_pool(self) -> TapePool:
@@ -69,22 +75,20 @@ class TapeBackend(GraphBackend):
     def begin(self, graph: TapeGraph) -> None:
         assert graph.steps is None, "a graph is captured once"
         with ExitStack() as modes:
-            recorder = Recorder(graph.pool)
+            tape = Tape(graph.pool)
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
             modes.enter_context(as_written())
-            modes.callback(drop_idle_guards)  # the capture may end inside the call of an operator
-            HostGuard(recorder.refusals).__enter__()  # type: ignore[no-untyped-call]
-            modes.enter_context(recorder)
-            graph.recording = (recorder, modes.pop_all())
-        self._recording.add(get_ident())
+            modes.enter_context(HostGuard(tape.refusals))
+            modes.enter_context(self._thread.recorder.recording(tape))
+            graph.recording = (tape, modes.pop_all())
 
     def end(self, graph: TapeGraph) -> None:
         """Raises HostSyncError for an operator that needed the host, also if the forward caught the error then."""
-        recorder = self._stop(graph)
-        if recorder.refusals.first is not None:
+        tape = self._stop(graph)
+        if tape.refusals.first is not None:
             self._trim(graph.pool)
-            raise recorder.refusals.first
-        graph.steps = recorder.steps
+            raise tape.refusals.first
+        graph.steps, graph.notes = tape.steps, tuple(tape.notes)
         self._pools[graph.pool].add(graph)
 
     def abort(self, graph: TapeGraph) -> None:
@@ -92,7 +96,7 @@ class TapeBackend(GraphBackend):
         self._trim(graph.pool)
 
     def is_capturing(self) -> bool:
-        return get_ident() in self._recording
+        return self._thread.recorder.tape is not None
 
     def launcher(self, graph: TapeGraph) -> Callable[[], None]:
         assert graph.steps is not None, "the graph was not captured, or was reset"
@@ -100,11 +104,16 @@ class TapeBackend(GraphBackend):
 
     def reset(self, graph: TapeGraph) -> None:
         graph.steps = None
+        if not self.is_capturing():  # an eager piece failed inside an operator, and torch put the mode back
+            self._thread.recorder.leave()
         self._pools[graph.pool].discard(graph)
         self._trim(graph.pool)
 
     def num_nodes(self, graph: TapeGraph) -> int | None:
         return None if graph.steps is None else len(graph.steps)
+
+    def notes(self, graph: TapeGraph) -> tuple[str, ...]:
+        return graph.notes
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -162,15 +171,13 @@ class TapeBackend(GraphBackend):
             times.append((time.perf_counter_ns() - start) / 1e3)
         return times, times
 
-    def _stop(self, graph: TapeGraph) -> Recorder:
+    def _stop(self, graph: TapeGraph) -> Tape:
         assert graph.recording is not None, "no capture is under way in this graph"
-        recorder, modes = graph.recording
+        tape, modes = graph.recording
         graph.recording = None
-        self._recording.discard(get_ident())
-        recorder.refusals.is_on = False
         modes.close()
-        recorder.finish()
-        return recorder
+        tape.finish()
+        return tape
 
     def _trim(self, pool: TapePool) -> None:
         """Drop the pool's memory once no graph can replay on it."""

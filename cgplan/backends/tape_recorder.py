@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
-    HostGuard,
     Refusals,
+    as_its_caller,
     count_writes,
     implemented_in_python,
     is_composite,
@@ -34,13 +40,112 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_em
 class Step:
     """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied to."""
 
-    call: torch._ops.OpOverload
+    call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     copies: tuple[tuple[int, torch.Tensor], ...]  # (index among the flat results, slot)
+    is_posted: bool = False  # a send or a receive, which may need those behind it to finish
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """A part of a recording that can be undone: memory and generators from before it, and what they held then."""
+
+    held: frozenset[int]  # blocks of the pool
+    generators: dict[int, tuple[torch.Generator, torch.Tensor]]
+    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+
+    def undo(self) -> None:
+        for storage, before in self.saved.values():
+            storage.copy_(before)
+        for generator, state in self.generators.values():
+            generator.set_state(state)
 
 
 class Recorder(TorchDispatchMode):
+    """Hands the operators of a thread to the tape that records, and lets them pass while none does.
+
+    A capture may end, and the next one begin, inside an operator or a backward. torch puts the modes from before those
+    back after them, so all tapes of a thread have one mode.
+    """
+
+    tape: Tape | None = None
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[None]:
+        """A block whose operators go to ``tape``."""
+        if self not in _get_current_dispatch_mode_stack():
+            _push_mode(self)
+        self.tape = tape
+        try:
+            yield
+        finally:
+            self.tape = None
+            self.leave()
+
+    def leave(self) -> None:
+        """Take the mode off the stack."""
+        if _get_current_dispatch_mode() is self:
+            _pop_mode()
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """A block inside an operator, for which torch took the mode off; a capture may have ended in it."""
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record one operator."""
+        kwargs, tape = kwargs or {}, self.tape
+        if tape is None:
+            return func(*args, **kwargs)
+        if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
+            return self._look_inside(tape, func, args, kwargs)
+        if is_composite(func, "CPU"):  # in inference mode these come whole, and would hide host reads
+            with self._on():
+                return as_its_caller(func, func.decompose, "cpu")(*args, **kwargs)
+        refuse_host(func, args, kwargs, tape.refusals)
+        return tape.record(func, args, kwargs)
+
+    def _look_inside(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record the operators of one that was written in Python; the whole of it where it needs the host."""
+        refusals, name = tape.refusals, func._schema.name
+        before = refusals.first
+        count_writes(func, args, kwargs)
+        with tape.stretch() as undo:
+            try:
+                with self._on():
+                    result = func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+            except Exception:
+                if refusals.first is before or self.tape is not tape:
+                    raise
+            if refusals.first is before or self.tape is not tape:
+                return result
+            undo()
+        assert refusals.first is not None
+        tape.notes[
+            f"{refusals.first.message.replace(' inside a capture', '')}; the tape calls operator {name} again on each "
+            "replay, a GPU may refuse it"
+        ] = None
+        refusals.first, refusals.is_on = before, False
+        try:
+            result = tape.record(func, args, kwargs)
+        finally:
+            refusals.is_on = True
+        if self.tape is not tape:
+            raise CaptureError(
+                f"operator {name} needs the host, and breaks the capture as well, at {blamed_line()}",
+                remedy="Read the value inside the eager piece.",
+            )
+        return result
+
+
+class Tape:
     """Runs the operators of a forward once and keeps them as ``steps`` whose tensors lie at fixed addresses.
 
     Results of operators are placed in the pool. Views make no step, because addresses do not change. Memory from before
@@ -49,74 +154,87 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, pool: TapePool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.refusals = Refusals()
+        self.notes: dict[str, None] = {}
         self._pool = pool
-        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._held = frozenset(pool.aliases)
         # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
         self._earlier = [(storage, storage.clone()) for storage in pool.aliases.values()]
         default = torch.default_generator
-        self._generators = {id(default): (default, default.get_state())}
+        self._stretches = [_Stretch(frozenset(pool.aliases), {id(default): (default, default.get_state())})]
 
     def finish(self) -> None:
         """Undo writes of the recording outside the pool, and to blocks that were taken before."""
-        for storage, before in (*self._saved.values(), *self._earlier):
+        self._stretches[0].undo()
+        for storage, before in self._earlier:
             storage.copy_(before)
-        for generator, state in self._generators.values():
-            generator.set_state(state)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Record one operator."""
-        kwargs = kwargs or {}
-        if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
-            count_writes(func, args, kwargs)
-            with self, HostGuard(self.refusals):  # the call of the operator left the guard around the capture
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        if is_composite(func):  # in inference mode these come whole, and would hide host reads
-            with self:
-                return func.decompose(*args, **kwargs)
-        refuse_host(func, args, kwargs, self.refusals)
+    @contextmanager
+    def stretch(self) -> Iterator[Callable[[], None]]:
+        """A block of operators; gives a function that undoes and forgets them."""
+        known = [generator for generator, _ in self._stretches[0].generators.values()]
+        inner = _Stretch(frozenset(self._pool.aliases), {id(g): (g, g.get_state()) for g in known})
+        first = len(self.steps)
+
+        def undo() -> None:
+            inner.undo()
+            del self.steps[first:]
+
+        self._stretches.append(inner)
+        try:
+            yield undo
+        finally:
+            self._stretches.pop()
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator and keep it."""
+        schema = func._schema
         given = tensors_in((args, kwargs))
         for tensor in given:
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
                 raise CaptureError(
-                    f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
+                    f"operator {schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
                     remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
                 )
-        self._save_written(func, args, kwargs)
-        if (generator := kwargs.get("generator")) is not None:
-            self._generators.setdefault(id(generator), (generator, generator.get_state()))
+        self._save(func, args, kwargs)
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        call = partial(_awaited, func) if func.namespace == "_c10d_functional" else func
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
-            func = torch.ops.aten.clone.default
+            call = torch.ops.aten.clone.default
         old = {t.untyped_storage()._cdata for t in given}
         fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
-        flat, spec = tree_flatten(func(*args, **kwargs))
-        fresh = {
-            i: t for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old
-        }
+        flat, spec = tree_flatten(call(*args, **kwargs))
+        if func._opname.startswith("_foreach_"):
+            count_writes(func, args, kwargs)
+        results = {i: t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
+        fresh = {i: t for i, t in results.items() if t.untyped_storage()._cdata not in old and not _is_void(t)}
         placed = self._place(fresh)
-        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        is_view = not fresh and not writes and any(isinstance(t, torch.Tensor) for t in flat)
-        if not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS:
-            self._add_step(func, fixed, placed, len(flat))
-        return tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
+        writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        is_view = not fresh and not writes and bool(results)
+        if is_view and func.namespace != "aten" and not all(r.alias_info for r in schema.returns):
+            is_view = False  # it returns an argument without saying so: it may have written to it
+            if not is_collective:
+                self.notes[f"operator {schema.name} returns an argument, and its schema does not say why"] = None
+        if not is_view and schema.name.removeprefix("aten::") not in ALLOCATIONS:
+            self._add_step(call, fixed, placed, len(flat))
+        result = tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
+        self.refusals.follow(func, args, kwargs, result)
+        return result
 
     def _add_step(self, func: Any, given: tuple[Any, Any], placed: dict[int, torch.Tensor], results: int) -> None:
         args, kwargs = given
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
-        if slots and len(slots) == results and (out := _out_variant(func)) is not None:
+        step = Step(func, args, kwargs, tuple(slots.items()))
+        if not isinstance(func, partial) and func.namespace == "c10d":  # the forward waits for itself, a replay must
+            is_posted = func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
+            step = replace(step, call=func if is_posted else partial(_awaited, func), is_posted=is_posted)
+        elif slots and len(slots) == results and (out := _out_variant(func)) is not None:
             overload, names = out  # writes into the slots at once, without a copy
             known = {a.name for a in overload._schema.arguments}
             kept = {name: value for name, value in kwargs.items() if name in known}  # the slot has dtype and device
-            step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
-            if _gives_the_same(step, names):
-                self.steps.append(step)
-                return
-        self.steps.append(Step(func, args, kwargs, tuple(slots.items())))
+            direct = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
+            step = direct if _gives_the_same(direct, names) else step
+        self.steps.append(step)
 
     def _place(self, made: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Fresh results moved into the pool; results that share a storage share a block."""
@@ -136,24 +254,54 @@ class Recorder(TorchDispatchMode):
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
-    def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the bytes of outside memory that the operator is about to write."""
+    def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the bytes of memory, and the generator's state, that the operator is about to change."""
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
-            inside = self._pool.alias_of(storage) is not None and storage._cdata not in self._held
-            if storage._cdata not in self._saved and not inside:
-                self._saved[storage._cdata] = (storage, storage.clone())
+            for part in self._stretches:
+                inside = self._pool.alias_of(storage) is not None and storage._cdata not in part.held
+                if storage.nbytes() and storage._cdata not in part.saved and not inside:
+                    part.saved[storage._cdata] = (storage, storage.clone())
+        if (generator := kwargs.get("generator")) is not None:
+            for part in self._stretches:
+                part.generators.setdefault(id(generator), (generator, generator.get_state()))
+
+
+def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a collective, and wait for what it returns."""
+    result = func(*args, **kwargs)
+    _wait(result)
+    return result
+
+
+def _wait(results: Any) -> None:
+    for leaf in tree_leaves(results):
+        torch.ops._c10d_functional.wait_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf.wait()
 
 
 def replay(steps: list[Step]) -> None:
     """Run the steps of a tape."""
-    with torch.inference_mode():  # a capture in inference mode left tensors that may be written to only there
+    # A capture in inference mode left tensors that may be written to only there. Autocast did its part while recording.
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        posted = list[Any]()
         for step in steps:
+            if posted and not step.is_posted:
+                _wait(posted)
+                posted.clear()
             result = step.call(*step.args, **step.kwargs)
+            if step.is_posted:
+                posted.append(result)
             if step.copies:
                 flat = tree_flatten(result)[0]
                 for i, slot in step.copies:
                     slot.copy_(flat[i])
+        _wait(posted)
+
+
+def _is_void(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory: derivatives that are zero, and tensors that an ``out=`` is about to grow."""
+    storage = tensor.untyped_storage()
+    return tensor._is_zerotensor() or storage.device.type == "meta" or not storage.nbytes()
 
 
 def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
@@ -166,19 +314,17 @@ def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
     Some grow their result on the way, which memory of the pool cannot, or round in another order.
     """
     slots = [step.kwargs[name] for name in names]
-    scratch = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in slots]
-    for tensor in scratch:
-        nbytes = tensor.untyped_storage().nbytes()
-        _bytes(tensor.untyped_storage(), nbytes).fill_(0xA5)
-    places = [(t.data_ptr(), t.size(), t.stride()) for t in scratch]
+    # Empty: torch warns where others grow. Where it grew on the way, its memory is larger than it need be.
+    scratch = [torch.empty(0, dtype=t.dtype) for t in slots]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of results that grow
-            step.call(*step.args, **{**step.kwargs, **dict(zip(names, scratch, strict=True))})
+        step.call(*step.args, **{**step.kwargs, **dict(zip(names, scratch, strict=True))})
     except (RuntimeError, TypeError):
         return False
-    if places != [(t.data_ptr(), t.size(), t.stride()) for t in scratch]:
-        return False
+    for found, slot in zip(scratch, slots, strict=True):
+        needed = torch.empty_strided(slot.size(), slot.stride(), dtype=slot.dtype).untyped_storage().nbytes()
+        layouts = (found.size(), found.stride(), found.storage_offset()), (slot.size(), slot.stride(), 0)
+        if layouts[0] != layouts[1] or found.untyped_storage().nbytes() > needed:
+            return False
     return all(torch.equal(_raw(a), _raw(b)) for a, b in zip(scratch, slots, strict=True))
 
 
@@ -191,7 +337,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The overload of ``func`` that writes into given results, and their names; None if there is none."""
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # could not be tried
+    if isinstance(func, partial) or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)

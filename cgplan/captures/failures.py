@@ -39,7 +39,7 @@ def explain_failure(
     *,
     capturing: bool,
     free: int | None,
-    host_sync: HostSyncError | None,
+    host_sync: CaptureError | None,
     all_freed: bool = True,
 ) -> CgplanError:
     """The typed error for what was raised while a key was warmed up or captured.

@@ -230,7 +230,9 @@ class ModelGraphs:
             kept.restore(between_keys=True)
             scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
             after, pool_after = backend.memory(), self.pools.nbytes
-            nodes = [backend.num_nodes(graph) for entry in scope.entries for graph in entry.segments]
+            graphs = [graph for entry in scope.entries for graph in entry.segments]
+            self.notes = list(dict.fromkeys([*self.notes, *(note for g in graphs for note in backend.notes(g))]))
+            nodes = [backend.num_nodes(graph) for graph in graphs]
             counts = tuple(n for n in nodes if n is not None)
             counted = len(counts) == len(nodes)
             self.inspection_seconds += (read - warm) + (time.perf_counter() - done)

@@ -49,7 +49,7 @@ from cgplan.backends.host_sync import (
     refuse_host,
     tensors_in,
 )
-from cgplan.errors import CaptureError, HostSyncError
+from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import number_of, random_state_kept
 from cgplan.graphs.model_state import ModelState
 
@@ -95,7 +95,7 @@ class Footprint:
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
     names: set[str] = field(default_factory=set)
-    host_sync: HostSyncError | None = None
+    host_sync: CaptureError | None = None
     reads: dict[str, None] = field(default_factory=dict)
     generators: dict[int, torch.Generator] = field(default_factory=dict)
     random: str | None = None
@@ -107,7 +107,7 @@ class Footprint:
     rounds: bool = False
     error: str | None = None
     asked: set[str] = field(default_factory=set)
-    told: HostSyncError | None = None
+    told: CaptureError | None = None
 
     @property
     def checks(self) -> str | None:
@@ -143,7 +143,7 @@ class Look(TorchDispatchMode):
         is_whole: bool = False,
         now: ModelState | None = None,
         hidden_from: Collection[str] = (),
-        told: HostSyncError | None = None,
+        told: CaptureError | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found, self.hidden_from = Footprint(told=told), hidden_from
@@ -186,7 +186,7 @@ class Look(TorchDispatchMode):
         is_eager = bool(names & self._eager_ops) and not self._inside
         part: Part = "eager piece" if is_eager else self._part
         if implemented_in_python(func, self._key):
-            with self.in_part(part), self, self.guard:
+            with self.in_part(part), self:
                 self._count(func)
                 self._inside += 1
                 try:
@@ -195,7 +195,7 @@ class Look(TorchDispatchMode):
                 finally:
                     self._inside -= 1
                     count_writes(func, args, kwargs)
-        if is_composite(func):  # in inference mode these come whole
+        if is_composite(func, self._key):  # in inference mode these come whole
             with self.in_part(part), self:
                 return as_its_caller(func, func.decompose, self._key.lower())(*args, **kwargs)
         self._state.save_written(func, args, kwargs, self._limit)
@@ -213,6 +213,9 @@ class Look(TorchDispatchMode):
         if func._schema.name in _MAKES_INDICES:
             has_floats = any(t.is_floating_point() for t in tensors_in((args, kwargs)))
             self.found.rounds |= has_floats and any(t.dtype in (torch.int32, torch.int64) for t in tensors_in(result))
+        self.refusals.follow(func, args, kwargs, result)
+        if func._opname.startswith("_foreach_"):
+            count_writes(func, args, kwargs)
         if self._is_aside:
             read = {id(t) for t in tensors_in((args, kwargs))} - self._given
             self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}

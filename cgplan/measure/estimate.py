@@ -164,7 +164,7 @@ class AllocationLog(TorchDispatchMode):
         if implemented_in_python(func, "CPU"):
             with patch.object(self, "_inside", self._inside or func._schema.name), self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        if is_composite(func):  # in inference mode these come whole
+        if is_composite(func, "CPU"):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
         if not self.is_recording:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.host_sync import as_its_caller, drop_idle_guards, is_composite, names_of
+from cgplan.backends.host_sync import as_its_caller, is_composite, names_of
 from cgplan.errors import ConfigError
 from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
@@ -114,11 +114,8 @@ class OperatorBreaks(TorchDispatchMode):
         with torch._C._AutoDispatchBelowAutograd():
             if recording_capture() is None:  # a look knows the operators by itself
                 return self._model(*args, **kwargs)
-            try:
-                with self:
-                    return self._model(*args, **kwargs)
-            finally:
-                drop_idle_guards()
+            with self:
+                return self._model(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -133,7 +130,7 @@ class OperatorBreaks(TorchDispatchMode):
                 self.numbers[name] = None
             is_traced = torch.Tag.inplace_view not in func.tags  # then tensor objects stay as they are
             return capture.add_named(name, as_its_caller(func, func, self._device), args, kwargs, is_traced=is_traced)
-        if is_composite(func):
+        if is_composite(func, self._device.upper()):
             with self:
                 return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
         return func(*args, **kwargs)

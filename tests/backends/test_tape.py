@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
 from cgplan.backends.tape_pool import ALIGNMENT, TapePool
-from cgplan.errors import CaptureError
+from cgplan.errors import CaptureError, HostSyncError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -35,22 +36,6 @@ def case(*shapes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return forward
 
     return register
-
-
-class WithoutFastPath(nn.Module):
-    """torch leaves the fused path of its attention modules while a mode watches, as the tape's does: compare like."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        enabled = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            return self.inner(x)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @case(X)
@@ -165,10 +150,37 @@ def mapped(x: Tensor) -> Any:
     return torch.func.vmap(lambda row: row.softmax(0) * row.sum())(x)
 
 
+@case(X)
+def forward_mode_derivatives(x: Tensor) -> Any:
+    weight = torch.linspace(-1, 1, 18, device=x.device).view(3, 6)
+    return torch.func.jvp(lambda x: F.linear(x, weight, weight[:, 0]).tanh(), (x,), (torch.ones_like(x),))
+
+
+@case(X, ((4,), ROWS))
+def what_lies_on_the_host(x: Tensor, rows: Tensor) -> Any:
+    scale = torch.tensor([3, 4]) * torch.tensor(2)
+    return x * scale.prod().item(), x * scale.tolist()[0], F.one_hot(rows, num_classes=5), F.one_hot(rows, 4)
+
+
+@case(X)
+def results_that_grow(x: Tensor) -> Any:
+    grown = torch.empty(0, device=x.device)
+    torch.mm(x, x.t(), out=grown)
+    return grown.relu(), torch.add(x, 1, out=x.new_empty(0))
+
+
+@case(X)
+def foreach_on_state(x: Tensor) -> Any:
+    torch._foreach_mul_([x[0], x[1]], 0.5)
+    torch._foreach_add_([x[0]], [x[2]])
+    torch._foreach_copy_([x[3]], [x[0]])
+    return x * 1
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()), (2, 3, 6, 6)),
     "lstm": (lambda: nn.LSTM(6, 5, num_layers=2, batch_first=True), (2, 3, 6)),
-    "attention": (lambda: WithoutFastPath(nn.TransformerEncoderLayer(8, 2, 16)), (2, 3, 8)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 3, 8)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.GELU()), X),
 }
 
@@ -218,6 +230,36 @@ def test_the_tape_refuses_tensors_that_it_cannot_place() -> None:
         capture(TapeBackend(), lambda: sparse @ torch.ones(3, 3), warmups=0)
 
 
+def test_numbers_that_come_from_an_input_are_no_constants() -> None:
+    x = torch.ones(2)
+    for forward in (lambda: torch.tensor([1.0, 2.0]).add_(x).tolist(), lambda: (torch.tensor(2.0) * x).cpu()):
+        with pytest.raises(HostSyncError):
+            capture(TapeBackend(), forward)
+
+
+def test_a_replay_under_autocast(backend: GraphBackend) -> None:
+    theta, image = torch.eye(2, 3, device=backend.device)[None], torch.randn(1, 1, 4, 6, device=backend.device)
+
+    def forward() -> Any:
+        return F.grid_sample(image, F.affine_grid(theta, [1, 1, 4, 6], align_corners=False), align_corners=False)
+
+    graph, out = capture(backend, forward)
+    image.mul_(2)
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        backend.replay(graph)
+    same(out, forward())
+
+
+def test_a_capture_warns_of_nothing_that_the_forward_does_not(backend: GraphBackend) -> None:
+    x = torch.rand(4, 6, device=backend.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph, out = capture(backend, lambda: F.mse_loss(x, x * 2))
+    x.mul_(3)
+    backend.replay(graph)
+    same(out, F.mse_loss(x, x * 2))
+
+
 # --- custom operators -----------------------------------------------------------------------------------------
 
 CALLS: list[str] = []
@@ -243,6 +285,7 @@ def pair_op(x: Tensor) -> tuple[Tensor, Tensor]:
 
 LIBRARY = torch.library.Library("cgplan_tests", "FRAGMENT")
 LIBRARY.define("plain(Tensor x) -> Tensor")
+LIBRARY.define("silent(Tensor x) -> Tensor")
 
 
 def plain_impl(x: Tensor) -> Tensor:
@@ -252,6 +295,7 @@ def plain_impl(x: Tensor) -> Tensor:
 
 for key in ("CPU", "CUDA"):
     LIBRARY.impl("plain", plain_impl, key)
+LIBRARY.impl("silent", lambda x: x.add_(len(x.tolist())), "CPU")
 
 
 def test_operators_written_in_python_are_recorded_inside(backend: GraphBackend) -> None:
@@ -274,6 +318,50 @@ def test_operators_written_in_python_are_recorded_inside(backend: GraphBackend) 
     same(out, forward(x, wanted_target))
     same(target, wanted_target)
     assert (backend.num_nodes(graph) or 9) >= 9, "the operators inside are the nodes"
+
+
+@torch.library.custom_op("cgplan_tests::by_values", mutates_args={"count"})
+def by_values_op(x: Tensor, count: Tensor) -> Tensor:
+    CALLS.append("by_values")
+    count.add_(1)
+    noise = torch.rand(2)
+    return torch.stack([x[int(n)] for n in count.tolist()]) + noise + float(x.sum()) + x.numpy().shape[0]
+
+
+@torch.library.custom_op("cgplan_tests::around", mutates_args={"count"})
+def around_op(x: Tensor, count: Tensor) -> Tensor:
+    CALLS.append("around")
+    return by_values_op(x * 2, count) * 2
+
+
+def test_an_operator_whose_python_code_needs_the_host_is_called_again() -> None:
+    """Its writes and random numbers count once; an operator around it is looked into."""
+    backend, x, count = TapeBackend(), torch.randn(4, 2), torch.zeros(2, dtype=torch.int64)
+    torch.manual_seed(3)
+    graph, out = capture(backend, lambda: around_op(x, count) + 1, warmups=0)
+    assert count.tolist() == [0, 0], "a capture leaves memory as it was"
+    assert len(backend.notes(graph)) == 1
+    assert "operator cgplan_tests::by_values again" in backend.notes(graph)[0]
+    CALLS.clear()
+    fresh = torch.randn(4, 2)
+    x.copy_(fresh)
+    torch.manual_seed(3)
+    for _ in range(2):
+        backend.replay(graph)
+    assert CALLS == ["by_values"] * 2
+    assert count.tolist() == [2, 2]
+    torch.manual_seed(3)
+    wanted = [around_op(fresh, torch.full((2,), done)) + 1 for done in range(2)]
+    same(out, wanted[-1])
+
+
+def test_an_operator_that_returns_its_argument_in_silence_is_no_view() -> None:
+    backend, x = TapeBackend(), torch.zeros(3)
+    graph, _ = capture(backend, lambda: torch.ops.cgplan_tests.silent(x), warmups=0)
+    before = x.clone()
+    backend.replay(graph)
+    same(x, before + 3)
+    assert any("cgplan_tests::silent returns an argument" in note for note in backend.notes(graph))
 
 
 # --- the tape's pool ------------------------------------------------------------------------------------------

@@ -8,26 +8,34 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 from checks import MIB, Tally, same
 from checks import capture as bare
 from torch import Tensor
+from torch.overrides import _len_torch_function_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from ways import (
     GraphBackend,
     Model,
     all_ways,
     each_size,
+    failing_backward,
     full,
     open_runner,
 )
 
 from cgplan import (
     CaptureError,
+    CgplanError,
     HostSyncError,
 )
+from cgplan.backends import select_backend
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -84,12 +92,80 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
 
 @all_ways
 def test_a_host_method_inside_a_custom_operator(backend: GraphBackend, way: str) -> None:
-    """The operator's Python kernel would run once, at capture, and its number would be that of padding rows. Experts
-    of mixture models loop over ``offsets.tolist()`` in such an operator.
+    """Frozen, the number that its Python kernel reads would be that of padding rows. Experts of mixture models loop
+    over ``offsets.tolist()`` in such an operator. A GPU refuses it; the tape calls the operator again, and says so.
     """
     model = torch.ops.ways.scaled if way == "full" else Model(backend, way, torch.ops.ways.scaled)
-    with pytest.raises(HostSyncError, match=r"needs the host .*ways\.py:\d+: `.*tolist"):
-        open_runner(backend, (lambda x: model(x)) if way == "full" else model, way)
+    call = (lambda x: model(x)) if way == "full" else model
+    if backend.device.type == "cuda":
+        with pytest.raises(HostSyncError, match=r"needs the host .*ways\.py:\d+: `.*tolist"):
+            open_runner(backend, call, way)
+        return
+    runner = open_runner(backend, call, way)
+    assert any("scaled again on each replay, a GPU may refuse it" in warning for warning in runner.report.warnings)
+    for value in (1, 2, 3):
+        x = full(backend, value)
+        same(runner(x=x), call(x))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@each_size
+def test_operators_in_a_thread_that_the_forward_starts(way: str, pooled: bool) -> None:
+    """No graph has them: on a GPU they run once, on another stream, and the graph reads what they left."""
+    backend = select_backend("cpu")
+
+    def stem(x: Tensor) -> Tensor:
+        made = torch.empty_like(x)
+        if pooled:
+            with ThreadPoolExecutor() as pool:
+                pool.submit(torch.mul, x, 2, out=made).result()
+        else:
+            thread = Thread(target=lambda: torch.mul(x, 2, out=made))
+            thread.start()
+            thread.join()
+        return made + 1
+
+    with pytest.raises(CaptureError, match=r"aten.mul.out runs in a thread .*test_late_errors\.py:\d+") as caught:
+        open_runner(backend, Model(backend, way, stem), way)
+    assert "eager piece" in caught.value.remedy
+    Thread(target=stem, args=[full(backend, 1)]).start()  # outside of captures threads are as they were
+    same(stem(full(backend, 1)), full(backend, 3))
+
+
+def _raise(x: Tensor) -> Tensor:
+    raise ValueError(x.shape)
+
+
+FAILURES: dict[str, Callable[[Tensor], Any]] = {
+    "raises": _raise,
+    "item": lambda x: x * x.sum().item(),
+    "tolist": lambda x: x * len(x.tolist()),
+    "operator": torch.ops.ways.failing,
+    "break in an operator": torch.ops.ways.failing_break,
+    "break in a backward": failing_backward,
+    "sparse": lambda x: x.to_sparse() * 2,
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@each_size
+def test_a_failed_capture_leaves_no_mode_behind(way: str, failure: str) -> None:
+    backend, x = select_backend("cpu"), torch.ones(4, 2)
+    calls = Tally()
+
+    def stem(x: Tensor) -> Tensor:
+        calls.append(None)  # the look and the warm-up succeed
+        return FAILURES[failure](x) if len(calls) > 2 else x * 2
+
+    with pytest.raises(CgplanError):
+        open_runner(backend, Model(backend, way, stem), way)
+    assert len(calls) > 2
+    assert _len_torch_dispatch_stack() == 0
+    assert _len_torch_function_stack() == 0
+    assert (x * 2).tolist() == [[2.0, 2.0]] * 4
+    graph, out = bare(backend, lambda: x * 3)
+    backend.replay(graph)
+    same(out, x * 3)
 
 
 @pytest.mark.parametrize("way", ["full", "modules"])

@@ -32,6 +32,12 @@ def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype
         assert registration.mapped_bytes == (world_size - 1) << 20
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_replays_repeat_collectives_of_torch(world_size: int) -> None:
+    """Their operators write and return their arguments without saying so in their schemas."""
+    assert values(run_ranks(world_size, programs.collectives_in_a_forward)) == [[]] * world_size
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_session_captures_registers_and_captures_again(world_size: int) -> None:
     for rows, records in values(run_ranks(world_size, programs.capture_and_run)):
