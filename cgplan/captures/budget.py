@@ -69,7 +69,8 @@ class BudgetGuard:
 
     def __init__(self, graphed: ModelGraphs, records: Mapping[Key, GraphRecord], before: MemoryReading) -> None:
         self.budget = graphed.config.budget
-        self.active = any(limit is not None for limit in vars(self.budget).values())
+        self._limits = self.budget.model_dump(exclude={"compile_time"})  # that one leaves out no key
+        self.active = any(limit is not None for limit in self._limits.values())
         self.shared_bytes = graphed.pools.nbytes
         self.stops: list[StopRecord] = []
         self._graphed, self._records, self._reserved = graphed, records, before.reserved
@@ -148,7 +149,7 @@ class BudgetGuard:
 
     def record(self, left_out: Sequence[Key], skipped: Sequence[Key], used_bytes: int) -> BudgetRecord:
         return BudgetRecord(
-            **self.budget.model_dump(),
+            **self._limits,
             used_bytes=used_bytes,
             used_seconds=self._spent,
             left_out=tuple(left_out),

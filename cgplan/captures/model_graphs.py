@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -51,6 +52,16 @@ def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryRead
     if not backend.supports("driver_bytes") or after.free is None or before.free is None:
         return None
     return (before.free - after.free) - (after.reserved - before.reserved)
+
+
+def _compilations() -> tuple[float, int]:
+    """Seconds that torch.compile took in this process, and how many compilations torch's caches on disk answered."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0, 0
+    utils = torch._dynamo.utils
+    counts = utils.counters
+    cached = max(counts["inductor"]["fxgraph_cache_hit"], counts["aot_autograd"]["autograd_cache_hit"])
+    return utils.calculate_time_spent().get("total_wall_time", 0.0), cached
 
 
 class ModelGraphs:
@@ -177,7 +188,7 @@ class ModelGraphs:
         scope.pool, scope.entries = self.pools.of(key), []
         with self.keeping_state() as kept, ExitStack() as stack:
             try:
-                start = time.perf_counter()
+                start, (compiling, cached) = time.perf_counter(), _compilations()
                 self.look(mode, descriptor)
                 # A capture between two batches does not change later random numbers.
                 stack.enter_context(random_state_kept(backend.device, self.generators))
@@ -207,6 +218,7 @@ class ModelGraphs:
             if not scope.entries:
                 raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy())
             done = time.perf_counter()
+            compiled, found = _compilations()
             kept.restore(between_keys=True)
             scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
             after, pool_after = backend.memory(), self.pools.nbytes
@@ -225,6 +237,8 @@ class ModelGraphs:
                 warmup_seconds=warm - start,
                 capture_seconds=sum(entry.capture_seconds for entry in scope.entries),
                 segment_nodes=counts if counted else (),
+                compile_seconds=compiled - compiling,
+                cached=found - cached,
             )
 
     def _remedy(self) -> str:

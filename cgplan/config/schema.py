@@ -154,6 +154,10 @@ class BudgetConfig(Section):
     """Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), as in `30s`.
     Absent: no bound.
     """
+    compile_time: SecondsToSpend | None = None
+    """Time for compilations that serve one size each (`compilation.compile_shapes`), as in `30s`: sizes beyond it share
+    one trace. Absent: no bound.
+    """
     max_graphs: Count | None = None
     """Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches of all sizes
     are padded least. Absent: no bound.
@@ -270,6 +274,11 @@ class CompilationConfig(Section):
     compiler: Literal["eager", "inductor"] = "eager"
     """How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each distinct segment
     of a trace once (needs a GPU). inductor traces the model in every mode.
+    """
+    compile_shapes: Literal["auto", "dynamic", "static"] = "auto"
+    """How many sizes a trace of the forward serves. dynamic: all, but one row is a trace of its own. static: one size,
+    for which inductor then chooses its kernels. auto: with compiler: inductor static for the four sizes with the most
+    steps of the plan's traffic, without traffic for the smallest and the largest; dynamic for all others.
     """
     use_inductor_graph_partition: Flag = False
     """With compiler: inductor, compile the forward as a whole and let inductor cut it, at splitting_ops and at

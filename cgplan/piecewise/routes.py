@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend
-from cgplan.config import Config
+from cgplan.config import CompilationConfig, Config
 from cgplan.errors import ConfigError
 from cgplan.graphs.footprint import Part, no_operators
 from cgplan.graphs.wrapper import CUDAGraphOptions
@@ -22,6 +22,8 @@ from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
+
+_MOST_STATIC = 4  # sizes, where a plan's traffic says which
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +91,14 @@ class SplitRoute:
 
     def warnings(self) -> list[str]:
         """What the user should know about the split, once keys are captured."""
+        found = []
+        if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
+            sizes = ", ".join(map(str, self.forward.over_budget))
+            found += [f"budget.compile_time was spent: {sizes} tokens share a trace that serves all sizes"]
         if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
-            return ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
+            found += ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
         if self.name != "modules" or not self._captures:
-            return []
+            return found
         run = {piece.name for capture in self._captures for piece in capture.eager_pieces}
         if not run:
             return [
@@ -133,7 +139,10 @@ def choose_route(
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
         if piecewise and compilation.capture_policy == "lazy":  # the trace, which looks closer, is made on demand
             refuse_unknown_ops(compilation.splitting_ops)
-        split = PiecewiseModel(model, config, backend)
+        if not piecewise:  # inductor may fuse across the whole forward
+            whole_forward = {"splitting_ops": (), "use_inductor_graph_partition": False}
+            config = config.model_copy(update={"compilation": compilation.model_copy(update=whole_forward)})
+        split = PiecewiseModel(model, config, backend, _static_sizes(plan, compilation))
         whole = split.traced if compilation.compiler == "inductor" else model
         return SplitRoute("ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter)
     if not piecewise or name == "wrappers":
@@ -149,3 +158,17 @@ def choose_route(
     options = CUDAGraphOptions(address_check=compilation.address_policy)
     wrapper = BreakableCUDAGraphWrapper(model, backend=backend, options=options)
     return SplitRoute("modules", wrapper, model, model, breaks=breaks)
+
+
+def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:
+    """Sizes in tokens that have a trace of their own, see ``compilation.compile_shapes``."""
+    sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
+    if compilation.compile_shapes == "static":
+        return sizes
+    if compilation.compile_shapes == "dynamic" or compilation.compiler == "eager" or not sizes:
+        return set()
+    steps = Counter[int]()
+    for use in (plan.evidence or {}).get("uses", ()):
+        if use["size"] in sizes:
+            steps[use["size"]] += use["share"]
+    return {size for size, _ in steps.most_common(_MOST_STATIC)} or {min(sizes), max(sizes)}

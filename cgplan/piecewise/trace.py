@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -34,15 +35,18 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
     """A model that is split at operators and captured in mode PIECEWISE; called with the declared inputs by name.
 
     Dynamo traces it, with guards, for the sizes that are captured: for each key it picks the trace that holds, or makes
-    one. One row and more rows are two traces; a model that branches on the number of rows has more. A replay launches
-    what the trace launched: Dynamo, its guards and the model's Python code are not entered. In other modes, and outside
-    of a forward context, it is just the model.
+    one. One row and more rows are two traces; a model that branches on the number of rows has more, and so has one with
+    ``static_sizes`` (in tokens), which share no trace. A replay launches what the trace launched: Dynamo, its guards
+    and the model's Python code are not entered. In other modes, and outside of a forward context, it is just the model.
 
     Attributes:
+        over_budget: Static sizes that share a trace after all, because ``budget.compile_time`` was spent.
         splitter: Holds the traces and their pieces.
     """
 
-    def __init__(self, model: Callable[..., Any], config: Config, backend: GraphBackend) -> None:
+    def __init__(
+        self, model: Callable[..., Any], config: Config, backend: GraphBackend, static_sizes: Collection[int] = ()
+    ) -> None:
         if isinstance(model, PiecewiseModel):
             raise ModelError(
                 "the model was compiled by compile_piecewise before",
@@ -54,6 +58,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._reader = BatchReader(config.inputs, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
+        self._static, self._compile_seconds = set(static_sizes), [0.0]  # of each size alone
+        self.over_budget: list[int] = []
         splitter = weakref.ref(self.splitter)  # Dynamo never lets go of what it is given
 
         def note_miss(failure: Any) -> None:
@@ -61,10 +67,13 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 guard = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
                 found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
 
-        own = with_own_code(model)
-        self._traced = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)(own)
-        # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
-        weakref.finalize(self, _forget_trace, own.__code__, self.splitter).atexit = False
+        optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
+        self._traced: dict[bool, Callable[..., Any]] = {}
+        for is_static in (False, True):  # else a trace for all sizes would answer for a static one
+            own = with_own_code(model)
+            self._traced[is_static] = optimize(own)
+            # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
+            weakref.finalize(self, _forget_trace, own.__code__, self.splitter).atexit = False
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
         """Run the model, or capture or replay it as the forward context says.
@@ -89,10 +98,9 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         if torch._C._len_torch_dispatch_stack():  # Dynamo runs no trace under a mode that looks at operators
             return self.runnable(**inputs)
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}  # one tensor twice would stay one
-        for name, dim in self._rows.items():
+        is_static = self._is_static(current_forward_context())
+        for name, dim in () if is_static else self._rows.items():
             torch._dynamo.maybe_mark_dynamic(own[name], dim)
-        if (context := current_forward_context()) is not None:
-            self._keys.add(context.descriptor)
         config = torch._dynamo.config
         limits: dict[str, Any] = {
             name: max(getattr(config, name), len(self._keys))
@@ -102,8 +110,12 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         # that happen to have equal sizes must not share one.
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with shapes, config.patch(automatic_dynamic_shapes=False, **limits), autocast_cache(on=False):
+            start, known = time.perf_counter(), len(self.splitter.traces)
             try:
-                return self._traced(**own)
+                result = self._traced[is_static](**own)
+                if is_static and len(self.splitter.traces) > known:
+                    self._compile_seconds.append(time.perf_counter() - start)
+                return result
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise CaptureError(
                     f"the model was traced {len(self.splitter.traces)} times, and no trace holds for the next key: "
@@ -129,6 +141,18 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 inner = error.inner_exception
                 raise inner if isinstance(inner, CgplanError) else error from None
+
+    def _is_static(self, context: ForwardContext | None) -> bool:
+        """Whether this call's size has a trace of its own; the first call of each key decides within the budget."""
+        if context is None:
+            return self._config.compilation.compile_shapes == "static"
+        size, limit, spent = context.descriptor.num_tokens, self._config.budget.compile_time, self._compile_seconds
+        is_new = context.descriptor not in self._keys
+        self._keys.add(context.descriptor)
+        if is_new and size in self._static and limit is not None and sum(spent) + max(spent) > limit:
+            self._static.remove(size)
+            self.over_budget.append(size)
+        return size in self._static
 
     def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]  # the model may write into its inputs
@@ -174,7 +198,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PiecewiseModel:
         """The same for a copy of the model, which has captured nothing."""
-        made = memo[id(self)] = PiecewiseModel(copy.deepcopy(self.runnable, memo), self._config, self.backend)
+        runnable = copy.deepcopy(self.runnable, memo)
+        made = memo[id(self)] = PiecewiseModel(runnable, self._config, self.backend, self._static)
         return made
 
 

@@ -80,6 +80,8 @@ def _graphs(report: CaptureReport) -> RenderableType:
         Column("pool growth", "pool_growth", format_bytes),
         Column("driver", "driver_bytes", format_bytes) if has_driver else None,
         Column("warm-up", "warmup_seconds", format_seconds),
+        Column("compile", "compile_seconds", format_seconds) if any(r.compile_seconds for r in records) else None,
+        Column("cached", "cached") if any(r.compile_seconds for r in records) else None,
         Column("capture", "capture_seconds", format_seconds),
     )
 

@@ -86,6 +86,8 @@ class GraphRecord(KeyRecord):
     capture_seconds: float  # from the first begin to the last instantiated graph, eager pieces included
     eager_pieces: int = 0  # functions that run eagerly between the graphs
     segment_nodes: tuple[int, ...] = ()  # of each graph, in order; empty where they could not be counted
+    compile_seconds: float = 0.0  # the part of the warm-ups in which torch.compile traced and compiled
+    cached: int = 0  # compilations that torch's caches on disk answered
 
 
 class StopRecord(KeyRecord):

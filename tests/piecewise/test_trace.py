@@ -367,6 +367,45 @@ def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
         torch.testing.assert_close(runner(x=x), model(x))
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(("shapes", "traces"), [("auto", 1), ("dynamic", 1), ("static", 4)])
+def test_sizes_share_a_trace_or_have_their_own(backend: GraphBackend, mode: str, shapes: str, traces: int) -> None:
+    model = Model(backend).eval()
+    with closing(open_model(backend, model, cudagraph_mode=mode, compile_shapes=shapes)) as runner:
+        splitter = runner._graphed.route.splitter
+        assert splitter is not None
+        assert len(splitter.traces) == traces
+        assert all(record.compile_seconds > 0 for record in runner.report.records[: traces - 1])
+        for rows in (1, 2, 3, 8, 16):
+            x = rows_of(backend, rows)
+            same(runner(x=x), runner.run_eagerly(x=x))
+
+
+def test_sizes_beyond_the_time_to_compile_share_a_trace(backend: GraphBackend) -> None:
+    model = Model(backend).eval()
+    config = validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+            "compilation": {
+                "cudagraph_mode": "PIECEWISE",
+                "cudagraph_capture_sizes": [2, 4, 8, 16],
+                "splitting_ops": ["recorded::middle", "recorded::parts"],
+                "compile_shapes": "static",
+            },
+            "budget": {"compile_time": "1ms"},
+            "device": backend.device.type,
+        }
+    )
+    with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
+        assert runner.plan.capture_sizes == (2, 4, 8, 16)
+        assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
+        said = "budget.compile_time was spent: 8, 4, 2 tokens share a trace that serves all sizes"
+        assert said in runner.report.warnings
+        for rows in (1, 16):
+            x = rows_of(backend, rows)
+            same(runner(x=x), runner.run_eagerly(x=x))
+
+
 def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: GraphBackend) -> None:
     calls = []
 
