@@ -2,7 +2,7 @@
 
     python docs/measure/zoo.py [--scale tiny|real] [--only bert,qwen*] [--ways FULL,PIECEWISE] [--out FOLDER] [--resume]
                                [--sizes 1,4,8] [--jobs 2] [--devices 0,1] [--timeout 900] [--report docs/zoo.md]
-    python docs/measure/zoo.py --out FOLDER --report FILE --only ""    the page alone, from the JSONs there
+    python docs/measure/zoo.py --out FOLDER --only "" --report FILE     the page alone, from the JSONs there
 
 Nothing is downloaded: configurations alone make the models. A row of a batch is one sequence, image or molecule. Each
 model runs in a process of its own and writes FOLDER/NAME.json and NAME.log, so a crash ends that model alone. All ways
@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import re
-import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import yaml
 from torch import nn
+from torch._inductor.utils import fresh_inductor_cache
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import cgplan
@@ -134,7 +134,7 @@ class Model:
     dtype: str = "float32"
 
     def build(self, scale, dtype):
-        """The model with random weights on the current default device; LookupError where a library lacks it."""
+        """The model with random weights on the current default device; ImportError where a library lacks it."""
         config = self.real if scale == "real" else self.tiny
         if self.library == "here":
             return globals()[self.make](**config)
@@ -147,7 +147,7 @@ class Model:
             library = importlib.import_module(self.library)
             made = partial(library.create_model, self.make) if self.library == "timm" else getattr(library, self.make)
         except (ImportError, AttributeError) as error:
-            raise LookupError(f"{self.library} is missing or has no {self.make}: {error}") from error
+            raise ImportError(f"{self.library} is missing or has no {self.make}: {error}") from error
         inner = made(made.config_class(**config)) if self.library == "transformers" else made(**config)
         return Rows(inner, **self.fixed)
 
@@ -197,6 +197,7 @@ WAYS = {
     "FULL": graphed(),
     "PIECEWISE": graphed(cudagraph_mode="PIECEWISE"),
     "inductor": graphed(compiler="inductor"),
+    "dynamic": graphed(compiler="inductor", compile_shapes="dynamic"),
     "bare": bare,
     "reduce-overhead": reduce_overhead,
 }
@@ -302,15 +303,18 @@ class Zoo:
         """Prepare a way: seconds until it is ready, and the memory that it takes beside those that are there."""
         name, before, start = way.record.name, used_bytes(self.backend), time.perf_counter()
         bench.restore()
-        WAYS[name](bench, way)
+        with fresh_inductor_cache():  # a cold start, whatever ran before
+            WAYS[name](bench, way)
         seconds, entry = time.perf_counter() - start, self.record["ways"][name]
         entry |= {"captured": way.note is None, "note": way.note, "ready_seconds": seconds}
         entry["memory_bytes"] = used_bytes(self.backend) - before
         if name in self.runners and (report := self.runners[name].report).records:
             entry |= {"graphs": report.records[0].graphs, "warnings": list(report.warnings)}
+            entry |= {"reported_bytes": report.total_bytes, "capture_seconds": report.session_seconds}
+            entry["compile_seconds"] = sum(graph.compile_seconds for graph in report.records)
 
     def compare(self, way, bench):
-        """With eager code on the sizes, and on a batch between them, where the runner pads, on the padded batch."""
+        """Compare with eager code: batches of the sizes, and one between them, which a runner pads, on its padding."""
         bench.compare(way)
         entry, runner = self.record["ways"][way.record.name], self.runners.get(way.record.name)
         for size, found in way.results.items():
@@ -336,11 +340,10 @@ def run_one(model, options, device):
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     torch.set_num_threads(options.threads)
     zoo = Zoo(model, options)
-    with torch.no_grad(), tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # a cold start, whatever ran before
+    with torch.no_grad():
         try:
             zoo.run()
-        except LookupError as error:
+        except ImportError as error:
             zoo.save(skipped=str(error))
         except Exception as error:
             zoo.save(f"{zoo.record['error']}: {type(error).__name__}: {error}")
@@ -355,7 +358,7 @@ def run_all(models, options):
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what is asked of CUDA before a fork must not start CUDA
     context = multiprocessing.get_context(options.start)
     if options.start == "forkserver":
-        context.set_forkserver_preload(["torch", "transformers", "cgplan.models.hf", "torch._dynamo"])
+        context.set_forkserver_preload(["torch", "transformers", "cgplan.models.hf", "torch._inductor.utils"])
     waiting, running = list(models), {}
     free = [device for _ in range(options.jobs) for device in options.devices or [None]]
     while waiting or running:
@@ -423,10 +426,10 @@ def line(record):
     """A row for the terminal: the verdicts, and microseconds of the device at the largest size."""
     words = cells(record, "verdicts")
     if record.get("skipped") or record["error"]:
-        return f"{record['name']:26} {words[0]}"[:158]
+        return f"{record['name']:21} {words[0]}"[:158]
     times = cells(record, (record["sizes"][-1], "device_us"))
-    head = f"{record['name']:26} " + " ".join(f"{word:13.13}" for word in words)
-    return head + " ".join(f"{time:>8.8}" for time in times) + f"{record['seconds']:5.0f} s"
+    head = f"{record['name']:21} " + " ".join(f"{word:11.11}" for word in words)
+    return head + "".join(f"{time:>8.7}" for time in times) + f"{record['seconds']:5.0f} s"
 
 
 def summary(records):
@@ -512,7 +515,7 @@ def main(arguments=None):
     models = [model for model in models if not (options.resume and paths[model.name].exists())]
     for model in models:
         paths[model.name].unlink(missing_ok=True)
-    print(f"{'model':26} " + " ".join(f"{n:13.13}" for n in GRAPHED) + " ".join(f"{n:>8.8}" for n in WAYS))
+    print(f"{'model':21} " + " ".join(f"{n:11.11}" for n in GRAPHED) + "".join(f"{n:>8.7}" for n in WAYS))
     for record in run_all(models, options):
         print(line(record), flush=True)
     records = [json.loads(path.read_text()) for path in paths.values() if path.exists()]
