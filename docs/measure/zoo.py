@@ -146,7 +146,7 @@ class Model:
         try:
             library = importlib.import_module(self.library)
             made = partial(library.create_model, self.make) if self.library == "timm" else getattr(library, self.make)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, RuntimeError) as error:  # diffusers raises the last where an import fails
             raise ImportError(f"{self.library} is missing or has no {self.make}: {error}") from error
         inner = made(made.config_class(**config)) if self.library == "transformers" else made(**config)
         return Rows(inner, **self.fixed)
@@ -346,7 +346,7 @@ def run_one(model, options, device):
         except ImportError as error:
             zoo.save(skipped=str(error))
         except Exception as error:
-            zoo.save(f"{zoo.record['error']}: {type(error).__name__}: {error}")
+            zoo.save(error=f"{zoo.record['error']}: {type(error).__name__}: {error}")
             raise
 
 
@@ -409,11 +409,11 @@ def verdict(record, name):
     return word if way["captured"] else f"part {word}"
 
 
-def cells(record, what):
-    """A row of a table: the verdicts, a figure of each way at a size, or what a way costs."""
+def cells(record, what, names):
+    """A row of a table: the verdicts of some ways, a figure of each at a size, or what it costs."""
     if what == "verdicts":
-        return [record.get("skipped") or record["error"] or verdict(record, name) for name in GRAPHED]
-    ways = [record["ways"].get(name, {}) for name in WAYS]
+        return [record.get("skipped") or record["error"] or verdict(record, name) for name in names]
+    ways = [record["ways"].get(name, {}) for name in names]
     if what == "costs":
         known = [way if "ready_seconds" in way else None for way in ways]
         return [f"{way['ready_seconds']:.1f} s, {way['memory_bytes'] >> 20} MiB" if way else "-" for way in known]
@@ -424,10 +424,10 @@ def cells(record, what):
 
 def line(record):
     """A row for the terminal: the verdicts, and microseconds of the device at the largest size."""
-    words = cells(record, "verdicts")
+    words = cells(record, "verdicts", GRAPHED)
     if record.get("skipped") or record["error"]:
         return f"{record['name']:21} {words[0]}"[:158]
-    times = cells(record, (record["sizes"][-1], "device_us"))
+    times = cells(record, (record["sizes"][-1], "device_us"), WAYS)
     head = f"{record['name']:21} " + " ".join(f"{word:11.11}" for word in words)
     return head + "".join(f"{time:>8.7}" for time in times) + f"{record['seconds']:5.0f} s"
 
@@ -448,12 +448,13 @@ def summary(records):
 def markdown(records):
     """The page: what is captured and right, what is not and why, and times where there is a GPU."""
     ran = [record for record in records if "seconds" in record]
-    first, tables = ran[0], [("Captured, and equal to eager", "verdicts", GRAPHED)]
+    first, names = ran[0], [name for name in WAYS if any(name in record["ways"] for record in ran)]
+    tables = [("Captured, and equal to eager", "verdicts", names[1:])]
     if first["backend"] == "cuda":
         for size in first["sizes"]:
-            tables.append((f"Device time at {size} rows, microseconds", (size, "device_us"), WAYS))
-            tables.append((f"Host time at {size} rows, microseconds", (size, "host_us"), WAYS))
-        tables.append(("Seconds until ready, and memory", "costs", WAYS))
+            tables.append((f"Device time at {size} rows, microseconds", (size, "device_us"), names))
+            tables.append((f"Host time at {size} rows, microseconds", (size, "host_us"), names))
+        tables.append(("Seconds until ready, and memory", "costs", names))
     lines = [
         "# The model zoo",
         "",
@@ -462,16 +463,23 @@ def markdown(records):
         f"rows of {', '.join(map(str, first['sizes']))}.",
         "",
         "`equal`: bit for bit as the model's own code, also for a batch between the sizes, on its padding. `~`: the "
-        "largest difference, within what the dtype lets expect. `part`: torch left out some of its graphs.",
+        "largest difference, within what the dtype lets expect. `part`: torch left out some of its graphs. `bare`: "
+        "`torch.cuda.graph` by hand; `dynamic`: `compiler: inductor` with one trace for all sizes.",
         "",
         *(f"- {text}" for text in summary(records)),
     ]
-    for title, what, names in tables:
-        lines += ["", f"## {title}", "", f"| model | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-        lines += [f"| {r['name']} | {' | '.join(cells(r, what))} |" for r in (records if what == "verdicts" else ran)]
-    failed = [(r["name"], name, way) for r in ran for name, way in r["ways"].items() if "error" in way]
-    lines += ["", "## Refused, and why", ""] if failed else []
-    lines += [f"- {model}, {name}: {way['error_type']}: {way['error']}" for model, name, way in failed]
+    for title, what, ways in tables:
+        lines += ["", f"## {title}", "", f"| model | {' | '.join(ways)} |", f"|---|{'---|' * len(ways)}"]
+        rows = records if what == "verdicts" else ran
+        lines += [f"| {row['name']} | {' | '.join(cells(row, what, ways))} |" for row in rows]
+    refused = {}
+    for record in ran:
+        for name, way in record["ways"].items():
+            if "error" in way:
+                error = re.sub(r"(?<= at )/\S*/(?=[^/]+/[^/]+\.py)", "", f"{way['error_type']}: {way['error']}")
+                refused.setdefault(f"{name}: {error}", []).append(record["name"])
+    lines += ["", "## Refused, and why", ""] if refused else []
+    lines += [f"- {text} ({', '.join(models)})" for text, models in refused.items()]
     return "\n".join(lines) + "\n"
 
 
