@@ -14,7 +14,9 @@ from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
+from cgplan.runner.auto import choose_mode
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
@@ -95,4 +97,6 @@ def capture(
         if config.model is None or config.model.target is None:
             raise ModelError("no model was given", remedy="Pass one, or a configuration with model.target.")
         model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=folder).forward
+    if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
+        config, plan = choose_mode(config, model, backend, state)
     return CaptureSession(plan, model, backend, config, progress=progress, state=state).run()

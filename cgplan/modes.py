@@ -36,8 +36,8 @@ _SETTINGS = {"CUDAGraphMode": "cudagraph_mode", "AttentionSupport": "attention_s
 
 
 class CUDAGraphMode(_Named, Enum):
-    """Which graphs run a batch. The first three are runtime modes; the last two pair one for
-    uniform decode batches with one for mixed batches.
+    """Which graphs run a batch. The first three are runtime modes; the next two pair one for uniform decode batches
+    with one for mixed batches. AUTO is decided by measuring; a plan without a device takes it for FULL.
     """
 
     NONE = 0
@@ -45,6 +45,7 @@ class CUDAGraphMode(_Named, Enum):
     FULL = 2
     FULL_DECODE_ONLY = (2, 0)
     FULL_AND_PIECEWISE = (2, 1)
+    AUTO = "AUTO"
 
     def separate_routine(self) -> bool:
         """Whether uniform decode batches have graphs of their own."""

@@ -28,7 +28,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TINY: set[str] = set()
-BUDGET = {"lines": 24_000, "tokens": 162_300, "files": 136, "files in a folder": 13}
+BUDGET = {"lines": 24_500, "tokens": 165_800, "files": 138, "files in a folder": 13}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
+from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.host_sync import HostGuard, as_written
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, replay
@@ -69,6 +70,7 @@ class TapeBackend(GraphBackend):
         assert graph.steps is None, "a graph is captured once"
         with ExitStack() as modes:
             recorder = Recorder(graph.pool)
+            modes.enter_context(answering([ALL_OTHERS], lambda _: True))
             modes.enter_context(as_written())
             modes.enter_context(HostGuard(recorder.refusals))
             modes.enter_context(recorder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -14,15 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import autocast_cache
+from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBuffers
-from cgplan.captures.failures import explain_failure
+from cgplan.captures.failures import drop_locals, explain_failure
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
-from cgplan.errors import AddressError, CaptureError, InputError
+from cgplan.errors import AddressError, CaptureError, HostSyncError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
-from cgplan.graphs.footprint import Footprint, examine, look
+from cgplan.graphs.footprint import Footprint, examine, look, look_as_captured
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
@@ -115,6 +116,7 @@ class ModelGraphs:
         self._has_captured = True
         self._volatile: set[str] = set()
         self._footprints: dict[CUDAGraphMode, Footprint] = {}  # of the looks since the model's state was recorded
+        self._told: dict[CUDAGraphMode, HostSyncError] = {}  # by failed captures, see `_tell`
         self._checked: set[Key] = set()
         self._moved: str | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
@@ -200,7 +202,7 @@ class ModelGraphs:
                 before, pool_before = backend.memory(), self.pools.nbytes
                 read = time.perf_counter()
                 capturing = True
-                with kept.noting_capture():
+                with kept.noting_capture(), self._answering(mode, capturing=True):
                     output = self.run_graphed(mode, descriptor, self.views(descriptor))
             except Exception as error:
                 footprint = self._footprints.get(mode)
@@ -212,6 +214,11 @@ class ModelGraphs:
                     host_sync=None if footprint is None else footprint.host_sync,
                     all_freed=not in_service,
                 )
+                if capturing and isinstance(failure, HostSyncError) and self._tell(mode, failure):
+                    drop_locals(error)
+                    kept.restore(between_keys=True)
+                    self.evict([key])
+                    return self.capture_key(key, in_service=in_service)
                 raise failure from (error if failure is not error else error.__cause__)
             self.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
             self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
@@ -257,22 +264,42 @@ class ModelGraphs:
         """Look at the forward, once for each mode, ahead of its warm-ups. Raises as ``footprint.examine``."""
         if mode in self._footprints:
             return
+        answers = {"hidden_from": self.config.compilation.hide_capture_from, "told": self._told.get(mode)}
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
         run = partial(self._run, self.model, CUDAGraphMode.NONE, descriptor, views)
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
         if is_piecewise and route.name == "wrappers":  # Python code runs on each replay
-            found = look(run, self._kept, self.copy_limit(), part="eager piece")
+            found, _ = look_as_captured(run, self._kept, self.copy_limit(), part="eager piece", **answers)
+            notes = list[str]()
         else:
             ops = self.config.compilation.splitting_ops
             split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_piecewise and route.name == "ops" else ()
-            inputs, options = list(views.values()), {"eager_ops": split, "is_whole": not is_piecewise}
+            inputs, options = list(views.values()), {"eager_ops": split, "is_whole": not is_piecewise, **answers}
             found, notes = examine(run, self._kept, inputs, self.copy_limit(), **options)
-            self.notes += [note for note in notes if note not in self.notes]
+        if found.told is not None:
+            notes += [
+                f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "
+                f"calls (attention with masks that mask nothing), because in eager calls {found.told.message}"
+            ]
+        self.notes += [note for note in notes if note not in self.notes]
         self._footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._use_generators(tuple(found.generators.values()))
+
+    def _tell(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
+        """Whether packages are told from now on, since only some sizes need the host, and the look saw another one."""
+        if (found := self._footprints[mode]).told is None and found.asked:
+            self._told[mode] = failure
+            del self._footprints[mode]
+        return mode not in self._footprints
+
+    def _answering(self, mode: CUDAGraphMode, *, capturing: bool) -> AbstractContextManager[None]:
+        """The block of a warm-up or a capture, in which packages are told what they were told in the look."""
+        is_told = self._footprints[mode].told is not None
+        packages = () if is_told and capturing else self.config.compilation.hide_capture_from  # the truth: eager pieces
+        return answering(packages, lambda _: is_told)
 
     def _calls_breaks(self) -> bool:
         if not any_breaks():
@@ -298,7 +325,8 @@ class ModelGraphs:
         output.
         """
         is_full = mode is CUDAGraphMode.FULL
-        with autocast_cache(on=not is_full and self.route.name == "wrappers"):  # wrappers turn it off for themselves
+        in_eager = not is_full and self.route.name == "wrappers"  # wrappers turn it off for themselves
+        with autocast_cache(on=in_eager), self._answering(mode, capturing=False):
             call = self.route.whole if is_full else self.route.warm
             return self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 

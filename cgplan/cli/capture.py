@@ -30,11 +30,13 @@ from cgplan.distributed import (
 from cgplan.errors import ConfigError, PlanMismatchError
 from cgplan.measure.bench import bench
 from cgplan.models.loading import load_model
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import budget_of
 from cgplan.reports import Report
 from cgplan.reports.records import check_baselines
+from cgplan.runner.auto import check_up, choose_mode
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
@@ -54,6 +56,10 @@ class Request:
 
 def run_capture(request: Request) -> None:
     _report(request, "capture", lambda runner: runner.report)
+
+
+def run_doctor(request: Request) -> None:
+    _report(request, "doctor", check_up)
 
 
 def run_bench(request: Request, against: Sequence[str], seed: int | None) -> None:
@@ -99,13 +105,23 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
         return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
 
+    is_auto = config.compilation.cudagraph_mode is CUDAGraphMode.AUTO and request.plan is None
+    if is_auto and has_ranks():
+        raise ConfigError(
+            "cudagraph_mode is AUTO, and torchrun has started several processes, which must capture the same graphs",
+            remedy="Run `cgplan doctor` on a model of one process, and write the settings that it chose into the file.",
+        )
     if has_ranks():
         with _captured_on_ranks(command, config, plan, request, load) as runner:
             yield runner
     else:
         backend = select_backend(config.device)
-        plan = _fitted(plan, config, backend, request)
-        yield _run(config, plan, load(backend), backend)
+        model = load(backend) if is_auto else None
+        if model is not None:
+            config, plan = choose_mode(config, model, backend)
+        tried, plan = plan.notes, _fitted(plan, config, backend, request)
+        plan = plan.model_copy(update={"notes": (*plan.notes, *tried)}) if is_auto else plan
+        yield _run(config, plan, model or load(backend), backend)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def root(
     context: typer.Context, version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False
 ) -> None:
     """Show the version, or the help where no command was given."""
-    if context.invoked_subcommand not in ("capture", "bench") and not is_first_rank():
+    if context.invoked_subcommand not in ("capture", "bench", "doctor") and not is_first_rank():
         raise typer.Exit  # the other commands are of one process, however many torchrun has started
     if version:
         typer.echo(f"cgplan {__version__}")
@@ -153,6 +153,22 @@ def bench(
         settings = _settings(overrides, device=device, debug=debug or None)
         baselines = () if against is None else against.split(",")
         run_bench(Request(config, settings, plan, force, output, as_json), baselines, seed)
+
+
+@app.command(epilog="\b\nExample:\n  cgplan doctor --config my.yaml --set compilation.cudagraph_mode=AUTO")
+def doctor(
+    config: Config,
+    overrides: Overrides = None,
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Capture, and say how much of a step runs inside graphs, what runs outside of them, and why."""
+    with failures_reported(show_traceback):
+        from cgplan.cli.capture import Request, run_doctor
+
+        run_doctor(Request(config, _settings(overrides, device=device), None, False, output, as_json))
 
 
 @plans.callback(

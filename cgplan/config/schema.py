@@ -28,6 +28,7 @@ from cgplan.config.values import (
     SecondsToSpend,
     Symbol,
     check_example,
+    check_package,
     check_pad,
     check_sizes,
     is_value_of,
@@ -230,8 +231,9 @@ class CompilationConfig(Section):
     """Which graphs are captured, and how a batch that none serves is run."""
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
-    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches) or FULL_AND_PIECEWISE
-    (FULL for uniform decode, PIECEWISE for mixed batches).
+    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches), FULL_AND_PIECEWISE
+    (FULL for uniform decode, PIECEWISE for mixed batches) or AUTO (a capture tries FULL, leaves modules that fail out,
+    times it beside PIECEWISE, inductor and eager steps, and keeps the fastest; nothing if graphs bring less than 2%).
     """
     cudagraph_capture_sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
     """Sizes in tokens, or a ladder's name. Absent: the vllm ladder."""
@@ -308,6 +310,10 @@ class CompilationConfig(Section):
     outputs: Literal["borrow", "clone"] = "borrow"
     """borrow: outputs are new tensor objects on graph memory, overwritten by the next replay of any graph in the pool.
     clone: outputs are copies.
+    """
+    hide_capture_from: tuple[Annotated[str, BeforeValidator(check_package)], ...] = ("transformers",)
+    """Packages whose code runs in captures as in eager calls: where it asks `torch.cuda.is_current_stream_capturing()`,
+    it is told no, unless a look ahead of the captures saw that it then needs the host. `[]`: all are told the truth.
     """
     all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
     """How ranks sum tensors, in models that are split over several processes. custom: cgplan's kernels over registered

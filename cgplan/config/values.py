@@ -63,6 +63,12 @@ def check_example(value: object) -> object:
     return value
 
 
+def check_package(value: object) -> object:
+    if not str(value).isidentifier() or value in ("cgplan", "torch", "triton"):
+        raise ValueError(f"found {value!r}, expected a top-level package other than torch, triton and cgplan")
+    return value
+
+
 def check_sizes(value: object) -> object:
     if isinstance(value, str) and value not in get_args(LadderName):
         names = ", ".join(get_args(LadderName))

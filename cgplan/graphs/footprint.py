@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
     HostGuard,
@@ -77,6 +78,8 @@ class Footprint:
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
         stale: Values by path that graph code bound and an eager piece read: a replay leaves them as they were.
         error: The first line of what the forward raised.
+        asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
+        told: Why these are told the truth: what needs the host where they are told that none is.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -90,6 +93,8 @@ class Footprint:
     unreturned: str | None = None
     stale: dict[str, object] = field(default_factory=dict)
     error: str | None = None
+    asked: set[str] = field(default_factory=set)
+    told: HostSyncError | None = None
 
 
 class Look(TorchDispatchMode):
@@ -101,6 +106,7 @@ class Look(TorchDispatchMode):
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
         now: A later record, by which tensors are named and changes of numbers noted; absent: ``state``, and none are.
+        hidden_from: Packages that are told of a capture in graph code if there is a reason, ``told``, else nowhere.
     """
 
     supports_higher_order_operators = True
@@ -114,9 +120,11 @@ class Look(TorchDispatchMode):
         *,
         is_whole: bool = False,
         now: ModelState | None = None,
+        hidden_from: Collection[str] = (),
+        told: HostSyncError | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Footprint()
+        self.found, self.hidden_from = Footprint(told=told), hidden_from
         self.refusals = Refusals(raises=False)
         self._state, self._limit, self._now, self._is_whole = state, limit, now, is_whole
         places = (now or state).places.values()
@@ -185,11 +193,17 @@ class Look(TorchDispatchMode):
                     self._made[id(t)] = weakref.ref(t)
         return result
 
+    def answer(self, package: str) -> bool:
+        """What code of one of ``hidden_from`` is told that asks whether a capture is under way."""
+        self.found.asked |= {package} if self.refusals.is_on else set()
+        return self.found.told is not None and self.refusals.is_on
+
     def _rebound(self) -> dict[str, object]:
         return {path: now for path, (now, _) in self._state.rebound().items()}
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        refuse_host(func, args, kwargs, self.refusals)
+        if self._key == "CPU" or any(t.device.type != "cpu" for t in tensors_in((args, kwargs))):
+            refuse_host(func, args, kwargs, self.refusals)
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, torch.Tensor):
                 if isinstance(leaf, bool | int | float | complex):
@@ -324,6 +338,7 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
     """
     with random_state_kept(state.device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, limit, **options)
+        stack.enter_context(answering(mode.hidden_from, mode.answer))
         stack.enter_context(mode.guard)
         stack.enter_context(mode)
         try:
@@ -336,6 +351,19 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
             mode.finish()
             state.adopt_fresh()
     return mode.found
+
+
+def look_as_captured(
+    call: Callable[[], object], state: ModelState, limit: int, **options: Any
+) -> tuple[Footprint, ModelState]:
+    """A look at what a capture will run, see Note [Who is told of a capture] in capture_answers.py: the footprint, and
+    the record of the model just before. The arguments are those of ``look``.
+    """
+    found = look(call, state, limit, **options)
+    if found.told is not None or found.host_sync is None or not found.asked:
+        return found, state
+    now = _later(state)
+    return look(call, state, limit, now=now, **{**options, "told": found.host_sync}), now
 
 
 def examine(
@@ -351,18 +379,19 @@ def examine(
         CaptureError: graph code reads state that it binds again or a list that it adds to, or sets the state of a
             random generator; or an eager piece reads what graph code binds.
     """
-    found = look(call, state, limit, **options)
+    found, before = look_as_captured(call, state, limit, **options)
+    options |= {"told": found.told}
     if found.random is not None:
         raise CaptureError(
             f"the forward sets the state of {found.random}; a replay would not",
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
-    first = _later(state)
+    first = _later(before)
     numbers = first.numbers
-    differ = any(numbers.get(path, value) != value for path, value in state.numbers.items())
-    lists = state.grown()
+    differ = any(numbers.get(path, value) != value for path, value in before.numbers.items())
+    lists = before.grown()
     unsure = found.unreturned or found.stale or differ or lists or state.has_blind_writes()
-    if not (unsure or _lost(found, state, first, inputs)):
+    if not (unsure or _lost(found, before, first, inputs)):
         return found, []
     again = look(call, state, limit, now=first, **options)
     given = set(map(id, inputs))  # the same objects in both runs, so the second one binds nothing new
@@ -412,4 +441,4 @@ def _listed(paths: Sequence[str]) -> str:
     return ", ".join(path.removeprefix("model.") for path in paths[:5])
 
 
-__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look", "modules_reached"]
+__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look", "look_as_captured", "modules_reached"]

@@ -49,6 +49,8 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         changes.append(PlanChange(requested=mode, resolved=to, reason=reason))
         return to
 
+    if mode is CUDAGraphMode.AUTO:
+        mode = change(CUDAGraphMode.FULL, "AUTO is decided by measuring; without a device it is planned as FULL")
     if compilation.splitting_ops == () and mode.has_mode(CUDAGraphMode.PIECEWISE):
         to = CUDAGraphMode.FULL if mode is CUDAGraphMode.FULL_AND_PIECEWISE else CUDAGraphMode.NONE
         mode = change(to, "splitting_ops is empty: there is nothing to split at")

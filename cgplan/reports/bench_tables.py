@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from cgplan.reports.capture_tables import environment_rows, rank_table
-from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, stacked, titled
+from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
 from cgplan.reports.plan_tables import head_rows
-from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, BenchReport, Environment
+from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, BenchReport, DoctorReport, Environment
 from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
 
 
@@ -145,3 +145,25 @@ def _against_baselines(measured: BaselinesRecord, environment: Environment) -> l
         *([times] if measured.records else []),
         *([facts("Not comparable", reasons)] if reasons else []),
     ]
+
+
+@render.register
+def _doctor(report: DoctorReport) -> RenderableType:
+    plan = report.capture.plan
+    rows = [*environment_rows(report.capture.environment), *head_rows(plan)]
+    rows += [("note", text) for text in plan.notes]
+    rows += [("warning", text) for text in report.capture.warnings]
+    rows += [("outside", f"{piece}, {count} in a step") for piece, count in report.outside.items()]
+    head = facts("Doctor", rows)
+    if not report.rows:
+        return stacked(head, sentences("Nothing is captured: all of a step runs outside of graphs."))
+    table = Grid(
+        report.rows,
+        Column("key", "lane", left=True),
+        Column("tokens", "descriptor.num_tokens"),
+        Column("eager", "eager_us", format_microseconds),
+        Column("step", "step_us", format_microseconds),
+        Column("speed-up", lambda r: f"{r.eager_us / r.step_us:.2f}x"),
+        Column("inside graphs", lambda r: f"{r.inside:.0%}"),
+    )
+    return stacked(head, table)

@@ -332,6 +332,29 @@ class BenchReport(ShownRecord):
     peers: BaselinesRecord | None = None  # other ways to run the same model, where they were asked for
 
 
+class CoverageRecord(KeyRecord):
+    """A step of one key on padding: median microseconds from an idle device."""
+
+    eager_us: float
+    step_us: float  # with graphs
+    inside_us: float  # the graphs of the step alone
+
+    @property
+    def inside(self) -> float:
+        """The share of the step that is spent inside graphs, from 0 to 1."""
+        return self.inside_us / self.step_us
+
+
+class DoctorReport(ShownRecord):
+    """How much of a model's time is spent inside graphs, and what runs outside of them."""
+
+    kind: Literal["doctor"] = "doctor"
+    schema_version: int = REPORT_SCHEMA_VERSION
+    capture: CaptureReport
+    rows: tuple[CoverageRecord, ...]
+    outside: dict[str, int]  # calls of eager pieces in a step, by name and line
+
+
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
@@ -351,8 +374,13 @@ class ReplanReport(ShownRecord):
     seconds: float  # planning, measuring and capturing together
 
 
-Report = CaptureReport | BenchReport | Plan
-_KINDS: dict[str, type[Report]] = {"capture": CaptureReport, "bench": BenchReport, "plan": Plan}
+Report = CaptureReport | BenchReport | DoctorReport | Plan
+_KINDS: dict[str, type[Report]] = {
+    "capture": CaptureReport,
+    "bench": BenchReport,
+    "doctor": DoctorReport,
+    "plan": Plan,
+}
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 

@@ -146,3 +146,20 @@ def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
     assert "was forced" in warning
     assert "scheduler.max_num_seqs: 8 in the plan, 256 now" in warning
     assert f"warning: {warning}" in forced.stderr
+
+
+@pytest.mark.usefixtures("home")
+def test_the_doctor_names_what_runs_outside_of_graphs() -> None:
+    piecewise = settings("compilation.cudagraph_mode=PIECEWISE", "compilation.splitting_modules=[down]")
+    found = good("doctor", *GOOD, *piecewise, "--output", "doctor.json").stdout
+    assert "inside graphs" in found
+    assert re.search(r"outside down, at \S+models\.py:\d+: `y = self\.down", " ".join(found.split()))
+    assert good("inspect", "doctor.json").stdout == found
+    nothing = good("doctor", *GOOD, *settings("compilation.cudagraph_mode=NONE")).stdout
+    assert "Nothing is captured" in nothing
+
+
+@pytest.mark.usefixtures("home")
+def test_auto_says_what_it_tried_and_measured() -> None:
+    found = " ".join(good("capture", *GOOD, *settings("compilation.cudagraph_mode=AUTO")).stdout.split())
+    assert re.search(r"AUTO -> (NONE|FULL|PIECEWISE): .*against eager steps \S+x at", found)

@@ -32,6 +32,11 @@ REFUSED = [
     ("compilation: {cudagraph_mode: FULL_DECODE}", "did you mean FULL_DECODE_ONLY?"),
     ("compilation: {attention_support: 3}", "unknown attention_support 3"),
     ("compilation:\n  cudagraph_mode:", "line 2: compilation.cudagraph_mode: cudagraph_mode has no value"),
+    (
+        "compilation: {hide_capture_from: [torch]}",
+        "line 1: compilation.hide_capture_from.0: found 'torch', expected a top-level package other than torch",
+    ),
+    ("compilation: {hide_capture_from: [a.b]}", "found 'a.b', expected a top-level package"),
     ("compilation: {state_copy: lots}", f"line 1: compilation.state_copy: found 'lots', {BYTES}"),
     ("device: gpu", "line 1: device: found 'gpu'"),
     ("model: {target: a:b, output_rows: rows}", "found 'rows', expected 'num_tokens' or 'num_reqs'"),

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cgplan
+from cgplan.backends import GraphBackend
 from cgplan.errors import InputError, ModelError
 from cgplan.models.loading import load_model
 
 pytest.importorskip("transformers")
+from transformers import CONFIG_MAPPING, AutoModel
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -260,3 +262,83 @@ def test_the_vision_models_graphs_run_what_runs_eagerly() -> None:
         x = torch.randn(rows, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
         assert torch.equal(runner(x=x), model(x))
     runner.close()
+
+
+MASK = ("attention_mask",)
+TINY_BERT = {**SHAPE, "max_position_embeddings": 64}
+T5 = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+PLAIN: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {  # the config, more inputs, whether it is told
+    "llama": (KINDS["llama"], (), False),
+    "gpt2": (KINDS["gpt2"], (), False),
+    "gemma3": (KINDS["gemma3, sliding and full"], (), False),
+    "llama, no cache": ({**KINDS["llama"], "use_cache": False}, (), True),
+    "qwen3, mask": (QWEN3, MASK, True),
+    "qwen3, mask and positions": (QWEN3, (*MASK, "position_ids"), True),
+    "opt": (KINDS["opt, learned positions"], (), True),
+    "bert": ({"model_type": "bert", **TINY_BERT}, (), False),
+    "bert, positions": ({"model_type": "bert", **TINY_BERT}, ("position_ids",), False),
+    "bert, mask": ({"model_type": "bert", **TINY_BERT}, MASK, True),
+    "modernbert": ({"model_type": "modernbert", **SHAPE, "local_attention": 4, "pad_token_id": 0}, (), False),
+    "t5": ({"model_type": "t5", **T5}, ("decoder_input_ids",), False),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
+def test_plain_models_are_captured_with_the_kernels_of_eager_calls(backend: GraphBackend, kind: str, way: str) -> None:
+    """transformers asks whether a capture is under way. It is told only where it would read values on the host."""
+    if kind == "gemma3" and backend.device.type == "cuda":
+        pytest.skip("its sliding cache copies a constant from unpinned memory, which no CUDA capture takes")
+    config, more, is_told = PLAIN[kind]
+    values = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "model_type"})
+    model = AutoModel.from_config(values).to(backend.device).eval()
+
+    def forward(**inputs: Tensor) -> Tensor:
+        return model(**inputs).last_hidden_state
+
+    rows = cgplan.Input(shape=("num_tokens", 6), dtype="int64", pad=1)
+    compilation = {"cudagraph_mode": way, "cudagraph_capture_sizes": [2, 4], "piecewise": "modules"}
+    inputs = dict.fromkeys(("input_ids", *more), rows)
+    runner = cgplan.capture(forward, inputs, compilation=compilation, device=str(backend.device))
+    for size in (2, 4):
+        places = torch.arange(6, device=backend.device).repeat(size, 1)
+        batch = {name: torch.randint(2, 61, places.shape, device=backend.device) for name in inputs}
+        batch |= {name: places for name in inputs if name == "position_ids"}
+        batch |= {name: (places >= places[0, :size, None]).long() for name in inputs if name == "attention_mask"}
+        with torch.no_grad():
+            wanted = forward(**batch)
+        found = runner(**batch)
+        if is_told:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(found, wanted)
+    assert any("transformers is told" in text for text in runner.report.warnings) is is_told
+    runner.close()
+
+
+def test_a_vision_model_is_captured_with_the_kernels_of_eager_calls(backend: GraphBackend) -> None:
+    model = vision("float32", backend.device).model
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 3, 32, 32), dtype="float32", pad=0)}
+
+    def forward(x: Tensor) -> Tensor:
+        return model(pixel_values=x).logits
+
+    x = torch.randn(2, 3, 32, 32, device=backend.device)
+    found = {}
+    for hidden in (["transformers"], []):
+        compilation = {"cudagraph_capture_sizes": [2], "hide_capture_from": hidden}
+        runner = cgplan.capture(forward, inputs, compilation=compilation, device=str(backend.device))
+        with torch.no_grad():
+            torch.testing.assert_close(runner(x=x), forward(x), rtol=0 if hidden else 1e-4, atol=0 if hidden else 1e-4)
+        found[bool(hidden)] = runner.report.records[0].nodes
+        runner.close()
+    if backend.device.type == "cpu":
+        assert found[True] < found[False]  # no mask is built

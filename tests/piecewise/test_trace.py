@@ -36,7 +36,7 @@ from cgplan import (
     build_plan,
     forward_context,
 )
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import validate_config
 from cgplan.piecewise.backend import PiecewiseBackend, cgplan_backend
 from cgplan.piecewise.trace import PiecewiseModel
@@ -379,6 +379,25 @@ def test_sizes_share_a_trace_or_have_their_own(backend: GraphBackend, mode: str,
         for rows in (1, 2, 3, 8, 16):
             x = rows_of(backend, rows)
             same(runner(x=x), runner.run_eagerly(x=x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize(("shapes", "traces"), [("dynamic", 1), ("auto", 3), ("static", 4)])
+def test_inductor_compiles_sizes_together_or_alone(mode: str, shapes: str, traces: int) -> None:
+    backend = select_backend("cuda")
+    model = Model(backend).eval()
+    cached = []
+    for _ in range(2):  # the second one finds the first one's code on disk
+        with closing(
+            open_model(backend, model, cudagraph_mode=mode, compiler="inductor", compile_shapes=shapes)
+        ) as runner:
+            assert len(runner._graphed.route.splitter.traces) == traces  # type: ignore[union-attr]
+            cached.append(sum(record.cached for record in runner.report.records))
+            for rows in (1, 3, 8, 16):
+                x = rows_of(backend, rows)
+                torch.testing.assert_close(runner(x=x), runner.run_eagerly(x=x), atol=1e-4, rtol=1e-4)
+    assert cached[1] > 0
 
 
 def test_sizes_beyond_the_time_to_compile_share_a_trace(backend: GraphBackend) -> None:

@@ -1,0 +1,202 @@
+"""cudagraph_mode AUTO: try the ways to capture a model, time them beside eager steps, and keep the fastest."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from cgplan.backends import GraphBackend
+from cgplan.captures.failures import drop_locals
+from cgplan.config import CompilationConfig, Config
+from cgplan.errors import CaptureError
+from cgplan.modes import CUDAGraphMode
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+from cgplan.planning import Plan, build_plan
+from cgplan.planning.plan import PlanChange
+from cgplan.reports.records import CoverageRecord, DoctorReport
+from cgplan.runner.replan import REPEATS, time_on_padding
+from cgplan.runner.runner import GraphRunner
+from cgplan.runner.session import CaptureSession
+
+AUTO = CUDAGraphMode.AUTO
+LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
+_MOST_TRIES = 8  # each leaves one module more out of the graphs
+_PROBES = 4  # sizes that are timed
+
+Gains = Mapping[int, float]  # eager time / graph time, by tokens
+
+
+def choose_mode(
+    config: Config, model: Callable[..., Any], backend: GraphBackend, state: Sequence[object] | None = None
+) -> tuple[Config, Plan]:
+    """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
+
+    FULL comes first; where it fails, the innermost module that failed runs eagerly, until the rest can be captured.
+    Beside it PIECEWISE by operators and, on a GPU, inductor are captured at a few sizes, as far as
+    ``budget.capture_time`` lasts and the configuration leaves open. Each is timed against eager steps; the plan ends at
+    the largest size at which the fastest brings 2%. All memory is given back, and the model is as it was.
+
+    Returns:
+        The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
+
+    Raises:
+        ModelError: the model itself fails.
+    """
+    sizes, start, notes = build_plan(config).capture_sizes, time.perf_counter(), list[str]()
+    probes = sorted({sizes[round(i * (len(sizes) - 1) / (_PROBES - 1))] for i in range(_PROBES)}) if sizes else []
+    limit, gains = config.budget.capture_time, dict[str, tuple[CompilationConfig, Gains]]()
+    for name, compilation in _ways(config.compilation, backend):
+        if gains and limit is not None and time.perf_counter() - start > limit:
+            notes.append(f"AUTO: {name} not tried: budget.capture_time was spent")
+            continue
+        failed, is_full = _Failure(), compilation.cudagraph_mode is CUDAGraphMode.FULL
+        for _ in range(_MOST_TRIES):
+            tried = compilation.model_copy(update={"cudagraph_capture_sizes": tuple(probes), **_ONCE})
+            try:
+                with failed.watched(model):
+                    found = _gains(config.model_copy(update={"compilation": tried}), model, backend, state)
+                gains[name] = compilation, found
+                break
+            except CaptureError as error:
+                drop_locals(error)
+                notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
+            if not is_full or failed.module is None or failed.module in compilation.splitting_modules:
+                break
+            modules = (*compilation.splitting_modules, failed.module)
+            name = f"PIECEWISE without {', '.join(modules)}"
+            by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
+            compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
+    chosen, reason = _fastest(config.compilation, gains, sizes)
+    config = config.model_copy(update={"compilation": chosen})
+    plan = build_plan(config)
+    change = PlanChange(requested=AUTO, resolved=chosen.cudagraph_mode, reason=reason)
+    return config, plan.model_copy(
+        update={"requested_mode": AUTO, "changes": (change, *plan.changes), "notes": (*plan.notes, *notes)}
+    )
+
+
+_ONCE = {"max_cudagraph_capture_size": None, "capture_policy": "eager"}
+
+
+def _ways(asked: CompilationConfig, backend: GraphBackend) -> Iterator[tuple[str, CompilationConfig]]:
+    """What may be tried, by name: settings that the user wrote stay."""
+    given = asked.model_fields_set
+    compilers = [asked.compiler] if "compiler" in given else ["eager"]
+    if "compiler" not in given and backend.device.type == "cuda" and asked.piecewise in ("auto", "ops"):
+        compilers.append("inductor")
+    by_ops = asked.piecewise in ("auto", "ops") and not asked.splitting_modules
+    for compiler in compilers:
+        words = "" if compiler == "eager" else f" with {compiler}"
+        if by_ops and asked.splitting_ops is None:
+            update: dict[str, Any] = {"cudagraph_mode": CUDAGraphMode.FULL, "compiler": compiler}
+            yield f"FULL{words}", asked.model_copy(update=update)
+        if by_ops or asked.piecewise != "auto" or asked.splitting_modules:
+            route = "operators" if by_ops else "modules"
+            update = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "compiler": compiler}
+            yield f"PIECEWISE by {route}{words}", asked.model_copy(update=update)
+
+
+class _Failure:
+    """The innermost module of a model whose forward raised the last error."""
+
+    def __init__(self) -> None:
+        self.module: str | None = None
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def watched(self, model: Callable[..., Any]) -> Iterator[None]:
+        names = {}
+        if isinstance(model, torch.nn.Module):
+            names = {id(module): name for name, module in model.named_modules() if name}
+        self.module = None
+
+        def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+            error = sys.exc_info()[1]
+            if error is not None and error is not self._error and id(module) in names:
+                name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[id(module)])  # in all layers alike
+                self._error, self.module = error, name
+
+        handle = register_module_forward_hook(note, always_call=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._error = None
+
+
+def _gains(config: Config, model: Callable[..., Any], backend: GraphBackend, state: Sequence[object] | None) -> Gains:
+    runner = CaptureSession(build_plan(config), model, backend, config, state=state).run()
+    try:
+        points = time_on_padding(runner._graphed)
+    finally:
+        runner.close()
+    found = dict[int, float]()
+    for (mode, lora), by_size in points.items():
+        for size, us in by_size.items() if mode is not CUDAGraphMode.NONE else ():
+            found[size] = min(found.get(size, math.inf), points[CUDAGraphMode.NONE, lora][size] / us)
+    return found
+
+
+def _fastest(
+    asked: CompilationConfig, gains: Mapping[str, tuple[CompilationConfig, Gains]], sizes: Sequence[int]
+) -> tuple[CompilationConfig, str]:
+    """The settings, and why: the way with the highest gain on average, up to the last size where it is worth it."""
+    none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
+    if not gains:
+        return none, "no way to capture the model was found"
+    best, mean = "", 0.0
+    for name, (_, found) in gains.items():
+        if (own := statistics.fmean(found.values())) > LEAST_GAIN * mean:  # the first of ways that are as fast
+            best, mean = name, own
+    chosen, found = gains[best]
+    figures = ", ".join(f"{gain:.3g}x at {size}" for size, gain in sorted(found.items()))
+    said = f"{best}, against eager steps {figures} tokens"
+    worth = max((size for size, gain in found.items() if gain >= LEAST_GAIN), default=0)
+    if not worth:
+        return none, f"graphs bring less than 2%: {said}"
+    if worth < max(found):
+        kept = tuple(size for size in sizes if size <= worth)
+        chosen = chosen.model_copy(update={"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None})
+        said += f"; beyond {worth} tokens graphs bring less than 2%"
+    return chosen, said
+
+
+def check_up(runner: GraphRunner) -> DoctorReport:
+    """How much of a step's time is spent inside graphs, for a few of a runner's keys on padding, and what runs outside.
+
+    Times are medians in microseconds, from an idle device; graphs alone are launched one after the other.
+    """
+    graphed, backend = runner._graphed, runner.backend
+    times, rows = time_on_padding(graphed), list[CoverageRecord]()
+    outside = Counter[str]()
+    for mode, descriptor in graphed.plan.keys:
+        step = times.get((mode, descriptor.num_active_loras), {}).get(descriptor.num_tokens)
+        entry = graphed.entry((mode, descriptor))
+        if step is None or entry is None:
+            continue
+        with graphed.keeping_state(), graphed.buffers.on_padding():
+            graphed.look(mode, descriptor)
+            spent = [backend.time_calls(backend.launcher(graph), REPEATS)[0] for graph in entry.segments]
+        eager = times[CUDAGraphMode.NONE, descriptor.num_active_loras][descriptor.num_tokens]
+        rows.append(
+            CoverageRecord(
+                mode=mode,
+                descriptor=descriptor,
+                step_us=step,
+                eager_us=eager,
+                inside_us=min(sum(map(statistics.median, spent)), step),
+            )
+        )
+        if isinstance(entry.graph, BreakableCUDAGraphCapture):
+            outside = Counter(f"{piece.name}, at {piece.line}" for piece in entry.graph.eager_pieces)
+    return DoctorReport(capture=runner.report, rows=tuple(rows), outside=dict(outside.most_common()))

@@ -1,0 +1,215 @@
+"""nano-vllm (https://github.com/GeeeekExplorer/nano-vllm) with its decode graphs replaced by cgplan's, at run time.
+
+    python docs/examples/nano_vllm.py PATH_OF_A_CHECKOUT [--requests 64] [--layers 28]
+
+Both kinds of graphs serve the same requests, one after the other, in Qwen3-0.6B's shape with random weights, and take
+the most likely token. The table compares tokens, seconds of the captures, and times of decode steps. Where flash-attn
+is not installed, attention runs through PyTorch, for both.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+import types
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cgplan
+from cgplan import Input
+
+
+def use_cgplan(runner_class, set_context):
+    """Let a ModelRunner of nano-vllm capture and replay its decode steps by cgplan."""
+    run_model = runner_class.run_model
+
+    @torch.inference_mode()  # as it is called: compiled functions have other code outside of it
+    def capture_cudagraph(self):
+        config = self.config
+        most, width = min(config.max_num_seqs, 512), -(-config.max_model_len // self.block_size)
+
+        def decode(input_ids, positions, slot_mapping, context_lens, block_tables):
+            set_context(False, slot_mapping=slot_mapping, context_lens=context_lens, block_tables=block_tables)
+            return self.model(input_ids, positions)
+
+        self.graph_pool, self.width = None, width
+        self.graphs = cgplan.capture(
+            decode,
+            {
+                "input_ids": Input(shape=("num_tokens",), dtype="int64", pad=0),
+                "positions": Input(shape=("num_tokens",), dtype="int64", pad=0),
+                "slot_mapping": Input(shape=("num_tokens",), dtype="int32", pad=-1),
+                "context_lens": Input(shape=("num_tokens",), dtype="int32", pad=0),
+                "block_tables": Input(shape=("num_tokens", width), dtype="int32", pad=0),
+            },
+            compilation={"cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)]},
+            scheduler={"max_num_seqs": most},
+            device="cuda",
+            state=[self.model],
+        )
+
+    def prepare_decode(self, seqs):
+        """The batch in host memory, from where cgplan fills the static buffers."""
+        set_context(False)
+        tables = torch.zeros(len(seqs), self.width, dtype=torch.int32)
+        for row, seq in zip(tables.numpy(), seqs, strict=True):
+            row[: len(seq.block_table)] = seq.block_table
+        lengths = torch.tensor([len(seq) for seq in seqs], dtype=torch.int32)
+        slots = [seq.block_table[-1] * self.block_size + seq.last_block_num_tokens - 1 for seq in seqs]
+        batch = {
+            "input_ids": torch.tensor([seq.last_token for seq in seqs]),
+            "positions": lengths.long() - 1,
+            "slot_mapping": torch.tensor(slots, dtype=torch.int32),
+            "context_lens": lengths,
+            "block_tables": tables,
+        }
+        return batch, None
+
+    @torch.inference_mode()
+    def run_graph(self, batch, positions, is_prefill):
+        if is_prefill:
+            return run_model(self, batch, positions, is_prefill)
+        hidden = self.graphs(**batch)
+        set_context(False)
+        return self.model.compute_logits(hidden)
+
+    runner_class.capture_cudagraph, runner_class.run_model = capture_cudagraph, run_graph
+    runner_class.prepare_decode = prepare_decode
+
+
+def plain_attention():
+    """A module in place of flash_attn: paged attention through PyTorch."""
+
+    def decode(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):  # noqa: ARG001
+        blocks = block_table.clamp(min=0).long()
+        k, v = (cache[blocks].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+        seen = torch.arange(k.shape[2], device=q.device) < cache_seqlens[:, None]
+        mask = seen[:, None, None]
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def prefill(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, block_table, **_):
+        out, starts, others = torch.empty_like(q), cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        for i, (start, end) in enumerate(itertools.pairwise(starts)):
+            length = others[i + 1] - others[i]
+            own = slice(others[i], others[i + 1])
+            pages = None if block_table is None else block_table[i].clamp(min=0).long()
+            keys, values = (t[own] if pages is None else t[pages].flatten(0, 1)[:length] for t in (k, v))
+            mask = torch.ones(end - start, length, dtype=torch.bool, device=q.device).tril(length - end + start)
+            qkv = (t.transpose(0, 1)[None] for t in (q[start:end], keys, values))
+            found = F.scaled_dot_product_attention(*qkv, mask, scale=softmax_scale, enable_gqa=True)
+            out[start:end] = found[0].transpose(0, 1)
+        return out
+
+    return types.SimpleNamespace(flash_attn_with_kvcache=decode, flash_attn_varlen_func=prefill, __spec__=None)
+
+
+def random_weights(model, path):  # noqa: ARG001
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(std=0.05)
+        if "norm" in name:
+            parameter.data.add_(1)
+
+
+def serve(runner_class, config_class, scheduler_class, sequence_class, sampling, options, folder):
+    """Serve all requests: tokens by request, seconds of the captures, and lists of microseconds: of decode steps, and
+    of the host in preparing and calling them.
+    """
+    config = config_class(
+        folder, max_num_seqs=options.seqs, max_model_len=512, max_num_batched_tokens=8192, gpu_memory_utilization=0.3
+    )
+    seconds, steps, host = [], [], []
+
+    def timed(name, into):
+        function = getattr(runner_class, name)
+
+        def call(self, *args):
+            start = time.perf_counter()
+            result = function(self, *args)
+            if name == "capture_cudagraph":
+                torch.cuda.synchronize()
+            into.append(time.perf_counter() - start)
+            return result
+
+        setattr(runner_class, name, call)
+        return lambda: setattr(runner_class, name, function)
+
+    prepared, called = [], []
+    undo = [timed("capture_cudagraph", seconds), timed("prepare_decode", prepared), timed("run_model", called)]
+    runner = runner_class(config, 0, [])
+    runner.sampler = lambda logits, temperatures: logits.argmax(-1)  # noqa: ARG005
+    scheduler, choose = scheduler_class(config), random.Random(0)
+    requests = []
+    for _ in range(options.requests):
+        prompt = [choose.randrange(1, 50_000) for _ in range(choose.randrange(16, 256))]
+        requests.append(sequence_class(prompt, sampling(max_tokens=choose.randrange(16, 200), ignore_eos=True)))
+        scheduler.add(requests[-1])
+    while not scheduler.is_finished():
+        seqs, is_prefill = scheduler.schedule()
+        calls = len(called)
+        start = time.perf_counter()
+        tokens = runner.call("run", seqs, is_prefill)
+        if not is_prefill:
+            steps.append((time.perf_counter() - start) * 1e6)
+            host.append((prepared[-1] + called[calls]) * 1e6)
+        scheduler.postprocess(seqs, tokens, is_prefill)
+    for each in undo:
+        each()
+    runner.exit()
+    return [request.completion_token_ids for request in requests], seconds[0], steps, host
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
+    parser.add_argument("--layers", type=int, default=28)
+    options = parser.parse_args()
+    sys.path.insert(0, options.checkout)
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        sys.modules["flash_attn"] = plain_attention()
+    from nanovllm.config import Config
+    from nanovllm.engine import model_runner
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence
+    from nanovllm.sampling_params import SamplingParams
+    from transformers import Qwen3Config
+
+    model_runner.load_model = random_weights
+    parts = (model_runner.ModelRunner, Config, Scheduler, Sequence, SamplingParams)
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=options.layers,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+            tie_word_embeddings=True,
+        ).save_pretrained(folder)
+        for _ in range(2):  # the first time fills torch's caches on disk, for both
+            own = serve(*parts, options, folder)
+            torch._dynamo.reset()
+        use_cgplan(model_runner.ModelRunner, model_runner.set_context)
+        ours = serve(*parts, options, folder)
+    equal = sum(a == b for a, b in zip(own[0], ours[0], strict=True))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"requests with equal tokens: {equal} of {len(own[0])}")
+    print(f"{'':24}{'its own':>12}{'cgplan':>12}{'ratio':>8}")
+    print(f"{'capture, s':24}{own[1]:12.2f}{ours[1]:12.2f}{ours[1] / own[1]:8.2f}")
+    for name, index in (("decode step, us", 2), ("host of prepare and call", 3)):
+        a, b = statistics.median(own[index]), statistics.median(ours[index])
+        print(f"{name:24}{a:12.0f}{b:12.0f}{b / a:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""cudagraph_mode AUTO what is tried, and what is chosen."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from checks import same
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import CUDAGraphMode, GraphRunner, Input
+from cgplan.backends import GraphBackend
+from cgplan.runner import auto
+
+NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+class ReadsTheHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(x.tolist()[0])
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.inner, self.n = nn.Linear(4, 4), inner, nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.add_(1)
+        return self.inner(self.linear(x)) + self.n
+
+
+class Net(nn.Module):
+    def __init__(self, inner: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(inner()), Block(inner()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+def as_timed(patch: pytest.MonkeyPatch, *gains: float) -> None:
+    """Each way that is captured is timed: its graphs of 2 and 8 tokens take an eager step's time by the next gain."""
+    left = list(gains)
+
+    def timed(graphed: Any) -> Any:
+        gain, (mode, _) = left.pop(0), graphed.plan.keys[0]
+        return {(mode, 0): {2: 100 / gain, 8: 100.0}, (NONE, 0): {2: 100.0, 8: 100.0 * gain**0.5}}
+
+    patch.setattr(auto, "time_on_padding", timed)
+
+
+def open_runner(backend: GraphBackend, model: nn.Module, **compilation: Any) -> GraphRunner:
+    return cgplan.capture(
+        model.to(backend.device).eval(),
+        {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_mode": "AUTO",
+            "cudagraph_capture_sizes": [1, 2, 4, 8],
+            "compiler": "eager",
+            "outputs": "clone",
+            **compilation,
+        },
+        device=backend.device.type,
+    )
+
+
+def serves_right(runner: GraphRunner, model: nn.Module) -> None:
+    with closing(runner), torch.no_grad():
+        for count in (1, 3, 8):
+            before = model.state_dict()
+            before = {name: value.clone() for name, value in before.items()}
+            x = torch.randn(count, 4, device=runner.backend.device)
+            found = runner(x=x)
+            model.load_state_dict(before)
+            same(found, model(x))
+
+
+def test_a_model_that_can_be_captured_whole_is(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(nn.ReLU)
+    as_timed(monkeypatch, 4.0, 4.01)
+    runner = open_runner(backend, model)
+    assert (runner.plan.requested_mode, runner.plan.mode) == (CUDAGraphMode.AUTO, FULL)
+    assert runner.plan.capture_sizes == (1, 2, 4, 8)
+    assert "FULL, against eager steps 4x at 2, 2x at 8 tokens" in str(runner.report).replace("\n            ", " ")
+    assert all(int(block.n) == 0 for block in model.layers)  # the runs that were timed left nothing
+    serves_right(runner, model)
+
+
+def test_modules_that_fail_stay_out_of_the_graphs(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(ReadsTheHost)
+    as_timed(monkeypatch, 4.0)
+    runner = open_runner(backend, model)
+    assert (runner.plan.mode, runner.config.compilation.splitting_modules) == (PIECEWISE, ("layers.*.inner",))
+    failed = [note for note in runner.plan.notes if note.startswith("AUTO: FULL failed")]
+    assert len(failed) == 1
+    assert "test_auto.py" in failed[0]
+    serves_right(runner, model)
+
+
+@pytest.mark.parametrize(("gain", "said"), [(1.01, "graphs bring less than 2%"), (None, "no way to capture the model")])
+def test_nothing_is_captured_where_it_brings_nothing(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, gain: float | None, said: str
+) -> None:
+    model: nn.Module = ReadsTheHost() if gain is None else Net(nn.ReLU)
+    as_timed(monkeypatch, *(() if gain is None else (gain, gain)))
+    with closing(open_runner(backend, model)) as runner:
+        assert runner.plan.mode is NONE
+        assert said in runner.plan.changes[0].reason
+        x = torch.ones(2, 4, device=backend.device)
+        assert runner(x=x).shape == (2, 4)
+
+
+def test_large_sizes_that_bring_nothing_are_left_out(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_timed(monkeypatch, 1.03, 1.03)  # 1.015 at 8 tokens
+    with closing(open_runner(backend, Net(nn.ReLU))) as runner:
+        assert runner.plan.capture_sizes == (1, 2)
