@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
@@ -66,13 +66,13 @@ class HostGuard(TorchFunctionMode):
 
     def __init__(self, refusals: Refusals) -> None:
         super().__init__()
-        self._refusals = refusals
+        self.refusals = refusals
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if (name := _HOST_METHODS.get(func)) is not None:
-            self._refusals.refuse(f"Tensor.{name}()")
+            self.refusals.refuse(f"Tensor.{name}()")
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverloadPacket) and func._qualified_op_name.split("::")[0] not in _BUILTIN:
             overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
@@ -81,6 +81,16 @@ class HostGuard(TorchFunctionMode):
             with self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def drop_idle_guards() -> None:
+    """Take guards whose refusals are off from this thread's modes: torch puts a mode back after the call of an operator
+    that it left the mode for, whatever happened in the call.
+    """
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    for mode in reversed(modes):
+        if not (isinstance(mode, HostGuard) and not mode.refusals.is_on):
+            _push_mode(mode)
 
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)
@@ -156,6 +166,38 @@ def is_composite(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     )
+
+
+_is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator that autocast casts for
+
+
+def as_its_caller(operator: Any, function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The function, in a dispatch mode, under autocast as an operator's code is outside of modes: on if the caller has
+    it on, unless autocast casts for the operator as a whole. Modes are called with autocast off.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        is_on = torch.is_autocast_enabled(device)
+    if not is_on or _is_cast.get():
+        return function
+    has_cast = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), f"Autocast{device.upper()}")
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled=not has_cast)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _is_cast.set(has_cast)
+        try:
+            with torch._C._PreserveDispatchKeyGuard(), autocast:
+                return function(*args, **kwargs)
+        finally:
+            _is_cast.reset(token)
+
+    return call
+
+
+@cache
+def names_of(func: Any) -> frozenset[str]:
+    """The names by which a configuration may name an operator: ``namespace::name``, and with its overload."""
+    return frozenset((func._schema.name, f"{func._schema.name}.{func._overloadname}"))
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
-from cgplan.backends.host_sync import HostGuard, as_written
+from cgplan.backends.host_sync import HostGuard, as_written, drop_idle_guards
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, replay
 
@@ -72,7 +72,8 @@ class TapeBackend(GraphBackend):
             recorder = Recorder(graph.pool)
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
             modes.enter_context(as_written())
-            modes.enter_context(HostGuard(recorder.refusals))
+            modes.callback(drop_idle_guards)  # the capture may end inside the call of an operator
+            HostGuard(recorder.refusals).__enter__()  # type: ignore[no-untyped-call]
             modes.enter_context(recorder)
             graph.recording = (recorder, modes.pop_all())
         self._recording.add(get_ident())
@@ -166,6 +167,7 @@ class TapeBackend(GraphBackend):
         recorder, modes = graph.recording
         graph.recording = None
         self._recording.discard(get_ident())
+        recorder.refusals.is_on = False
         modes.close()
         recorder.finish()
         return recorder

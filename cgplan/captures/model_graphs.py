@@ -30,6 +30,7 @@ from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWra
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
+from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 from cgplan.reports.records import GraphRecord, StateRecord
@@ -267,21 +268,27 @@ class ModelGraphs:
         answers = {"hidden_from": self.config.compilation.hide_capture_from, "told": self._told.get(mode)}
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
-        run = partial(self._run, self.model, CUDAGraphMode.NONE, descriptor, views)
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
+        breaks = route.operator_breaks if is_piecewise else None
+        run = partial(self._run, breaks.forward if breaks else self.model, CUDAGraphMode.NONE, descriptor, views)
         if is_piecewise and route.name == "wrappers":  # Python code runs on each replay
             found, _ = look_as_captured(run, self._kept, self.copy_limit(), part="eager piece", **answers)
             notes = list[str]()
         else:
             ops = self.config.compilation.splitting_ops
-            split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_piecewise and route.name == "ops" else ()
+            is_split = is_piecewise and (breaks or route.name == "ops")
+            split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_split else ()
             inputs, options = list(views.values()), {"eager_ops": split, "is_whole": not is_piecewise, **answers}
             found, notes = examine(run, self._kept, inputs, self.copy_limit(), **options)
+            if breaks and found.error is None:
+                refuse_missing_ops(split, found.names)
         if found.told is not None:
             notes += [
                 f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "
                 f"calls (attention with masks that mask nothing), because in eager calls {found.told.message}"
             ]
+        if self.config.compilation.debug and (checks := found.checks):
+            notes.append(f"debug mode puts copies of real rows into padding, not NaN: the forward has {checks}")
         self.notes += [note for note in notes if note not in self.notes]
         self._footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):

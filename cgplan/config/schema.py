@@ -260,18 +260,18 @@ class CompilationConfig(Section):
     """Capture graphs without adapters beside those with; false: one graph serves both."""
     splitting_ops: tuple[str, ...] | None = None
     """Operators kept out of PIECEWISE segments, as `namespace::name`; Python's operators by PyTorch's names for them
-    (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's attention operators and cgplan::attention;
-    empty: nothing to split at.
+    (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's attention operators and cgplan::attention,
+    and with piecewise: modules none; empty: nothing to split at.
     """
     splitting_modules: tuple[str, ...] = ()
     """Modules kept out of PIECEWISE segments, by dotted name with `*` for one part, as in `layers.*.self_attn`. The
-    capture breaks there; nothing is traced, and splitting_ops is not used.
+    capture breaks there, and at splitting_ops if they are given; nothing is traced.
     """
     piecewise: Literal["auto", "ops", "modules", "wrappers"] = "auto"
     """How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops. modules: the capture breaks
-    at splitting_modules, and at functions under eager_break_during_capture. wrappers: the model itself holds
-    CUDAGraphWrappers. auto: modules if splitting_modules are given, or no splitting_ops and the model calls such
-    functions; else ops.
+    at splitting_modules, at splitting_ops, and at functions under eager_break_during_capture. wrappers: the model
+    itself holds CUDAGraphWrappers. auto: modules if splitting_modules are given, or no splitting_ops and the model
+    calls such functions; else ops.
     """
     compiler: Literal["eager", "inductor"] = "eager"
     """How a segment of a traced forward runs: its operators as they are, or compiled by inductor, each distinct segment
@@ -300,8 +300,8 @@ class CompilationConfig(Section):
     """
     debug: Flag = False
     """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code (the
-    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs; outputs are
-    copies that the next call fills with NaN.
+    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs (copies of real
+    rows where operators check values on the device); outputs are copies that the next call fills with NaN.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,

@@ -39,10 +39,12 @@ from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
     HostGuard,
     Refusals,
+    as_its_caller,
     as_written,
     count_writes,
     implemented_in_python,
     is_composite,
+    names_of,
     probing,
     refuse_host,
     tensors_in,
@@ -53,6 +55,13 @@ from cgplan.graphs.model_state import ModelState
 
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
+_CHECKS_FLOATS = {  # operators that check floats on the device: a failed check ends the process's use of a GPU
+    "aten::multinomial": "probabilities", "aten::bernoulli": "probabilities", "aten::bernoulli_": "probabilities",
+    "aten::binomial": "probabilities", "aten::binary_cross_entropy": "probabilities", "aten::poisson": "rates",
+    "aten::normal": "deviations", "aten::_assert_async": "conditions",
+}  # fmt: skip
+_CHECKS_INDICES = ("index", "_index_put", "scatter", "gather", "take", "embedding", "_embedding_bag", "nll_loss")
+_MAKES_INDICES = ("aten::_to_copy", "aten::copy_", "aten::bucketize", "aten::searchsorted")  # of floats, in any range
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
@@ -68,6 +77,7 @@ class Footprint:
 
     Attributes:
         operators: Calls by name, for code in graphs and code between them; views and bare allocations left out.
+        names: Names of all operators, with and without overloads, but of those inside of custom operators.
         host_sync: The first operator in graph code that needs the host.
         reads: Paths of the model's tensors that graph code read, in order.
         generators: Random generators that operators were given.
@@ -77,12 +87,14 @@ class Footprint:
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
         stale: Values by path that graph code bound and an eager piece read: a replay leaves them as they were.
+        rounds: Whether floats became whole numbers that may be out of range as indices.
         error: The first line of what the forward raised.
         asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
         told: Why these are told the truth: what needs the host where they are told that none is.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
+    names: set[str] = field(default_factory=set)
     host_sync: HostSyncError | None = None
     reads: dict[str, None] = field(default_factory=dict)
     generators: dict[int, torch.Generator] = field(default_factory=dict)
@@ -92,9 +104,19 @@ class Footprint:
     moved: dict[str, None] = field(default_factory=dict)
     unreturned: str | None = None
     stale: dict[str, object] = field(default_factory=dict)
+    rounds: bool = False
     error: str | None = None
     asked: set[str] = field(default_factory=set)
     told: HostSyncError | None = None
+
+    @property
+    def checks(self) -> str | None:
+        """An operator that checks on the device what is computed from floats, so that NaN may not reach it."""
+        for name in self.operators["segment"] + self.operators["eager piece"]:
+            by_index = self.rounds and name.removeprefix("aten::").startswith(_CHECKS_INDICES)
+            if by_index or name in _CHECKS_FLOATS:
+                return f"{name}, which checks {_CHECKS_FLOATS.get(name, 'indices')}"
+        return None
 
 
 class Look(TorchDispatchMode):
@@ -130,7 +152,7 @@ class Look(TorchDispatchMode):
         places = (now or state).places.values()
         self._names = {id(p.value): p.path for p in places if isinstance(p.value, torch.Tensor)}
         self._part: Part = part
-        self._eager_ops, self._key = eager_ops, state.device.type.upper()
+        self._eager_ops, self._key = frozenset(eager_ops), state.device.type.upper()
         # elsewhere the dispatcher sees what moves values to the host
         self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
         self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
@@ -158,7 +180,11 @@ class Look(TorchDispatchMode):
                 return func(*args, **kwargs)
             finally:
                 self._note_states()
-        part: Part = "eager piece" if func._schema.name in self._eager_ops else self._part
+        names = names_of(func)
+        if not self._inside:
+            self.found.names |= names
+        is_eager = bool(names & self._eager_ops) and not self._inside
+        part: Part = "eager piece" if is_eager else self._part
         if implemented_in_python(func, self._key):
             with self.in_part(part), self, self.guard:
                 self._count(func)
@@ -170,8 +196,8 @@ class Look(TorchDispatchMode):
                     self._inside -= 1
                     count_writes(func, args, kwargs)
         if is_composite(func):  # in inference mode these come whole
-            with self:
-                return func.decompose(*args, **kwargs)
+            with self.in_part(part), self:
+                return as_its_caller(func, func.decompose, self._key.lower())(*args, **kwargs)
         self._state.save_written(func, args, kwargs, self._limit)
         if (generator := kwargs.get("generator")) is not None:
             self._know(generator)
@@ -184,6 +210,9 @@ class Look(TorchDispatchMode):
                 result = func(*args, **kwargs)
             finally:
                 self._note_states()
+        if func._schema.name in _MAKES_INDICES:
+            has_floats = any(t.is_floating_point() for t in tensors_in((args, kwargs)))
+            self.found.rounds |= has_floats and any(t.dtype in (torch.int32, torch.int64) for t in tensors_in(result))
         if self._is_aside:
             read = {id(t) for t in tensors_in((args, kwargs))} - self._given
             self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}

@@ -36,7 +36,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
-from cgplan.piecewise.breaks import break_at_modules
+from cgplan.piecewise.breaks import OperatorBreaks, break_at_modules
 from cgplan.piecewise.split import split_graph
 from cgplan.piecewise.trace import with_own_code
 from cgplan.planning import Plan
@@ -222,6 +222,8 @@ def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, f
                 modules = compilation.splitting_modules or (compilation.splitting_ops is None and first.eager_pieces)
                 route = "modules" if modules else "ops"
             context.derived = {}
+            if route == "modules" and compilation.splitting_ops:
+                model = OperatorBreaks(compilation.splitting_ops, model, "cpu").forward
             log = AllocationLog(fake)
             log.run(route, model, inputs, compilation.splitting_ops)
         except Exception as error:

@@ -1,4 +1,12 @@
-"""Where a capture breaks: functions under ``eager_break_during_capture``, and modules by name."""
+"""Where a capture breaks: functions under ``eager_break_during_capture``, modules by name, and operators by name.
+
+Note [Breaks at operators]
+    A dispatch mode sees the operators of a forward while segments record. It stands on the backend's own modes, so it
+    steps aside where code outside of operators breaks the capture; inside the call of an operator torch has taken it
+    off already. A composite operator (``scaled_dot_product_attention``) would reach no dispatch mode, only the kernels
+    that it chose; below autograd it comes whole. So gradients cannot be computed in such a forward: torch raises an
+    error there.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +16,16 @@ import fnmatch
 import functools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
+from cgplan.backends.host_sync import as_its_caller, drop_idle_guards, is_composite, names_of
 from cgplan.errors import ConfigError
 from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
@@ -62,12 +74,82 @@ def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         capture = recording_capture()
         if capture is not None:
-            return capture.add_named(name, function, args, kwargs, is_traced=is_traced)  # type: ignore[no-any-return]
+            with _operator_breaks_aside():
+                return capture.add_named(name, function, args, kwargs, is_traced=is_traced)  # type: ignore[no-any-return]
         if (look := current_look()) is not None:  # it looks at segments; here the host may be needed
             return look.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
     return call
+
+
+class OperatorBreaks(TorchDispatchMode):
+    """Operators that are eager pieces of the breakable captures of ``forward``, see Note [Breaks at operators].
+
+    Args:
+        names: ``namespace::name`` or ``namespace::name.overload``.
+        model: What ``forward`` runs.
+        device: The kind of device whose autocast counts.
+
+    Attributes:
+        numbers: Names of those that were called with numbers during captures: replays pass the same ones.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, names: Collection[str], model: Callable[..., Any], device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: dict[str, None] = {}
+        self._names, self._model, self._device = frozenset(names), model, device
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts of the model stay compiled."""
+        return True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model, broken at the operators where a breakable capture or a look is under way."""
+        if recording_capture() is None and current_look() is None:
+            return self._model(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            if recording_capture() is None:  # a look knows the operators by itself
+                return self._model(*args, **kwargs)
+            try:
+                with self:
+                    return self._model(*args, **kwargs)
+            finally:
+                drop_idle_guards()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Break the capture, or run the operator in the segment."""
+        kwargs, capture = dict(kwargs or {}), recording_capture()
+        if capture is None or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        if self._names & names_of(func):
+            name, leaves = func._schema.name, tree_leaves((args, kwargs))
+            if any(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves):
+                self.numbers[name] = None
+            is_traced = torch.Tag.inplace_view not in func.tags  # then tensor objects stay as they are
+            return capture.add_named(name, as_its_caller(func, func, self._device), args, kwargs, is_traced=is_traced)
+        if is_composite(func):
+            with self:
+                return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _operator_breaks_aside() -> Iterator[None]:
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, OperatorBreaks):
+        yield
+        return
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _BrokenForward:

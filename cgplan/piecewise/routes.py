@@ -17,7 +17,7 @@ from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
-from cgplan.piecewise.breaks import ModuleBreaks, break_at_modules
+from cgplan.piecewise.breaks import ModuleBreaks, OperatorBreaks, break_at_modules
 from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.planning import Plan
@@ -37,6 +37,7 @@ class SplitRoute:
         warm: What PIECEWISE keys warm up with.
         splitter: The torch.compile backend that splits the model, where it is traced.
         breaks: The modules that it breaks at, where it is not.
+        operator_breaks: And the operators.
         operators: What a look at a model that is not traced saw, by part.
     """
 
@@ -46,6 +47,7 @@ class SplitRoute:
     warm: Callable[..., Any]
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
+    operator_breaks: OperatorBreaks | None = field(default=None, repr=False)
     operators: Mapping[Part, Counter[str]] | None = None
 
     @property
@@ -102,13 +104,15 @@ class SplitRoute:
         run = {piece.name for capture in self._captures for piece in capture.eager_pieces}
         if not run:
             return [
-                "nothing broke the capture: no module of splitting_modules and no function under "
-                "eager_break_during_capture was called, so PIECEWISE graphs are the whole forward"
+                "nothing broke the capture: no module of splitting_modules, no operator of splitting_ops and no "
+                "function under eager_break_during_capture was called, so PIECEWISE graphs are the whole forward"
             ]
+        numbers = ", ".join(self.operator_breaks.numbers) if self.operator_breaks else ""
+        told = [f"numbers that are arguments of {numbers} stay those of the capture"] if numbers else []
         names = self.breaks.names if self.breaks else ()
         idle = [n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)]
         shown = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
-        return [f"modules that splitting_modules names were never called: {shown}"] if idle else []
+        return told + [f"modules that splitting_modules names were never called: {shown}"] * bool(idle)
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -136,9 +140,9 @@ def choose_route(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
+    if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":  # a trace or look comes on demand
+        refuse_unknown_ops(compilation.splitting_ops)
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
-        if piecewise and compilation.capture_policy == "lazy":  # the trace, which looks closer, is made on demand
-            refuse_unknown_ops(compilation.splitting_ops)
         if not piecewise:  # inductor may fuse across the whole forward
             whole_forward = {"splitting_ops": (), "use_inductor_graph_partition": False}
             config = config.model_copy(update={"compilation": compilation.model_copy(update=whole_forward)})
@@ -156,8 +160,11 @@ def choose_route(
             )
         breaks = break_at_modules(model, compilation.splitting_modules)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
-    wrapper = BreakableCUDAGraphWrapper(model, backend=backend, options=options)
-    return SplitRoute("modules", wrapper, model, model, breaks=breaks)
+    ops = compilation.splitting_ops
+    operator_breaks = OperatorBreaks(ops, model, backend.device.type) if ops else None
+    broken = operator_breaks.forward if operator_breaks else model
+    wrapper = BreakableCUDAGraphWrapper(broken, backend=backend, options=options)
+    return SplitRoute("modules", wrapper, model, model, breaks=breaks, operator_breaks=operator_breaks)
 
 
 def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:

@@ -99,10 +99,7 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
     """
     names = {node: _names(node) for node in gm.graph.nodes}
     occurring = set().union(*names.values())
-    for missing in (name for name in splitting_ops or () if name not in occurring):
-        listed = sorted(n for n in occurring if not n.endswith(".default") and not n.startswith("python::"))
-        what = "does not occur in the model" if _exists(missing) else "does not exist"
-        raise _unusable(missing, what, listed, f"The model's operators are {', '.join(listed)}.")
+    refuse_missing_ops(splitting_ops or (), occurring)
     wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
     splitting = {node for node, found in names.items() if found & wanted}
     runs = _runs(gm.graph.nodes, splitting)
@@ -119,6 +116,14 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
         pieces.append(Piece(name, run.eager, operators, operator_name(first) or ""))
     split.recompile()
     return split, tuple(pieces)
+
+
+def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> None:
+    """Raise ConfigError for a name that is not among those of the model's operators."""
+    for missing in (name for name in wanted if name not in occurring):
+        listed = sorted(n for n in occurring if not n.endswith(".default") and not n.startswith("python::"))
+        what = "does not occur in the model" if _exists(missing) else "does not exist"
+        raise _unusable(missing, what, listed, f"The model's operators are {', '.join(listed)}.")
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:

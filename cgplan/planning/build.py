@@ -234,5 +234,5 @@ def _unused(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Seq
     if route == "auto":
         route = "modules" if compilation.splitting_modules else "ops"
     for kind, names in (("ops", compilation.splitting_ops), ("modules", compilation.splitting_modules)):
-        if names and kind != route:
+        if names and kind != route and (kind, route) != ("ops", "modules"):
             yield f"compilation.splitting_{kind} are not looked at: segments come from {route} (compilation.piecewise)"

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from cgplan.buffers.compare import largest_difference
+from cgplan.captures.failures import explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.ambient import random_state_kept
@@ -26,7 +27,8 @@ class DebugChecks:
 
     On the first call that a graph serves, its results are compared with those of the code that it was captured from
     (the model's own, or what inductor made of it), run eagerly on the same padded batch, and with a replay whose
-    padding rows are NaN: real rows must be the same to the last bit. So the forward runs up to four times. The model's
+    padding rows are NaN, or copies of real rows where operators check values on the device: real rows must be the same
+    to the last bit. So the forward runs up to four times. The model's
     tensors and attributes that it writes are put back after each run but the last, which is the graph's own replay, as
     far as ModelState keeps them; memory beyond ``compilation.state_copy``, such as a KV cache, and state outside of the
     model are not put back. All runs draw the same random numbers. On every call, the output of the call before is
@@ -60,7 +62,11 @@ class DebugChecks:
                 tensor.detach().fill_(math.nan)  # the caller may have asked for its gradient
         padding = self._padding(descriptor)
         checked = (mode, descriptor, bool(padding))
-        references = [] if checked in self._seen else self._references(call, padding, read)
+        try:
+            references = [] if checked in self._seen else self._references(call, padding, read)
+        except Exception as error:
+            failure = explain_eager_failure(error, f"{mode} {descriptor}")
+            raise failure from (error if failure is not error else error.__cause__)
         found = read()
         wrong = self._seen.get(checked)
         for name, reference in references:
@@ -80,7 +86,7 @@ class DebugChecks:
         return found
 
     def _references(
-        self, call: PreparedCall, padding: list[torch.Tensor], read: Callable[[], Any]
+        self, call: PreparedCall, padding: list[tuple[torch.Tensor, torch.Tensor]], read: Callable[[], Any]
     ) -> list[tuple[str, Any]]:
         graphed, descriptor, batch = self._graphed, call.route.descriptor, call.route.batch
         staged = [(buffer.tensor, buffer.tensor.clone()) for buffer in graphed.buffers.buffers.values()]
@@ -98,7 +104,7 @@ class DebugChecks:
                 written.restore()
 
         with undone():
-            look(run_eager, written, graphed.copy_limit())
+            checks = look(run_eager, written, graphed.copy_limit()).checks
         name = "the model's own code"
         if graphed.config.compilation.compiler == "inductor":  # whose kernels round otherwise
             name, run_eager = "the compiled model", partial(graphed.warm_up, call.route.mode, descriptor)
@@ -106,24 +112,28 @@ class DebugChecks:
             eager = _copied(graphed.outputs.cut(run_eager(), batch.num_tokens, batch.num_reqs))
         if not padding:
             return [(name, eager)]
-        try:
-            with undone():
-                for rows in padding:
-                    rows.fill_(math.nan)
-                poisoned = "the same batch with NaN in its padding rows", read()
-        except RuntimeError:  # an operator that takes no NaN, such as torch.multinomial
-            with undone():
-                for rows in padding:
-                    rows.add_(1)
-                poisoned = "the same batch with other numbers in its padding rows", read()
-        return [(name, eager), poisoned]
+        if checks is None:
+            try:
+                with undone():
+                    for rows, _ in padding:
+                        rows.fill_(math.nan)
+                    return [(name, eager), ("the same batch with NaN in its padding rows", read())]
+            except RuntimeError:  # an eager piece, or an operator that the look does not know
+                if graphed.backend.device.type != "cpu":  # the device may be lost
+                    raise
+        with undone():
+            for rows, real in padding:
+                rows.copy_(real)
+            return [(name, eager), ("the same batch with copies of real rows in its padding rows", read())]
 
-    def _padding(self, descriptor: BatchDescriptor) -> list[torch.Tensor]:
+    def _padding(self, descriptor: BatchDescriptor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Padding rows of floating-point inputs, and one real row of each."""
         reqs, found = self._graphed.padded_reqs(descriptor), []
         for buffer in self._graphed.buffers.buffers.values():
             count = buffer.count(descriptor.num_tokens, reqs) - buffer.filled
-            if buffer.row_dim is not None and buffer.tensor.is_floating_point() and count:
-                found.append(buffer.tensor.narrow(buffer.row_dim, buffer.filled, count))
+            if buffer.row_dim is not None and buffer.tensor.is_floating_point() and count and buffer.filled:
+                padding = buffer.tensor.narrow(buffer.row_dim, buffer.filled, count)
+                found.append((padding, buffer.tensor.narrow(buffer.row_dim, 0, 1)))
         return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cgplan
-from cgplan import GraphRunner, Input, NumbersError
+from cgplan import GraphRunner, Input, ModelError, NumbersError
 from cgplan.backends import GraphBackend
 
 
@@ -92,6 +92,39 @@ def test_an_operator_that_takes_no_nan_is_checked_with_other_padding(backend: Gr
     leaky = debugged(backend, lambda x: model(x, leaks=True))
     with pytest.raises(NumbersError, match="in its padding rows: output 0"):
         leaky(x=rows(backend, 3))
+
+
+def test_no_nan_reaches_operators_that_check_values(backend: GraphBackend) -> None:
+    """On a GPU a failed check would end the process. Indices of the padding row are computed from floats."""
+    table = torch.arange(9.0, device=backend.device)
+    checked: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+        "indices": (lambda x: table[(x[:, 0] / 4).long()] + x.sum(1), "aten::index, which checks indices"),
+        "probabilities": (
+            lambda x: torch.bernoulli(x.sigmoid()) * 0 + x,
+            "aten::bernoulli, which checks probabilities",
+        ),
+    }
+    for model, said in checked.values():
+        runner = debugged(backend, model)
+        assert [w for w in runner.report.warnings if f"not NaN: the forward has {said}" in w]
+        for count in (3, 2, 5):
+            assert torch.equal(runner(x=rows(backend, count)), model(rows(backend, count)))
+    leaky = debugged(backend, lambda x: table[x[:, :1].long() % 9] + x - x.sum(0))
+    with pytest.raises(NumbersError, match="with copies of real rows in its padding rows: output 0"):
+        leaky(x=rows(backend, 3))
+    harmless = debugged(backend, lambda x: x[torch.argsort(x[:, 0]).argsort()] * 2)
+    assert not [w for w in harmless.report.warnings if "not NaN" in w]
+
+
+def test_an_error_of_the_model_is_typed(backend: GraphBackend) -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+    model = Chosen(lambda x: x * 2, fails)
+    runner = debugged(backend, model)
+    model.is_captured = True
+    with pytest.raises(ModelError, match="ValueError: not today"):
+        runner(x=rows(backend, 2))
 
 
 @pytest.mark.gpu
