@@ -8,6 +8,7 @@ is not installed, attention runs through PyTorch, for both.
 """
 
 import argparse
+import gc
 import itertools
 import random
 import statistics
@@ -161,6 +162,9 @@ def serve(runner_class, config_class, scheduler_class, sequence_class, sampling,
     for each in undo:
         each()
     runner.exit()
+    del runner
+    gc.collect()  # its KV cache
+    torch.cuda.empty_cache()
     return [request.completion_token_ids for request in requests], seconds[0], steps, host
 
 

@@ -183,8 +183,6 @@ def test_graphs_go_while_others_stay_and_memory_is_written_over(backend: GraphBa
 def test_workspaces_survive_without_warm_ups() -> None:
     """The first product of a process would stand in the first capture, and its workspace in that graph's pool."""
     backend = select_backend("cuda")
-    with backend.session():  # the workspaces of a new stream stay
-        pass
     one, two, start = Net(backend), Net(backend), reserved(backend)
     first = open_runner(backend, "shared", one, cudagraph_num_of_warmups=0, cudagraph_mode="FULL")
     second = open_runner(backend, "shared", two, cudagraph_num_of_warmups=0, cudagraph_mode="FULL")
