@@ -198,6 +198,7 @@ WAYS = {
     "PIECEWISE": graphed(cudagraph_mode="PIECEWISE"),
     "inductor": graphed(compiler="inductor"),
     "dynamic": graphed(compiler="inductor", compile_shapes="dynamic"),
+    "AUTO": graphed(cudagraph_mode="AUTO"),
     "bare": bare,
     "reduce-overhead": reduce_overhead,
 }
