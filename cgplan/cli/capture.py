@@ -119,8 +119,7 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         model = load(backend) if is_auto else None
         if model is not None:
             config, plan = choose_mode(config, model, backend)
-        tried, plan = plan.notes, _fitted(plan, config, backend, request)
-        plan = plan.model_copy(update={"notes": (*plan.notes, *tried)}) if is_auto else plan
+        plan = _fitted(plan, config, backend, request)
         yield _run(config, plan, model or load(backend), backend)
 
 

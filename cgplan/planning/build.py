@@ -50,7 +50,8 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         return to
 
     if mode is CUDAGraphMode.AUTO:
-        mode = change(CUDAGraphMode.FULL, "AUTO is decided by measuring; without a device it is planned as FULL")
+        to = piecewise_or_none if support is AttentionSupport.NEVER else CUDAGraphMode.FULL
+        mode = change(to, f"a capture decides AUTO by measuring; this is planned as {to}")
     if compilation.splitting_ops == () and mode.has_mode(CUDAGraphMode.PIECEWISE):
         to = CUDAGraphMode.FULL if mode is CUDAGraphMode.FULL_AND_PIECEWISE else CUDAGraphMode.NONE
         mode = change(to, "splitting_ops is empty: there is nothing to split at")

@@ -18,9 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from cgplan.backends import GraphBackend
 from cgplan.captures.failures import drop_locals
 from cgplan.config import CompilationConfig, Config
-from cgplan.errors import CaptureError
+from cgplan.errors import CaptureError, ModeError, PlanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
+from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
 from cgplan.reports.records import CoverageRecord, DoctorReport
@@ -50,8 +51,10 @@ def choose_mode(
         The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
 
     Raises:
+        ConfigError: an operator of ``splitting_ops`` does not exist, or does not occur in the traced model.
         ModelError: the model itself fails.
     """
+    refuse_unknown_ops(config.compilation.splitting_ops)
     sizes, start, notes = build_plan(config).capture_sizes, time.perf_counter(), list[str]()
     probes = sorted({sizes[round(i * (len(sizes) - 1) / (_PROBES - 1))] for i in range(_PROBES)}) if sizes else []
     limit, gains = config.budget.capture_time, dict[str, tuple[CompilationConfig, Gains]]()
@@ -65,9 +68,13 @@ def choose_mode(
             try:
                 with failed.watched(model):
                     found = _gains(config.model_copy(update={"compilation": tried}), model, backend, state)
-                gains[name] = compilation, found
+                if found:
+                    gains[name] = compilation, found
+                    notes.append(f"AUTO: {name}, against eager steps {_figures(found)}")
+                else:
+                    notes.append(f"AUTO: {name} captured nothing within the budget")
                 break
-            except CaptureError as error:
+            except (CaptureError, ModeError, PlanError) as error:
                 drop_locals(error)
                 notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
             if not is_full or failed.module is None or failed.module in compilation.splitting_modules:
@@ -77,6 +84,8 @@ def choose_mode(
             by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
             compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
     chosen, reason = _fastest(config.compilation, gains, sizes)
+    settings = ", ".join(f"{key}: {value}" for key, value in chosen.model_dump(mode="json", include=_CHOSEN).items())
+    notes.append(f"AUTO: to keep this choice, write compilation: {{{settings}}}")
     config = config.model_copy(update={"compilation": chosen})
     plan = build_plan(config)
     change = PlanChange(requested=AUTO, resolved=chosen.cudagraph_mode, reason=reason)
@@ -85,6 +94,7 @@ def choose_mode(
     )
 
 
+_CHOSEN = {"cudagraph_mode", "compiler", "piecewise", "splitting_modules"}
 _ONCE = {"max_cudagraph_capture_size": None, "capture_policy": "eager"}
 
 
@@ -95,15 +105,12 @@ def _ways(asked: CompilationConfig, backend: GraphBackend) -> Iterator[tuple[str
     if "compiler" not in given and backend.device.type == "cuda" and asked.piecewise in ("auto", "ops"):
         compilers.append("inductor")
     by_ops = asked.piecewise in ("auto", "ops") and not asked.splitting_modules
+    route = "operators" if by_ops else asked.piecewise.replace("auto", "modules")
     for compiler in compilers:
         words = "" if compiler == "eager" else f" with {compiler}"
-        if by_ops and asked.splitting_ops is None:
-            update: dict[str, Any] = {"cudagraph_mode": CUDAGraphMode.FULL, "compiler": compiler}
-            yield f"FULL{words}", asked.model_copy(update=update)
-        if by_ops or asked.piecewise != "auto" or asked.splitting_modules:
-            route = "operators" if by_ops else "modules"
-            update = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "compiler": compiler}
-            yield f"PIECEWISE by {route}{words}", asked.model_copy(update=update)
+        for mode, name in ((CUDAGraphMode.FULL, "FULL"), (CUDAGraphMode.PIECEWISE, f"PIECEWISE by {route}")):
+            update: dict[str, Any] = {"cudagraph_mode": mode, "compiler": compiler}
+            yield f"{name}{words}", asked.model_copy(update=update)
 
 
 class _Failure:
@@ -159,8 +166,7 @@ def _fastest(
         if (own := statistics.fmean(found.values())) > LEAST_GAIN * mean:  # the first of ways that are as fast
             best, mean = name, own
     chosen, found = gains[best]
-    figures = ", ".join(f"{gain:.3g}x at {size}" for size, gain in sorted(found.items()))
-    said = f"{best}, against eager steps {figures} tokens"
+    said = f"{best}, against eager steps {_figures(found)}"
     worth = max((size for size, gain in found.items() if gain >= LEAST_GAIN), default=0)
     if not worth:
         return none, f"graphs bring less than 2%: {said}"
@@ -169,6 +175,10 @@ def _fastest(
         chosen = chosen.model_copy(update={"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None})
         said += f"; beyond {worth} tokens graphs bring less than 2%"
     return chosen, said
+
+
+def _figures(gains: Gains) -> str:
+    return ", ".join(f"{gain:.3g}x at {size}" for size, gain in sorted(gains.items())) + " tokens"
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
@@ -184,6 +194,7 @@ def check_up(runner: GraphRunner) -> DoctorReport:
         entry = graphed.entry((mode, descriptor))
         if step is None or entry is None:
             continue
+        pieces = entry.graph.eager_pieces if isinstance(entry.graph, BreakableCUDAGraphCapture) else ()
         with graphed.keeping_state(), graphed.buffers.on_padding():
             graphed.look(mode, descriptor)
             spent = [backend.time_calls(backend.launcher(graph), REPEATS)[0] for graph in entry.segments]
@@ -194,9 +205,9 @@ def check_up(runner: GraphRunner) -> DoctorReport:
                 descriptor=descriptor,
                 step_us=step,
                 eager_us=eager,
-                inside_us=min(sum(map(statistics.median, spent)), step),
+                inside_us=min(sum(map(statistics.median, spent)), step) if pieces else step,
             )
         )
-        if isinstance(entry.graph, BreakableCUDAGraphCapture):
-            outside = Counter(f"{piece.name}, at {piece.line}" for piece in entry.graph.eager_pieces)
+        if pieces:
+            outside = Counter(f"{piece.name}, at {piece.line}" for piece in pieces)
     return DoctorReport(capture=runner.report, rows=tuple(rows), outside=dict(outside.most_common()))

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import types
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -170,11 +171,15 @@ def serve(runner_class, config_class, scheduler_class, sequence_class, sampling,
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout")
+    parser.add_argument("checkout", help="folder that holds nanovllm/")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--layers", type=int, default=28)
     options = parser.parse_args()
+    if not Path(options.checkout, "nanovllm").is_dir():
+        parser.error(f"{options.checkout} is no checkout of nano-vllm")
+    if not torch.cuda.is_available():
+        parser.error("nano-vllm needs a CUDA device")
     sys.path.insert(0, options.checkout)
     try:
         import flash_attn  # noqa: F401

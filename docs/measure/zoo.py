@@ -198,7 +198,6 @@ WAYS = {
     "PIECEWISE": graphed(cudagraph_mode="PIECEWISE"),
     "inductor": graphed(compiler="inductor"),
     "dynamic": graphed(compiler="inductor", compile_shapes="dynamic"),
-    "AUTO": graphed(cudagraph_mode="AUTO"),
     "bare": bare,
     "reduce-overhead": reduce_overhead,
 }
