@@ -68,7 +68,7 @@ class Refusals:
         """Note which tensors are constants after an operator."""
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten.lift_fresh.default or (self.is_constant((args, kwargs)) and not is_drawn):
-            found = [t.untyped_storage() for t in tensors_in(result)]
+            found = [t.untyped_storage() for t in tensors_in(result) if t.device.type == "cpu"]
             self.constants |= {storage._cdata: StorageWeakRef(storage) for storage in found}
         elif self.constants:
             for tensor in written_tensors(func, args, kwargs):

@@ -147,6 +147,7 @@ class ModelGraphs:
         self._kept = kept = ModelState.of(self.roots, backend.device)
         self._use_generators(kept.generators)
         self._footprints.clear()
+        self._told.clear()
         try:
             yield kept
             lost = ()

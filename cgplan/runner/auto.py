@@ -23,6 +23,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.costs import representative_keys
 from cgplan.planning.plan import PlanChange
 from cgplan.reports.records import CoverageRecord, DoctorReport
 from cgplan.runner.replan import REPEATS, time_on_padding
@@ -32,7 +33,6 @@ from cgplan.runner.session import CaptureSession
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
-_PROBES = 4  # sizes that are timed
 
 Gains = Mapping[int, float]  # eager time / graph time, by tokens
 
@@ -55,8 +55,9 @@ def choose_mode(
         ModelError: the model itself fails.
     """
     refuse_unknown_ops(config.compilation.splitting_ops)
-    sizes, start, notes = build_plan(config).capture_sizes, time.perf_counter(), list[str]()
-    probes = sorted({sizes[round(i * (len(sizes) - 1) / (_PROBES - 1))] for i in range(_PROBES)}) if sizes else []
+    plan, start, notes = build_plan(config), time.perf_counter(), list[str]()
+    sizes = plan.capture_sizes
+    probes = sorted({d.num_tokens for _, d in representative_keys(plan.keys, plan.max_num_seqs)})
     limit, gains = config.budget.capture_time, dict[str, tuple[CompilationConfig, Gains]]()
     for name, compilation in _ways(config.compilation, backend):
         if gains and limit is not None and time.perf_counter() - start > limit:
@@ -64,15 +65,17 @@ def choose_mode(
             continue
         failed, is_full = _Failure(), compilation.cudagraph_mode is CUDAGraphMode.FULL
         for _ in range(_MOST_TRIES):
-            tried = compilation.model_copy(update={"cudagraph_capture_sizes": tuple(probes), **_ONCE})
+            probed = {"cudagraph_capture_sizes": tuple(probes), "max_cudagraph_capture_size": None}
+            tried = compilation.model_copy(update={**probed, "capture_policy": "eager"})
+            probe = config.model_copy(update={"compilation": tried})
             try:
                 with failed.watched(model):
-                    found = _gains(config.model_copy(update={"compilation": tried}), model, backend, state)
-                if found:
+                    runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
+                if found := _gains(runner):  # timed without the hook, which slows eager steps down
                     gains[name] = compilation, found
                     notes.append(f"AUTO: {name}, against eager steps {_figures(found)}")
                 else:
-                    notes.append(f"AUTO: {name} captured nothing within the budget")
+                    notes.append(f"AUTO: {name} has no graphs: the budget leaves all of them out")
                 break
             except (CaptureError, ModeError, PlanError) as error:
                 drop_locals(error)
@@ -95,7 +98,6 @@ def choose_mode(
 
 
 _CHOSEN = {"cudagraph_mode", "compiler", "piecewise", "splitting_modules"}
-_ONCE = {"max_cudagraph_capture_size": None, "capture_policy": "eager"}
 
 
 def _ways(asked: CompilationConfig, backend: GraphBackend) -> Iterator[tuple[str, CompilationConfig]]:
@@ -130,7 +132,7 @@ class _Failure:
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
             error = sys.exc_info()[1]
             if error is not None and error is not self._error and id(module) in names:
-                name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[id(module)])  # in all layers alike
+                name = re.sub(r"(?<![^.])\d+(?![^.])", "*", names[id(module)])  # in all layers alike
                 self._error, self.module = error, name
 
         handle = register_module_forward_hook(note, always_call=True)
@@ -141,8 +143,8 @@ class _Failure:
             self._error = None
 
 
-def _gains(config: Config, model: Callable[..., Any], backend: GraphBackend, state: Sequence[object] | None) -> Gains:
-    runner = CaptureSession(build_plan(config), model, backend, config, state=state).run()
+def _gains(runner: GraphRunner) -> Gains:
+    """Times a runner, and closes it."""
     try:
         points = time_on_padding(runner._graphed)
     finally:

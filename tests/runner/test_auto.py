@@ -54,7 +54,9 @@ def as_timed(patch: pytest.MonkeyPatch, *gains: float) -> None:
     patch.setattr(auto, "time_on_padding", timed)
 
 
-def open_runner(backend: GraphBackend, model: nn.Module, **compilation: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: nn.Module, budget: dict[str, Any] | None = None, **compilation: Any
+) -> GraphRunner:
     return cgplan.capture(
         model.to(backend.device).eval(),
         {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
@@ -65,6 +67,7 @@ def open_runner(backend: GraphBackend, model: nn.Module, **compilation: Any) -> 
             "outputs": "clone",
             **compilation,
         },
+        budget=budget or {},
         device=backend.device.type,
     )
 
@@ -119,3 +122,23 @@ def test_large_sizes_that_bring_nothing_are_left_out(backend: GraphBackend, monk
     as_timed(monkeypatch, 1.03, 1.03)  # 1.015 at 8 tokens
     with closing(open_runner(backend, Net(nn.ReLU))) as runner:
         assert runner.plan.capture_sizes == (1, 2)
+
+
+def test_a_budget_that_leaves_all_graphs_out_captures_nothing(backend: GraphBackend) -> None:
+    with closing(open_runner(backend, Net(nn.ReLU), budget={"memory": "1B"})) as runner:
+        assert runner.plan.mode is NONE
+        assert any("AUTO: FULL has no graphs: the budget leaves all of them out" in note for note in runner.plan.notes)
+
+
+def test_steps_are_timed_without_hooks(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = list[int]()
+    time_on_padding = auto.time_on_padding
+
+    def timed(graphed: Any) -> Any:
+        hooks.append(len(nn.modules.module._global_forward_hooks))
+        return time_on_padding(graphed)
+
+    monkeypatch.setattr(auto, "time_on_padding", timed)
+    with closing(open_runner(backend, Net(nn.ReLU))):
+        assert hooks
+        assert not any(hooks)
