@@ -1,12 +1,12 @@
 """What code is told that asks ``torch.cuda.is_current_stream_capturing()``.
 
 Note [Who is told of a capture]
-    Some libraries leave a shortcut out where a capture is under way, because it might read a value on the host: there
-    transformers builds attention masks that mask nothing, and attention with a mask takes slower kernels. A shortcut
-    that reads nothing on the host is right in a graph, too. So packages in ``compilation.hide_capture_from`` are told
-    that no capture is under way, in the thread that captures, if the look ahead of it saw no host sync. If it saw one,
-    they are told the truth, and the look and the warm-ups tell them the same, to run what will be captured. All others
-    are told the truth. That of a tape is: while it records, it is a capture.
+    Some libraries leave out a shortcut inside a capture, because it might read a value on the host: transformers then
+    builds attention masks that mask nothing, and attention with a mask takes slower kernels. A graph may hold a
+    shortcut that does not read the host. So packages in ``compilation.hide_capture_from`` are told that no capture is under way,
+    in the thread that captures, if the look ahead of it saw no host sync. If it saw one, they are told the truth in
+    captures, in a second look and in warm-ups, which then run what the graph will hold. All other packages are always
+    told the truth. A tape that records counts as a capture.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _own_answer = torch.cuda.is_current_stream_capturing
 
 
 def _answer() -> bool:
-    if torch.compiler.is_compiling():  # Dynamo, which knows no frames, asks for code that a capture will run
+    if torch.compiler.is_compiling():  # Dynamo cannot trace what follows; a capture will run the trace
         return True
     package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
     answer = _thread.answers.get(package) or _thread.answers.get(ALL_OTHERS)

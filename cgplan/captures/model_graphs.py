@@ -299,7 +299,9 @@ class ModelGraphs:
         self._use_generators(tuple(found.generators.values()))
 
     def _tell(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
-        """Whether packages are told from now on, since only some sizes need the host, and the look saw another one."""
+        """Whether the key is captured again with packages told of it: this size needs the host where the size that was
+        looked at does not.
+        """
         if (found := self._footprints[mode]).told is None and found.asked:
             self._told[mode] = failure
             del self._footprints[mode]
@@ -308,7 +310,7 @@ class ModelGraphs:
     def _answering(self, mode: CUDAGraphMode, *, capturing: bool) -> AbstractContextManager[None]:
         """The block of a warm-up or a capture, in which packages are told what they were told in the look."""
         is_told = self._footprints[mode].told is not None
-        packages = () if is_told and capturing else self.config.compilation.hide_capture_from  # the truth: eager pieces
+        packages = () if is_told and capturing else self.config.compilation.hide_capture_from  # eager pieces: the truth
         return answering(packages, lambda _: is_told)
 
     def _calls_breaks(self) -> bool:

@@ -278,7 +278,7 @@ class CompilationConfig(Section):
     of a trace once (needs a GPU). inductor traces the model in every mode.
     """
     compile_shapes: Literal["auto", "dynamic", "static"] = "auto"
-    """How many sizes a trace of the forward serves. dynamic: all, but one row is a trace of its own. static: one size,
+    """How many sizes a trace of the forward serves. dynamic: all; one row has another trace. static: one size,
     for which inductor then chooses its kernels. auto: with compiler: inductor static for the four sizes with the most
     steps of the plan's traffic, without traffic for the smallest and the largest; dynamic for all others.
     """

@@ -77,7 +77,7 @@ class Footprint:
 
     Attributes:
         operators: Calls by name, for code in graphs and code between them; views and bare allocations left out.
-        names: Names of all operators, with and without overloads, but of those inside of custom operators.
+        names: Names of all operators, with and without overloads; not of those that custom operators call.
         host_sync: The first operator in graph code that needs the host.
         reads: Paths of the model's tensors that graph code read, in order.
         generators: Random generators that operators were given.
@@ -90,7 +90,7 @@ class Footprint:
         rounds: Whether floats became whole numbers that may be out of range as indices.
         error: The first line of what the forward raised.
         asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
-        told: Why these are told the truth: what needs the host where they are told that none is.
+        told: The host sync for which these packages are told of the capture; absent: they are told that there is none.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)

@@ -37,7 +37,7 @@ class SplitRoute:
         warm: What PIECEWISE keys warm up with.
         splitter: The torch.compile backend that splits the model, where it is traced.
         breaks: The modules that it breaks at, where it is not.
-        operator_breaks: And the operators.
+        operator_breaks: The operators that it breaks at.
         operators: What a look at a model that is not traced saw, by part.
     """
 

@@ -58,7 +58,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
         self._reader = BatchReader(config.inputs, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
-        self._static, self._compile_seconds = set(static_sizes), [0.0]  # of each size alone
+        self._static, self._compile_seconds = set(static_sizes), [0.0]  # seconds of each static trace
         self.over_budget: list[int] = []
         splitter = weakref.ref(self.splitter)  # Dynamo never lets go of what it is given
 
@@ -69,7 +69,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
         self._traced: dict[bool, Callable[..., Any]] = {}
-        for is_static in (False, True):  # else a trace for all sizes would answer for a static one
+        for is_static in (False, True):  # of one code object Dynamo would use the dynamic trace for static sizes, too
             own = with_own_code(model)
             self._traced[is_static] = optimize(own)
             # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
