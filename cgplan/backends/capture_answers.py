@@ -3,10 +3,10 @@
 Note [Who is told of a capture]
     Some libraries leave out a shortcut inside a capture, because it might read a value on the host: transformers then
     builds attention masks that mask nothing, and attention with a mask takes slower kernels. A graph may hold a
-    shortcut that does not read the host. So packages in ``compilation.hide_capture_from`` are told that no capture is under way,
-    in the thread that captures, if the look ahead of it saw no host sync. If it saw one, they are told the truth in
-    captures, in a second look and in warm-ups, which then run what the graph will hold. All other packages are always
-    told the truth. A tape that records counts as a capture.
+    shortcut that does not read the host. So packages in ``compilation.hide_capture_from`` are told that no capture is
+    under way, in the thread that captures, if the look ahead of it saw no host sync. If it saw one, they are told the
+    truth in captures, in a second look and in warm-ups, which then run what the graph will hold. All other packages are
+    always told the truth. A tape that records counts as a capture.
 """
 
 from __future__ import annotations
