@@ -116,11 +116,14 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
             yield runner
     else:
         backend = select_backend(config.device)
-        model = load(backend) if is_auto else None
-        if model is not None:
+        if is_auto:
+            model = load(backend)
             config, plan = choose_mode(config, model, backend)
-        plan = _fitted(plan, config, backend, request)
-        yield _run(config, plan, model or load(backend), backend)
+            plan = _fitted(plan, config, backend, request)
+        else:
+            plan = _fitted(plan, config, backend, request)
+            model = load(backend)
+        yield _run(config, plan, model, backend)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from cgplan.runner.session import CaptureSession
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
+_CHOSEN = {"cudagraph_mode", "compiler", "piecewise", "splitting_modules"}
 
 Gains = Mapping[int, float]  # eager time / graph time, by tokens
 
@@ -63,13 +64,13 @@ def choose_mode(
         if gains and limit is not None and time.perf_counter() - start > limit:
             notes.append(f"AUTO: {name} not tried: budget.capture_time was spent")
             continue
-        failed, is_full = _Failure(), compilation.cudagraph_mode is CUDAGraphMode.FULL
+        is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
         for _ in range(_MOST_TRIES):
             probed = {"cudagraph_capture_sizes": tuple(probes), "max_cudagraph_capture_size": None}
             tried = compilation.model_copy(update={**probed, "capture_policy": "eager"})
             probe = config.model_copy(update={"compilation": tried})
             try:
-                with failed.watched(model):
+                with _failing_module(model) as failed:
                     runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
                 if found := _gains(runner):  # timed without the hook, which slows eager steps down
                     gains[name] = compilation, found
@@ -80,9 +81,9 @@ def choose_mode(
             except (CaptureError, ModeError, PlanError) as error:
                 drop_locals(error)
                 notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
-            if not is_full or failed.module is None or failed.module in compilation.splitting_modules:
+            if not is_full or not failed or failed[0] in compilation.splitting_modules:
                 break
-            modules = (*compilation.splitting_modules, failed.module)
+            modules = (*compilation.splitting_modules, *failed)
             name = f"PIECEWISE without {', '.join(modules)}"
             by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
             compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
@@ -95,9 +96,6 @@ def choose_mode(
     return config, plan.model_copy(
         update={"requested_mode": AUTO, "changes": (change, *plan.changes), "notes": (*plan.notes, *notes)}
     )
-
-
-_CHOSEN = {"cudagraph_mode", "compiler", "piecewise", "splitting_modules"}
 
 
 def _ways(asked: CompilationConfig, backend: GraphBackend) -> Iterator[tuple[str, CompilationConfig]]:
@@ -115,32 +113,24 @@ def _ways(asked: CompilationConfig, backend: GraphBackend) -> Iterator[tuple[str
             yield f"{name}{words}", asked.model_copy(update=update)
 
 
-class _Failure:
-    """The innermost module of a model whose forward raised the last error."""
+@contextmanager
+def _failing_module(model: Callable[..., Any]) -> Iterator[list[str]]:
+    """A block; its list then holds the innermost module of the model whose forward raised the last error, if any."""
+    named = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    names, failed, last = {id(module): name for name, module in named if name}, list[str](), list[BaseException]()
 
-    def __init__(self) -> None:
-        self.module: str | None = None
-        self._error: BaseException | None = None
+    def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+        error = sys.exc_info()[1]
+        if error is not None and not any(error is one for one in last) and id(module) in names:
+            last[:] = [error]
+            failed[:] = [re.sub(r"(?<![^.])\d+(?![^.])", "*", names[id(module)])]  # in all layers alike
 
-    @contextmanager
-    def watched(self, model: Callable[..., Any]) -> Iterator[None]:
-        names = {}
-        if isinstance(model, torch.nn.Module):
-            names = {id(module): name for name, module in model.named_modules() if name}
-        self.module = None
-
-        def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
-            error = sys.exc_info()[1]
-            if error is not None and error is not self._error and id(module) in names:
-                name = re.sub(r"(?<![^.])\d+(?![^.])", "*", names[id(module)])  # in all layers alike
-                self._error, self.module = error, name
-
-        handle = register_module_forward_hook(note, always_call=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self._error = None
+    handle = register_module_forward_hook(note, always_call=True)
+    try:
+        yield failed
+    finally:
+        handle.remove()
+        last.clear()  # its frames hold tensors
 
 
 def _gains(runner: GraphRunner) -> Gains:
@@ -197,9 +187,16 @@ def check_up(runner: GraphRunner) -> DoctorReport:
         if step is None or entry is None:
             continue
         pieces = entry.graph.eager_pieces if isinstance(entry.graph, BreakableCUDAGraphCapture) else ()
-        with graphed.keeping_state(), graphed.buffers.on_padding():
-            graphed.look(mode, descriptor)
-            spent = [backend.time_calls(backend.launcher(graph), REPEATS)[0] for graph in entry.segments]
+        inside = step
+        if pieces:
+            outside = Counter(f"{piece.name}, at {piece.line}" for piece in pieces)
+            replays, rounds = [backend.launcher(graph) for graph in entry.segments], list[float]()
+            with graphed.keeping_state() as kept, graphed.buffers.on_padding():
+                graphed.look(mode, descriptor)
+                for _ in range(REPEATS):
+                    kept.restore(between_keys=True)  # positions do not run past a cache
+                    rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
+            inside = min(statistics.median(rounds), step)
         eager = times[CUDAGraphMode.NONE, descriptor.num_active_loras][descriptor.num_tokens]
         rows.append(
             CoverageRecord(
@@ -207,9 +204,7 @@ def check_up(runner: GraphRunner) -> DoctorReport:
                 descriptor=descriptor,
                 step_us=step,
                 eager_us=eager,
-                inside_us=min(sum(map(statistics.median, spent)), step) if pieces else step,
+                inside_us=inside,
             )
         )
-        if pieces:
-            outside = Counter(f"{piece.name}, at {piece.line}" for piece in pieces)
     return DoctorReport(capture=runner.report, rows=tuple(rows), outside=dict(outside.most_common()))
