@@ -35,7 +35,15 @@ Exit code 2 is the command line's own (wrong options). Each error carries a reme
 about it, in one or two sentences. Only the command line turns an error into an exit code.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import ClassVar
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1) -> str:
+    """The nearest of the known names, or at most so many, in a sentence of this form; empty if none is near."""
+    near = get_close_matches(name, list(known), most)
+    return form.format(" or ".join(near)) if near else ""
 
 
 class CgplanError(Exception):

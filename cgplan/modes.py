@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from enum import Enum, IntEnum
 from typing import NamedTuple, Self
 
-from cgplan.errors import ConfigError
+from cgplan.errors import ConfigError, did_you_mean
 
 
 class _Named:
@@ -24,9 +23,7 @@ class _Named:
         name = str(value).strip().upper()
         if name in members:
             return members[name]
-        near = difflib.get_close_matches(name, members, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown {kind} {value!r}", remedy=f"{hint}{choose}")
+        raise ConfigError(f"unknown {kind} {value!r}", remedy=did_you_mean(name, members) + choose)
 
     def __str__(self) -> str:
         return self.name  # type: ignore[attr-defined,no-any-return]

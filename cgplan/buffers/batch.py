@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 
 from cgplan.buffers.static import torch_dtype
 from cgplan.config import Input
-from cgplan.errors import InputError
+from cgplan.errors import InputError, did_you_mean
 from cgplan.modes import BatchDescriptor
 
 
@@ -25,9 +24,8 @@ class Batch:
 def unknown_input(name: str, declared: Iterable[str]) -> InputError:
     """The error for a name that is not declared."""
     declared = tuple(declared)
-    near = difflib.get_close_matches(name, declared, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    return InputError(f"unknown input {name!r}", remedy=f"{hint}Declared are {', '.join(declared) or 'none'}.")
+    listed = f"Declared are {', '.join(declared) or 'none'}."
+    return InputError(f"unknown input {name!r}", remedy=did_you_mean(name, declared) + listed)
 
 
 class BatchReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
-from cgplan.errors import CgplanError, ConfigError, ConfigFileError
+from cgplan.errors import CgplanError, ConfigError, ConfigFileError, did_you_mean
 
 
 def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
@@ -25,9 +24,8 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
         data = path.read_bytes()
     except FileNotFoundError:
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-        hint = f"Did you mean {path.parent / near[0]}? " if near else ""
-        raise error(f"no such file: {path}", remedy=f"{hint}{remedy}") from None
+        hint = did_you_mean(path.name, names)
+        raise error(f"no such file: {path}", remedy=hint + remedy) from None
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}", remedy=remedy) from None
     try:

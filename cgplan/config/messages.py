@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cgplan.errors import ConfigError
+from cgplan.errors import ConfigError, did_you_mean
 
 Path_ = tuple[str | int, ...]
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
@@ -98,8 +97,8 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
         if parent in model.model_fields:
             model = _model_in(model.model_fields[str(parent)].annotation) or model
     fields = list(model.model_fields)
-    if near := difflib.get_close_matches(str(name), fields, n=1):
-        return f" (did you mean {near[0]!r}?)"
+    if hint := did_you_mean(str(name), fields, " (did you mean {!r}?)"):
+        return hint
     for section, info in root.model_fields.items():  # a right key in the wrong place
         inside = _model_in(info.annotation)
         if inside and "dict" not in str(info.annotation) and name in inside.model_fields:

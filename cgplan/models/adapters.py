@@ -7,14 +7,13 @@ nothing is captured again.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cgplan.errors import InputError, ModelError
+from cgplan.errors import InputError, ModelError, did_you_mean
 
 NO_SLOT = -1
 
@@ -156,9 +155,8 @@ class Adapters:
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:
-            near = difflib.get_close_matches(name, self._slots, n=1)
-            known = f"Did you mean {near[0]!r}?" if near else f"Loaded are {', '.join(self._slots) or 'none'}."
-            raise InputError(f"no adapter {name!r} is loaded", remedy=known)
+            loaded = f"Loaded are {', '.join(self._slots) or 'none'}."
+            raise InputError(f"no adapter {name!r} is loaded", remedy=did_you_mean(name, self._slots) + loaded)
         return self._slots[name]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
 from cgplan.backends.context import current_all_reduce
-from cgplan.errors import InputError, ModelError
+from cgplan.errors import InputError, ModelError, did_you_mean
 from cgplan.models.layers import (
     DecoderConfig,
     DecoderLayer,
@@ -131,10 +130,9 @@ class Decoder(nn.Module):
         for name, tensor in state.items():
             projection, _, part = name.rpartition(".")
             if projection not in projections or part not in ("lora_A", "lora_B"):
-                near = difflib.get_close_matches(projection, projections, n=1)
                 raise ModelError(
                     f"the adapter's {name!r} fits no projection",
-                    remedy=f"The nearest is {near[0]}.lora_A." if near else "Name <projection>.lora_A and .lora_B.",
+                    remedy=f"{did_you_mean(projection, projections)}Name <projection>.lora_A and .lora_B.",
                 )
             adapters[projection][part] = tensor
         for name, adapter in adapters.items():

@@ -7,7 +7,6 @@ and each graph captured from it holds the case of its descriptor.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
 from cgplan.backends.context import get_forward_context
-from cgplan.errors import InputError, ModelError
+from cgplan.errors import InputError, ModelError, did_you_mean
 
 _LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
 _LIBRARY.define("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()")
@@ -89,8 +88,7 @@ class DecoderConfig(BaseModel):
             first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(name, cls.model_fields, n=1)
-            hint = f"Did you mean `{near[0]}`? " if near else ""
+            hint = did_you_mean(name, cls.model_fields)
             raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {', '.join(cls.model_fields)}.")
         if not name:
             raise ModelError(first["msg"].removeprefix("Value error, "), remedy="Correct model.kwargs.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cgplan.errors import CgplanError, ModelError
+from cgplan.errors import CgplanError, ModelError, did_you_mean
 
 _load_numbers = itertools.count()
 _SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
@@ -86,8 +85,8 @@ def load_model(
         remedy = "Name a function or class that builds the model."
         for name in attribute.split("."):
             if not hasattr(found, name):
-                near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("_")], n=1)
-                raise ModelError(f"{source} has no `{name}`", remedy=f"Did you mean `{near[0]}`?" if near else remedy)
+                hint = did_you_mean(name, (n for n in dir(found) if not n.startswith("_")))
+                raise ModelError(f"{source} has no `{name}`", remedy=hint + remedy)
             found = getattr(found, name)
         if not callable(found):
             raise ModelError(f"{target} is {type(found).__name__}, which is not callable", remedy=remedy)

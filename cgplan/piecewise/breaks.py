@@ -11,7 +11,6 @@ Note [Breaks at operators]
 from __future__ import annotations
 
 import copy
-import difflib
 import fnmatch
 import functools
 import re
@@ -26,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.host_sync import as_its_caller, is_composite, names_of
-from cgplan.errors import ConfigError
+from cgplan.errors import ConfigError, did_you_mean
 from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
+from cgplan.units import listed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -234,7 +234,5 @@ def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
 def _near(pattern: str, names: list[str]) -> str:
     """Names like the pattern, those of numbered layers as one."""
     general = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names))
-    near = difflib.get_close_matches(pattern, [*general, *names], n=3)
-    if not near:
-        return f"The model has {', '.join(general[:10]) or 'no submodules'}{', ...' if len(general) > 10 else ''}."
-    return f"Did you mean {' or '.join(near)}?"
+    hint = did_you_mean(pattern, [*general, *names], "Did you mean {}?", 3)
+    return hint or f"The model has {listed(general, 10) or 'no submodules'}."

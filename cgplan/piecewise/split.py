@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from cgplan.errors import ConfigError
+from cgplan.errors import ConfigError, did_you_mean
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
 _OF_PYTHON: dict[Any, str] = {  # PyTorch's names of Python's operators on tensors
@@ -140,8 +139,7 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
 
 
 def _unusable(wanted: str, what: str, known: Collection[str], then: str) -> ConfigError:
-    near = difflib.get_close_matches(wanted, known, n=2)
-    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(wanted, known, "Did you mean {}? ", 2)
     form = "" if _exists(wanted) else "Operators are named namespace::name, as in aten::softmax. "
     return ConfigError(f"compilation.splitting_ops: the operator {wanted!r} {what}", remedy=f"{form}{hint}{then}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import shlex
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 from cgplan.config import Config, LoadedConfig
 from cgplan.config.messages import explain
-from cgplan.errors import ConfigError
+from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan
 from cgplan.planning.plan import Plan
@@ -119,8 +118,7 @@ def _parse(text: str) -> dict[str, Any]:
         )
     known = sorted({*_TAKEN_OVER, *_WITHOUT_EFFECT, "mode"})
     if unknown := [name for name in given if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(unknown[0], known, " (did you mean {!r}?)")
         raise ConfigError(
             f"{OPTION}: vLLM's compilation config has no key {unknown[0]!r}{hint}",
             remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",

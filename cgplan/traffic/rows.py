@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from cgplan.errors import CgplanError, ConfigError, TrafficError
+from cgplan.errors import CgplanError, ConfigError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 
@@ -82,8 +81,7 @@ class Form(Generic[R]):
         for name in names:
             column = known.get(name.strip().lower())
             if column is None:
-                near = difflib.get_close_matches(name.strip().lower(), known, n=1)
-                hint = f" (did you mean {known[near[0]]!r}?)" if near else ""
+                hint = did_you_mean(name.strip().lower(), known, " (did you mean {!r}?)")
                 raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             if column in found:
                 raise self.error(f"{where}: column {column!r} stands twice", remedy="Keep one of them.")

@@ -173,7 +173,7 @@ def target(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("error", "arguments", "words"),
     [
-        ("ConfigFileError", ("capture", "--config", "god.yaml"), ["no such file: god.yaml", "Did you mean good.yaml?"]),
+        ("ConfigFileError", ("capture", "--config", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
         ("ConfigError", (*PLAN, *set_to(compilation__on_mis="error")), ["--set", "did you mean 'on_miss'"]),
         ("ConfigError", (*PLAN, *set_to(report="{")), ["--set report: the value is not YAML"]),
         ("ConfigError", (*CAPTURE, "--device", "gpu"), ["error: --device: found 'gpu', expected auto"]),
@@ -192,7 +192,7 @@ def target(name: str) -> tuple[str, ...]:
         ("ModeError", (*CAPTURE, *set_to(compilation__attention_support="NEVER")), ["FULL", "PIECEWISE or NONE"]),
         ("ModelError", target("no_such_package.models:build"), ["no_such_package"]),
         ("ModelError", target("nowhere.py:build"), ["no file nowhere.py"]),
-        ("ModelError", target("models.py:biuld"), ["no `biuld`", "Did you mean `build`?"]),
+        ("ModelError", target("models.py:biuld"), ["no `biuld`", "Did you mean 'build'?"]),
         ("ModelError", target("models.py:not_callable"), ["int, which is not callable"]),
         ("ModelError", target("models.py:not_a_model"), ["returned int, which is not callable"]),
         ("ModelError", target("models.py:raising"), ["KeyError", "weights are missing", "models.py:"]),

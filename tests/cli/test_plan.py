@@ -225,7 +225,7 @@ def test_plan_diff(home: Path) -> None:
     assert "run.json is a capture report, not a plan" in message
     message = refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
     assert "no such file: none.json" in message
-    assert "Did you mean new.json?" in message
+    assert "Did you mean 'new.json'?" in message
 
 
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:

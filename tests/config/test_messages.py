@@ -29,7 +29,7 @@ REFUSED = [
     ("compilation: {cudagraph_copy_inputs: 1}", "found 1, expected a valid boolean"),
     ("compilation: {splitting_modules: a.*}", "splitting_modules: found 'a.*', expected a list"),
     ("compilation: {outputs: borow}", "found 'borow', expected 'borrow' or 'clone'"),
-    ("compilation: {cudagraph_mode: FULL_DECODE}", "did you mean FULL_DECODE_ONLY?"),
+    ("compilation: {cudagraph_mode: FULL_DECODE}", "Did you mean 'FULL_DECODE_ONLY'?"),
     ("compilation: {attention_support: 3}", "unknown attention_support 3"),
     ("compilation:\n  cudagraph_mode:", "line 2: compilation.cudagraph_mode: cudagraph_mode has no value"),
     (

@@ -465,7 +465,7 @@ def test_lora_mistakes() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"hiden_size": 4}, "Did you mean `hidden_size`"),
+        ({"hiden_size": 4}, "Did you mean 'hidden_size'"),
         ({"hidden_size": "many"}, "hidden_size is 'many'"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
         ({"num_layers": 0}, "num_layers is 0"),

@@ -152,7 +152,7 @@ def test_module_that_is_not_there() -> None:
 
 def test_attribute_that_is_not_there_or_not_callable(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
-    assert "Did you mean `build`?" in failure(f"{path}:biuld").remedy
+    assert "Did you mean 'build'?" in failure(f"{path}:biuld").remedy
     assert "has no `zzz`" in failure(f"{path}:zzz").message
     assert ":number is int, which is not callable" in failure(f"{path}:number").message
 

@@ -242,7 +242,7 @@ def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
         ("{", ["--vllm '{' is not JSON", "--compilation-config"]),
         ("3", ["--vllm '3' is not a JSON object", "'{}' shows vLLM's defaults"]),
         ('{"cudagraph_mod": "FULL"}', ["no key 'cudagraph_mod' (did you mean 'cudagraph_mode'?)", "Correct or remove"]),
-        ('{"cudagraph_mode": "FUL"}', ["--vllm: compilation.cudagraph_mode", "did you mean FULL?"]),
+        ('{"cudagraph_mode": "FUL"}', ["--vllm: compilation.cudagraph_mode", "Did you mean 'FULL'?"]),
         ('{"cudagraph_capture_sizes": [0]}', ["cudagraph_capture_sizes.0: found 0, expected greater than"]),
         ('{"cudagraph_capture_sizes": [4], "max_cudagraph_capture_size": 8}', ["remove one of the two"]),
         ('{"mode": 7}', ["found mode 7", "3 (VLLM_COMPILE)"]),

@@ -37,7 +37,7 @@ def test_modes_are_read_in_any_case() -> None:
 def test_an_unknown_mode_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         CUDAGraphMode.parse("FULL_DECODE")
-    assert "did you mean FULL_DECODE_ONLY?" in caught.value.remedy
+    assert "Did you mean 'FULL_DECODE_ONLY'?" in caught.value.remedy
     with pytest.raises(ConfigError) as caught:
         AttentionSupport.parse("sometimes")
     assert "NEVER, UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS" in caught.value.remedy
