@@ -18,24 +18,33 @@ from contextlib import contextmanager
 
 import torch
 
+from cgplan.backends.replacing import replaced, shared
+
 ALL_OTHERS = ""  # in place of a package
 
 
-class _Thread(threading.local):
+class _Answers(threading.local):
     def __init__(self) -> None:
-        self.answers: Mapping[str, Callable[[str], bool]] = {}  # by package
+        self.by_package: Mapping[str, Callable[[str], bool]] = {}
 
 
-_thread, _lock, _blocks = _Thread(), threading.Lock(), 0
-_own_answer = torch.cuda.is_current_stream_capturing
+_answers = _Answers()
 
 
-def _answer() -> bool:
-    if torch.compiler.is_compiling():  # Dynamo cannot trace what follows; a capture will run the trace
-        return True
-    package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-    answer = _thread.answers.get(package) or _thread.answers.get(ALL_OTHERS)
-    return _own_answer() if answer is None else answer(package)
+@shared
+@contextmanager
+def _answering_by_package() -> Iterator[None]:
+    own_answer = torch.cuda.is_current_stream_capturing
+
+    def answer() -> bool:
+        if torch.compiler.is_compiling():  # Dynamo cannot trace what follows; a capture will run the trace
+            return True
+        package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        found = _answers.by_package.get(package) or _answers.by_package.get(ALL_OTHERS)
+        return own_answer() if found is None else found(package)
+
+    with replaced(torch.cuda, is_current_stream_capturing=answer):
+        yield
 
 
 @contextmanager
@@ -43,21 +52,6 @@ def answering(packages: Collection[str], answer: Callable[[str], bool]) -> Itera
     """A block in which code of these packages that asks in this thread is told ``answer(package)``; see Note [Who is
     told of a capture]. Packages go by the top-level name of the module that asks. Blocks may be nested.
     """
-    global _blocks, _own_answer
-    with _lock:
-        if not _blocks:
-            _own_answer, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, _answer
-        _blocks += 1
-    before = _thread.answers
-    _thread.answers = {**before, **dict.fromkeys(packages, answer)}
-    try:
+    before = _answers.by_package
+    with _answering_by_package(), replaced(_answers, by_package={**before, **dict.fromkeys(packages, answer)}):
         yield
-    finally:
-        _thread.answers = before
-        with _lock:
-            _blocks -= 1
-            if not _blocks:
-                torch.cuda.is_current_stream_capturing = _own_answer
-
-
-__all__ = ["ALL_OTHERS", "answering"]

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.replacing import replaced, shared
 from cgplan.errors import CaptureError, HostSyncError
 
 _REMEDY = (
@@ -79,7 +79,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
-class _Elsewhere(TorchDispatchMode):
+class _OtherThread(TorchDispatchMode):
     """Refuses operators in a thread that a forward starts: no graph has them."""
 
     def __init__(self, refusals: Refusals, line: str) -> None:
@@ -97,7 +97,10 @@ class _Elsewhere(TorchDispatchMode):
 
 
 class _Guarded(threading.local):
-    refusals: tuple[Refusals, ...] = ()
+    refusals: tuple[Refusals, ...] = ()  # of the blocks of this thread, the innermost last
+
+
+_guarded = _Guarded()
 
 
 class HostGuard:
@@ -108,90 +111,75 @@ class HostGuard:
     paths, as in nn.TransformerEncoderLayer, and would not see into kernels in Python.
     """
 
-    _guarded, _lock, _blocks = _Guarded(), threading.Lock(), list[ExitStack]()
-
     def __init__(self, refusals: Refusals) -> None:
-        self._refusals = refusals
+        self._refusals, self._replaced = refusals, _methods_replaced()
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not self._blocks:
-                replaced = ExitStack()
-                for name in _HOST_METHODS:
-                    replaced.enter_context(patch.object(torch.Tensor, name, self._host_method(name)))
-                for owner, name, stand_in in (
-                    (functional, "one_hot", self._one_hot),
-                    (threading.Thread, "start", self._start),
-                    (ThreadPoolExecutor, "submit", self._submit),
-                ):
-                    replaced.enter_context(patch.object(owner, name, stand_in(getattr(owner, name))))
-                self._blocks.append(replaced)
-            else:
-                self._blocks.append(self._blocks[-1])
-        self._guarded.refusals += (self._refusals,)
+        self._replaced.__enter__()
+        _guarded.refusals += (self._refusals,)
 
     def __exit__(self, *_: object) -> None:
-        self._guarded.refusals = tuple(r for r in self._guarded.refusals if r is not self._refusals)
-        with self._lock:
-            replaced = self._blocks.pop()
-            if not self._blocks:
-                replaced.close()
+        _guarded.refusals = tuple(r for r in _guarded.refusals if r is not self._refusals)
+        self._replaced.__exit__(None, None, None)
 
-    @classmethod
-    def _host_method(cls, name: str) -> Callable[..., Any]:
-        plain = getattr(torch.Tensor, name)
 
-        @wraps(plain)
-        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            for refusals in cls._guarded.refusals[-1:]:
-                if not refusals.is_constant(tensor):
-                    refusals.refuse(f"Tensor.{name}()")
-            return plain(tensor, *args, **kwargs)
+@shared
+@contextmanager
+def _methods_replaced() -> Iterator[None]:
+    plain_one_hot, plain_start = functional.one_hot, threading.Thread.start
+    plain_submit: Any = ThreadPoolExecutor.submit
 
-        return method
+    @wraps(plain_one_hot)
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if not _guarded.refusals or num_classes < 0 or tensor.dtype is not torch.int64:
+            return plain_one_hot(tensor, num_classes)
+        classes = torch.arange(num_classes, device=tensor.device)
+        return (tensor.unsqueeze(-1) == classes).long()  # on a CPU torch checks the values, on a GPU it does not
 
-    @classmethod
-    def _one_hot(cls, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @wraps(plain)
-        def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-            if not cls._guarded.refusals or num_classes < 0 or tensor.dtype is not torch.int64:
-                return plain(tensor, num_classes)
-            classes = torch.arange(num_classes, device=tensor.device)
-            return (tensor.unsqueeze(-1) == classes).long()  # on a CPU torch checks the values, on a GPU it does not
+    @wraps(plain_start)
+    def start(thread: threading.Thread) -> None:
+        if vars(thread).get("_target") is not _worker:  # it outlives the forward; its tasks are watched
+            thread.run = _watched(thread.run)  # type: ignore[method-assign]
+        plain_start(thread)
 
-        return one_hot
+    @wraps(plain_submit)
+    def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return plain_submit(pool, _watched(function), *args, **kwargs)
 
-    @classmethod
-    def _start(cls, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(plain)
-        def start(thread: threading.Thread) -> None:
-            if vars(thread).get("_target") is not _worker:  # it outlives the forward; its tasks are watched
-                thread.run = cls._watched(thread.run)  # type: ignore[method-assign]
-            plain(thread)
+    methods = {name: _host_method(name) for name in _HOST_METHODS}
+    with (
+        replaced(torch.Tensor, **methods),
+        replaced(functional, one_hot=one_hot),
+        replaced(threading.Thread, start=start),
+        replaced(ThreadPoolExecutor, submit=submit),
+    ):
+        yield
 
-        return start
 
-    @classmethod
-    def _submit(cls, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(plain)
-        def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            return plain(pool, cls._watched(function), *args, **kwargs)
+def _host_method(name: str) -> Callable[..., Any]:
+    plain = getattr(torch.Tensor, name)
 
-        return submit
+    @wraps(plain)
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for refusals in _guarded.refusals[-1:]:
+            if not refusals.is_constant(tensor):
+                refusals.refuse(f"Tensor.{name}()")
+        return plain(tensor, *args, **kwargs)
 
-    @classmethod
-    def _watched(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        guarded = cls._guarded.refusals
-        if not (guarded and guarded[-1].is_on):
-            return function
-        line = blamed_line()
+    return method
 
-        @wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with _Elsewhere(guarded[-1], line):
-                return function(*args, **kwargs)
 
-        return watched
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not (_guarded.refusals and _guarded.refusals[-1].is_on):
+        return function
+    refusals, line = _guarded.refusals[-1], blamed_line()
+
+    @wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _OtherThread(refusals, line):
+            return function(*args, **kwargs)
+
+    return watched
 
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)

@@ -38,7 +38,7 @@ class TapeGraph:
     notes: tuple[str, ...] = ()
 
 
-class _Thread(threading.local):
+class _RecorderOfThread(threading.local):
     def __init__(self) -> None:
         self.recorder = Recorder()  # type: ignore[no-untyped-call]
 
@@ -55,7 +55,7 @@ class TapeBackend(GraphBackend):
     def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
-        self._thread = _Thread()
+        self._thread = _RecorderOfThread()
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
 
     def new_pool(self) -> TapePool:

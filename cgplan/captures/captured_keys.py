@@ -176,7 +176,7 @@ class CapturedKeys:
         # one tried. Else its error is raised, and the budget ends the loop. `again`: they were captured before.
         pools = self.graphed.pools
         for index, key in enumerate(keys):
-            if self._together.any(self.guard.stop_before(key)):
+            if self._together.any_refuses(self.guard.stop_before(key)):
                 if not in_service:
                     return
                 self._refuse(key)
@@ -215,9 +215,9 @@ class CapturedKeys:
             if not in_service:
                 if isinstance(error, CaptureMemoryError):
                     self.guard.ran_out(key)
-                self._together.any(True, because=error)
+                self._together.any_refuses(True, because=error)
             return False
-        if self._together.any(self.guard.overshoots(key, 0 if in_service else remaining)):
+        if self._together.any_refuses(self.guard.overshoots(key, 0 if in_service else remaining)):
             if in_service:
                 self._refuse(key)
             return False

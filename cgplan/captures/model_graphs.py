@@ -175,8 +175,9 @@ class ModelGraphs:
         """
         self.backend.synchronize()
         self.scope.is_open = True
+        without_grad = self._ambient._replace(grad=False)
         try:
-            with self.keeping_state(), self._ambient.without_grad(self.backend.device.type), self.buffers.on_padding():
+            with self.keeping_state(), without_grad.entered(self.backend.device.type), self.buffers.on_padding():
                 with self.backend.session():
                     yield
                 self.backend.synchronize()

@@ -20,7 +20,7 @@ class Together:
         """
         return free
 
-    def any(self, refused: bool, because: BaseException | None = None) -> bool:  # noqa: ARG002
+    def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:  # noqa: ARG002
         """Whether the budget of some rank refuses a key; ``because`` is what this rank raised, where it ran out."""
         return refused
 

@@ -51,7 +51,7 @@ class RankedCapture(Together):
         compare([theirs for theirs, _ in found], "Capture the plan that agree_on_plan returns.")
         return min((free for _, free in found if free is not None), default=None)
 
-    def any(self, refused: bool, because: BaseException | None = None) -> bool:
+    def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:
         """Whether any rank's budget refuses a key; where there is a budget, a step of all ranks."""
         if not self._has_budget:
             return refused

@@ -40,10 +40,10 @@ class AmbientState(NamedTuple):
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
     @contextmanager
-    def without_grad(self, device: str) -> Iterator[None]:
-        """A block in this state, autocast for a type of device, but with gradients off, as in captures and calls."""
+    def entered(self, device: str) -> Iterator[None]:
+        """A block in this state, autocast for a type of device."""
         autocast = torch.autocast(device, self.autocast, enabled=self.autocast is not None)
-        with torch.inference_mode(self.inference), torch.no_grad(), autocast:
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
             yield
 
     def refuse_other(self, now: AmbientState, done: str, names: Sequence[str] = ()) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._guards import detect_fake_mode
@@ -21,14 +20,8 @@ from torch.utils._pytree import tree_map_only
 from cgplan.backends.backend import gc_paused
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import forward_context
-from cgplan.backends.host_sync import (
-    HostGuard,
-    Refusals,
-    implemented_in_python,
-    is_composite,
-    refuse_host,
-    tensors_in,
-)
+from cgplan.backends.host_sync import HostGuard, Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.backends.replacing import replaced
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import explain_eager_failure
 from cgplan.config import Config
@@ -81,7 +74,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     """A block in which tensors have no memory and no values; real ones may be mixed with them."""
     # Module.to exchanges fake parameters, but for those with weak references, which torch itself keeps of them.
     unseen = SimpleNamespace(getweakrefs=lambda _: ())
-    with warnings.catch_warnings(), patch.object(torch.utils, "weakref", unseen, create=True):
+    with warnings.catch_warnings(), replaced(torch.utils, weakref=unseen):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # Module.to does
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             yield fake
@@ -138,10 +131,10 @@ class AllocationLog(TorchDispatchMode):
             if route == "full":
                 stack.enter_context(HostGuard(self.refusals))
             elif wrappers:
-                stack.enter_context(patch.object(self, "is_recording", False))
+                stack.enter_context(replaced(self, is_recording=False))
                 for wrapper in wrappers:
-                    segment = patch.object(self, "is_recording", True)(wrapper.runnable)  # as a decorator
-                    stack.enter_context(patch.object(wrapper, "runnable", segment))
+                    segment = replaced(self, is_recording=True)(wrapper.runnable)  # as a decorator
+                    stack.enter_context(replaced(wrapper, runnable=segment))
             else:
                 stack.enter_context(standing_in(self))
             stack.enter_context(self)
@@ -150,7 +143,7 @@ class AllocationLog(TorchDispatchMode):
     def add_named(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any, **__: Any) -> Any:
         """Run an eager piece, as a breakable capture does."""
         self.eager_pieces += 1
-        with patch.object(self, "is_recording", False):
+        with replaced(self, is_recording=False):
             output = function(*args, **kwargs)
         self._take(output, _storages((args, kwargs)))
         return output
@@ -162,7 +155,7 @@ class AllocationLog(TorchDispatchMode):
         if func.namespace == "prim":  # questions after a device, say
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
-            with patch.object(self, "_inside", self._inside or func._schema.name), self:
+            with replaced(self, _inside=self._inside or func._schema.name), self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         if is_composite(func, "CPU"):  # in inference mode these come whole
             with self:

@@ -146,7 +146,7 @@ class BreakableCUDAGraphCapture:
                 if not isinstance(item, EagerPiece)
                 else item.run
                 if item.state == self._state
-                else self._within(item.state)(item.run)
+                else item.state.entered(self._backend.device.type)(item.run)
                 for item in self._items
             ]
             self._close()
@@ -185,8 +185,9 @@ class BreakableCUDAGraphCapture:
         """
         if self._steps is None:
             raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
-        as_captured = AmbientState.now(self._backend.device.type) == self._state
-        with _deriving({}), nullcontext() if as_captured else self._within(self._state):
+        device = self._backend.device.type
+        as_captured = AmbientState.now(device) == self._state
+        with _deriving({}), nullcontext() if as_captured else self._state.entered(device):
             for step in self._steps:
                 step()
 
@@ -251,12 +252,6 @@ class BreakableCUDAGraphCapture:
         self._copies = []
         if not is_empty:
             self._backend.replay(graph)
-
-    @contextmanager
-    def _within(self, state: AmbientState) -> Iterator[None]:
-        autocast = torch.autocast(self._backend.device.type, state.autocast, enabled=state.autocast is not None)
-        with torch.inference_mode(state.inference), torch.set_grad_enabled(state.grad), autocast:
-            yield
 
     def _close(self) -> None:
         """End the turn of this capture, and give attributes of modules back what eager pieces bound them to."""
