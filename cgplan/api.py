@@ -66,6 +66,11 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
+    if isinstance(model, str):
+        raise ModelError(
+            f"the model is the text {model!r}",
+            remedy="Pass the model itself; a configuration can name it: model.target.",
+        )
     sections = {
         "inputs": inputs,
         "metadata": metadata,

@@ -11,6 +11,11 @@ def listed(values: Sequence[object], most: int = 6) -> str:
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def format_bytes(value: int | None) -> str:
     """``1536`` -> ``1.5 KiB``. None, where nothing was measured, is a dash."""
     if value is None:
@@ -28,7 +33,7 @@ def format_microseconds(value: float | None) -> str:
     if value is None:
         return "-"
     number, unit = (value, "us") if value < 1000 else (value / 1e3, "ms") if value < 1e6 else (value / 1e6, "s")
-    return f"{_three_digits(number)} {unit}"
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f} {unit}"
 
 
 def format_seconds(value: float | None) -> str:
@@ -39,7 +44,3 @@ def format_seconds(value: float | None) -> str:
 def format_ratio(value: float | None) -> str:
     """``1.234`` -> ``1.23x``."""
     return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def raising():
 def interrupted():
     raise KeyboardInterrupt
 
+def exiting():
+    def forward(x):
+        raise SystemExit(42)
+    return forward
+
 def not_a_model():
     return 3
 
@@ -131,13 +137,18 @@ def settings(*values: str) -> tuple[str, ...]:
     return tuple(part for value in values for part in ("--set", value))
 
 
+def unwrapped(message: str) -> str:
+    """Lines of a message that were cut at the terminal's width, whole again."""
+    return re.sub(r"\n +(?!remedy: |- )(?=\S)", " ", message)
+
+
 def refused(error: type[errors.CgplanError], *arguments: str) -> str:
     """What standard error says of a command that ends with ``error``: a message with a remedy, and no traceback."""
     result = cgplan_command(*arguments)
     assert result.exit_code == error.exit_code, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    message = result.stderr[result.stderr.index("error: ") :]
+    message = unwrapped(result.stderr[result.stderr.index("error: ") :])
     assert "remedy: " in message
     return message
 

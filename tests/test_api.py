@@ -46,6 +46,8 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
         cgplan.capture(lambda x: x, {"x": Input(shape=(3,), dtype="int64", pad=0)}, config=path, compilation={})
     with pytest.raises(ModelError, match="no model was given"):
         cgplan.capture(config=path.parent / "plain.yaml")
+    with pytest.raises(ModelError, match="the model is the text"):
+        cgplan.capture("double.py:build")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither inputs nor config"):
         cgplan.capture(lambda x: x)
 

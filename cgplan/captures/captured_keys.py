@@ -316,6 +316,3 @@ class CapturedKeys:
                 "padding reaches real rows is not checked"
             )
         return warnings + graphed.route.warnings() + graphed.notes
-
-
-__all__ = ["CaptureProgress", "CapturedKeys"]

@@ -109,7 +109,11 @@ class ModelGraphs:
         self.returns_nothing = False
         self.looked_at = ""
         self.state: tuple[StateRecord, ...] = ()
-        self.notes: list[str] = []
+        self.notes = [
+            f"{name}, a {type(item).__name__}, holds no tensor: `state` lists the objects whose tensors the model uses"
+            for name, item in ({} if state is None else self.roots).items()
+            if not ModelState.of({name: item}, backend.device).tensors
+        ]
         self.inspection_seconds = 0.0
         self.is_alone, self._together = together is ALONE, together
         self._kept: ModelState | None = None  # while captures may change the model

@@ -43,5 +43,3 @@ class Together:
 
 
 ALONE = Together()
-
-__all__ = ["ALONE", "Together"]

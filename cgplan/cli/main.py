@@ -204,6 +204,9 @@ def plan_(
     Nothing is captured. `cgplan capture --plan FILE` captures a saved plan.
     """
     if context.invoked_subcommand is not None:
+        for name in context.params:
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+                raise BadParameter("options stand behind `plan diff`, which takes --json and --traceback alone")
         return
     if config is None:
         raise BadParameter("give --config FILE")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 import typer
 
-from cgplan.errors import CgplanError, OutputPathError
+from cgplan.errors import CgplanError, ModelError, OutputPathError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,9 +41,7 @@ def show(*renderables: RenderableType) -> None:
 
     from cgplan.reports.layout import TEXT_WIDTH, plain_text
 
-    asked = os.environ.get("COLUMNS", "")
-    width = int(asked) if asked.isdecimal() and int(asked) > 0 else TEXT_WIDTH
-    console = Console()
+    width, console = get_terminal_size((TEXT_WIDTH, 0)).columns, Console()
     for index, renderable in enumerate(renderables):
         if index:
             typer.echo()
@@ -114,9 +114,13 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
         yield
     except (typer.BadParameter, BrokenPipeError):  # typer ends the program: in silence where a pipe's reader has gone
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if show_traceback:
             note("".join(traceback.format_exception(error)))
+        if isinstance(error, SystemExit):
+            ended = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"the model's code ends the program, at {ended.filename}:{ended.lineno}: {error!r}"
+            error = ModelError(message, remedy="Raise another error there.")
         if isinstance(error, CgplanError):
             message, exit_code = f"error: {error}", error.exit_code
         elif isinstance(error, KeyboardInterrupt):
@@ -126,8 +130,20 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
             problem = (str(error).splitlines() or ["no message"])[0]
             message = f"internal error: {type(error).__name__}: {problem}\n  remedy: {advice}"
             exit_code = INTERNAL_EXIT_CODE
-        note(message)
+        note(_wrapped(message))
         raise typer.Exit(exit_code) from None
+
+
+def _wrapped(text: str) -> str:
+    """Lines in the terminal's width, 80 columns where there is none; long paths stay whole."""
+    wrapper = textwrap.TextWrapper(get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.splitlines():
+        label, colon, rest = line.partition(": ")
+        wrapper.initial_indent = label + colon
+        wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += wrapper.wrap(rest) or [line]
+    return "\n".join(lines)
 
 
 def has_ranks() -> bool:

@@ -111,18 +111,20 @@ def is_value_of(dtype: str, value: float) -> bool:
 
 def _amount(units: Mapping[str, float], unit: str, example: str, most: float) -> Callable[[object], float]:
     """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text with one of ``units``, in any case."""
-    factors = {name.lower(): factor for name, factor in units.items()}
+    factors = {"": 1.0, **{name.lower(): factor for name, factor in units.items()}}
     allowed = f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
 
     def parse(value: object) -> float:
         text = value if isinstance(value, str) else ""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
-        if match and (match[2].lower() in factors or not match[2]):
-            amount = float(match[1]) * factors.get(match[2].lower(), 1)
+        if match and match[2].lower() in factors:
+            amount = float(match[1]) * factors[match[2].lower()]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             amount = value
         else:
             raise ValueError(f"found {value!r}, {allowed}")
+        if unit == "bytes" and not (match and match[2]) and amount % 1:
+            raise ValueError(f"found {value!r} bytes; was a unit meant? {allowed}")
         if not 0 <= amount <= most:
             raise ValueError(f"found {value!r}, which is not between 0 and {most:g} {unit}; {allowed}")
         return amount

@@ -189,6 +189,3 @@ class RunnerPools:
 
     def _forget_empty(self) -> None:
         self._old = [pool for pool in self._old if self._backend.pool_bytes(pool)]
-
-
-__all__ = ["GraphPool", "PoolPolicy", "PoolUse", "RunnerPools", "check_pools"]

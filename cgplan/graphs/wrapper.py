@@ -431,5 +431,3 @@ def _described(value: Any) -> str:
 
 
 _NO_OUTPUT = renewed(None)
-
-__all__ = ["CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"]

@@ -158,6 +158,3 @@ class Adapters:
             loaded = f"Loaded are {', '.join(self._slots) or 'none'}."
             raise InputError(f"no adapter {name!r} is loaded", remedy=did_you_mean(name, self._slots) + loaded)
         return self._slots[name]
-
-
-__all__ = ["AdapterBatch", "Adapters", "HasSlots"]

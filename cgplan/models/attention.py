@@ -214,5 +214,3 @@ def paged_attention(
 _LIBRARY.impl("attention", paged_attention, "CPU")
 _LIBRARY.impl("attention", paged_attention, "CUDA")
 torch.library.register_fake("cgplan::attention", lambda *_: None, lib=_LIBRARY)
-
-__all__ = ["paged_attention", "reads_pages_in_place"]

@@ -258,6 +258,3 @@ def example_batch(
     moved = {name: tensor.to(device) for name, tensor in metadata.items()}
     ids, positions = (pad(t, (0, more_rows)).to(device) for t in (input_ids, torch.cat([none, *places])))
     return ExampleBatch(ids, positions, moved)
-
-
-__all__ = ["Decoder", "DecoderConfig", "ExampleBatch", "build", "example_batch", "first_layers"]

@@ -236,6 +236,3 @@ def build(
     if not any(layer.is_initialized for layer in decoder._layers):
         raise ModelError(f"{values.model_type} does not use the key-value cache that it was given", remedy=remedy)
     return decoder
-
-
-__all__ = ["RowDecoder", "build"]

@@ -335,17 +335,3 @@ class DecoderLayer(nn.Module):
         """x and the result are [num_tokens, hidden_size]."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
-__all__ = [
-    "ColumnParallel",
-    "DecoderConfig",
-    "DecoderLayer",
-    "Projection",
-    "RMSNorm",
-    "RowParallel",
-    "Split",
-    "Table",
-    "rotary_angles",
-    "rotate",
-]

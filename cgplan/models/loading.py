@@ -214,6 +214,3 @@ def _blaming(doing: str) -> Iterator[None]:
             f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at {where}",
             remedy="Correct the model's code or model.kwargs; the traceback shows the way there.",
         ) from error
-
-
-__all__ = ["ForwardArgument", "LoadedModel", "find_file", "forward_signature", "load_model", "parse_dtype"]

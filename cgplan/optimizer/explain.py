@@ -22,10 +22,10 @@ from cgplan.optimizer.evidence import (
     SizeUse,
 )
 from cgplan.optimizer.lanes import Run, lanes_of, largest_of, stride_of
-from cgplan.optimizer.lint import count, lint
+from cgplan.optimizer.lint import lint
 from cgplan.optimizer.search import MOST, Best
 from cgplan.planning.plan import Lane, LeftOut, Plan, capture_order
-from cgplan.units import format_bytes, format_microseconds
+from cgplan.units import counted, format_bytes, format_microseconds
 
 ALIKE = 1e-3  # relative difference between steps that count as equally long
 EXACT = 1e-6  # relative gap that counts as none
@@ -221,7 +221,7 @@ class Case:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
 
     def _verdict(self, ladders: Sequence[LadderPoint]) -> str:
-        expected, graphs = self.run.expected_us, count(len(self.plan.keys), "graph")
+        expected, graphs = self.run.expected_us, counted(len(self.plan.keys), "graph")
         ladder = next((ladder for ladder in ladders if ladder.name == self.asked), None)
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
@@ -230,7 +230,7 @@ class Case:
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         whose = "the configured sizes'" if ladder.name == "configured" else f"the {ladder.name} ladder's"
-        theirs = f"with {whose} {count(ladder.graphs, 'graph')}"
+        theirs = f"with {whose} {counted(ladder.graphs, 'graph')}"
         change = expected / ladder.expected_us - 1
         if change > NO_GAIN:
             return f"steps {change:.1%} longer than {theirs}, with {graphs}: see what binds"
@@ -238,7 +238,7 @@ class Case:
             away, less = ladder.expected_us / self.curve.problem.infinite_us - 1, ""
             if ladder.equal is not None:
                 verb = "is" if ladder.equal.graphs == 1 else "are"
-                less = f"; {count(ladder.equal.graphs, 'graph')} {verb} as fast"
+                less = f"; {counted(ladder.equal.graphs, 'graph')} {verb} as fast"
             return f"no gain in step time: {theirs} it is {away:.2%} above the bound{less}"
         if change < -NO_GAIN:
             return f"steps {-change:.1%} shorter than {theirs}, with {graphs}"

@@ -9,7 +9,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run, lanes_of, largest_of, may_serve, stride_of
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape
-from cgplan.units import format_microseconds, listed
+from cgplan.units import counted, format_microseconds, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 WIDE = 0.25  # padding, as a share of the tokens that run
@@ -157,7 +157,7 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
             yield f"{seen}: no graph is for LoRA cases, so that batches with adapters would run eagerly"
     else:
         for case in sorted(set(cases) - used):
-            graphs = count(cases.count(case), "graph")
+            graphs = counted(cases.count(case), "graph")
             yield f"LoRA case {case} is never seen: no batch of the traffic runs in its {graphs}"
     if beyond := [(batch, weight) for batch, weight in run.traffic.histogram if batch.num_active_loras > most]:
         allowed = f"lora.max_loras = {most}" if most else "the configuration, which has no lora section"
@@ -181,17 +181,12 @@ def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
         number = sum(key_mode is mode for key_mode, _ in plan.keys)
         if number and mode not in used:
-            yield f"no batch of the traffic runs in the {count(number, f'{mode} graph')} of the plan"
+            yield f"no batch of the traffic runs in the {counted(number, f'{mode} graph')} of the plan"
     if plan.mode.separate_routine():
         for uniform, runtime in ((True, plan.mode.decode_mode()), (False, plan.mode.mixed_mode())):
             absent = not any(batch.uniform is uniform for batch, _ in run.traffic.histogram)
             if absent and runtime is not CUDAGraphMode.NONE:
                 yield f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode {plan.mode} are for those"
-
-
-def count(number: int, what: str) -> str:
-    """``1 graph``, ``2 graphs``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _kind(uniform: bool) -> str:

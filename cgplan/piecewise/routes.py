@@ -22,6 +22,7 @@ from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
+from cgplan.units import listed
 
 _MOST_STATIC = 4  # sizes, where a plan's traffic says which
 
@@ -111,8 +112,7 @@ class SplitRoute:
         told = [f"numbers that are arguments of {numbers} stay those of the capture"] if numbers else []
         names = self.breaks.names if self.breaks else ()
         idle = [n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)]
-        shown = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
-        return told + [f"modules that splitting_modules names were never called: {shown}"] * bool(idle)
+        return told + [f"modules that splitting_modules names were never called: {listed(idle, 5)}"] * bool(idle)
 
     def remove(self) -> None:
         """Give the model back as it was."""

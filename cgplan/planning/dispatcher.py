@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 
+from cgplan.errors import InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.plan import Lane, Plan
 
@@ -22,6 +23,13 @@ class MissReason(StrEnum):
     NOT_CAPTURED_YET = "its graph is not captured yet"
     CAPTURE_FAILED = "its graph could not be captured"
     OVER_BUDGET = "the budget has no room for its graph"
+
+
+def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
+    """Runtime modes of a call, which may be given by name. Raises InputError for a text in place of a collection."""
+    if isinstance(given, str):
+        raise InputError(f"the modes {given!r} are a text", remedy=f"Pass a set: {{CUDAGraphMode.{given}}}.")
+    return frozenset(map(CUDAGraphMode.parse, given))
 
 
 class _Row(dict[int, Answer]):
@@ -90,12 +98,10 @@ class CudagraphDispatcher:
                 return self._eager[num_tokens]
         if num_active_loras not in self._cases:
             return self._eager[num_tokens]
-        valid = None if valid_modes is None else [CUDAGraphMode.parse(mode) for mode in valid_modes]
-        invalid = [CUDAGraphMode.parse(mode) for mode in invalid_modes or ()]
-        full, piecewise = (
-            (valid is None or mode in valid) and mode not in invalid
-            for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
-        )
+        graphs = {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
+        allowed = graphs if valid_modes is None else graphs & set_of_modes(valid_modes)
+        allowed -= set_of_modes(invalid_modes or ())
+        full, piecewise = (mode in allowed for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE))
         case = (bool(uniform_decode), num_active_loras, full, piecewise)
         row = self._restricted.get(case)
         if row is None:

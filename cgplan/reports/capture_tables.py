@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
-from cgplan.reports.layout import Column, Grid, counted, describe_sizes, facts, render, sentences, stacked, titled
+from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
 from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import BudgetRecord, CaptureReport, Environment, RankRecord, SplitRecord, StopRecord
-from cgplan.units import format_bytes, format_seconds
+from cgplan.units import counted, format_bytes, format_seconds
 
 MOST_STOPS = 3
 

@@ -53,10 +53,6 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     title: str  # may have several lines

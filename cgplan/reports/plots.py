@@ -12,8 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import OutputPathError
-from cgplan.reports.layout import counted
-from cgplan.units import format_microseconds
+from cgplan.units import counted, format_microseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from cgplan.config.load import read_text
 from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import Key
 from cgplan.planning import Plan
+from cgplan.planning.costs import Record
 from cgplan.planning.difference import PlanDifference
 from cgplan.planning.plan import Descriptor, Lane, Machine, Mode
 from cgplan.reports.layout import render_text
@@ -20,12 +21,6 @@ from cgplan.reports.layout import render_text
 REPORT_SCHEMA_VERSION = 1
 Keys = tuple[tuple[Mode, Descriptor], ...]
 Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]
-
-
-class Record(BaseModel):
-    """A frozen value that refuses fields it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ShownRecord(Record):

@@ -223,6 +223,3 @@ class OnDemand:
             return True
         needed = sum(cost.pool_bytes for cost in self._costs().of(keys).keys)
         return pools.nbytes - needed > WORTH_MOVING * pools.nbytes
-
-
-__all__ = ["OnDemand"]

@@ -22,6 +22,7 @@ from cgplan.graphs.pools import PoolUse
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
+from cgplan.planning.dispatcher import set_of_modes
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
@@ -175,7 +176,7 @@ class GraphRunner:
             else:
                 began = perf_counter_ns()
             if invalid_modes is not None:
-                invalid_modes = frozenset(invalid_modes) or None
+                invalid_modes = set_of_modes(invalid_modes) or None
             flags, call, known = (uniform_decode, num_active_loras, invalid_modes), self._last, False
             try:
                 values: Values = self._pick(inputs)
@@ -291,7 +292,7 @@ class GraphRunner:
             DispatchMissError, CgplanError: As for a call.
         """
         if invalid_modes is not None:
-            invalid_modes = frozenset(invalid_modes) or None
+            invalid_modes = set_of_modes(invalid_modes) or None
         counts = num_tokens, num_reqs, uniform_decode, num_active_loras, invalid_modes
         known = self._staged.get(counts)
         if known is not None:

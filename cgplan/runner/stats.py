@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
 from cgplan.errors import CgplanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
+from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.runner.routing import Route
 from cgplan.traffic.histogram import StepShape, Traffic
@@ -50,17 +49,15 @@ class BatchCount:
     calls: int = 0
 
 
-class KeyHits(BaseModel):
+class KeyHits(Record):
     """Calls that the graph of one key served."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode
     descriptor: BatchDescriptor
     calls: int
 
 
-class StatsRecord(BaseModel):
+class StatsRecord(Record):
     """The numbers of a runner at one moment, to be saved as JSON.
 
     Attributes:
@@ -72,8 +69,6 @@ class StatsRecord(BaseModel):
         failures: Captures that failed, or that the budget did not allow, while batches were served.
         batches: (batch, calls) of all batches as they were asked for.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     replays: tuple[KeyHits, ...]
     eager: dict[MissReason, int]

@@ -341,6 +341,3 @@ class SpecDecodeGraphManager:
 
     def _padded(self, blocks: Sequence[int]) -> list[int]:
         return [*blocks, *[-1] * (self._max_blocks - len(blocks))]
-
-
-__all__ = ["PagedModel", "SpecDecodeGraphManager", "SpecRequest", "SpecStats", "SpecStep"]

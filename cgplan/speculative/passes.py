@@ -166,6 +166,3 @@ class Verify(_Pass):
         advanced = torch.cat((known.gather(1, new), known.gather(1, new + 1), context + new), 1)
         self.state[:, :BLOCKS].index_copy_(0, rows, advanced)
         return torch.cat((new, chosen), 1)
-
-
-__all__ = ["PagedModel", "Propose", "Verify", "new_state"]

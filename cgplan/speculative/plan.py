@@ -163,6 +163,3 @@ def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], dr
             "speculative": config.speculative.model_copy(update=speculative),
         }
     )
-
-
-__all__ = ["SpecPlan", "check_draft_tokens", "plan_speculation"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import cgplan_command, good, refused, settings, use_traffic
+from commands import cgplan_command, good, refused, settings, unwrapped, use_traffic
 
 import cgplan
 from cgplan import errors
@@ -90,6 +90,8 @@ assert "torch" not in sys.modules
         ["inspect", "run.json", "--costs", "estimate"],
         ["plan"],
         ["plan", "--config", "good.yaml", "--emit", "vllm", "--json"],
+        ["plan", "--config", "good.yaml", "diff", "old.json", "new.json"],
+        ["plan", "--json", "diff", "old.json", "new.json"],
         ["plan", "--config", "good.yaml", "--traffic", "a.csv", "--speedup", "0"],
     ],
     ids=" ".join,
@@ -140,6 +142,22 @@ def test_interrupt(home: Path) -> None:
     assert result.stderr.splitlines()[-1] == "interrupted"
 
 
+def test_a_forward_does_not_end_the_command(home: Path) -> None:
+    message = refused(errors.ModelError, *use_model("exiting"))
+    assert "the model's code ends the program" in message
+    assert "models.py:" in message
+    assert "SystemExit(42)" in message
+
+
+@pytest.mark.parametrize(("columns", "width"), [("50", 50), ("", 80)])
+def test_errors_fit_the_terminal(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    result = cgplan_command(*use_model("not_a_model"))
+    lines = result.stderr.splitlines()
+    assert width - 20 < max(map(len, lines)) <= width
+    assert "a function that takes the inputs and returns tensors." in unwrapped(result.stderr)
+
+
 def test_internal_error_is_one_line_and_advice(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a defect\nof two lines")
@@ -147,8 +165,8 @@ def test_internal_error_is_one_line_and_advice(home: Path, monkeypatch: pytest.M
     monkeypatch.setattr("cgplan.cli.capture.build_plan", broken)
     result = cgplan_command("capture", "--config", "good.yaml")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-2] == "internal error: RuntimeError: a defect"
-    assert "--traceback" in result.stderr.splitlines()[-1]
+    assert unwrapped(result.stderr).splitlines()[-2] == "internal error: RuntimeError: a defect"
+    assert "--traceback" in unwrapped(result.stderr).splitlines()[-1]
     assert "Traceback" not in result.stderr
 
 

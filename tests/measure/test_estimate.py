@@ -361,4 +361,4 @@ def test_a_model_is_built_without_memory_if_it_can_be(
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["inspect", "--config", "it.yaml", "--costs", "estimate"])
     assert result.exit_code == code, result.output
-    assert words in result.stderr.replace("\n", " ")
+    assert words in " ".join(result.stderr.split())

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import key, plan_of, plan_with, plans, plans_with_lanes
 
+from cgplan.errors import InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, MissReason, Plan
 
@@ -87,6 +88,12 @@ def test_adapters_round_up_to_the_next_case() -> None:
     for loras in (7, -1, -2, -100):  # a table that is indexed from its end would answer a negative number
         assert dispatcher.dispatch(4, num_active_loras=loras) == (NONE, BatchDescriptor(4))
         assert dispatcher.explain(4, num_active_loras=loras) is MissReason.NO_LORA_CASE
+
+
+def test_a_text_is_no_set_of_modes() -> None:
+    for option in ("valid_modes", "invalid_modes"):
+        with pytest.raises(InputError, match="'FULL' are a text"):
+            CudagraphDispatcher(FULL_4).dispatch(4, **{option: "FULL"})
 
 
 FULL_4 = plan_of("FULL", [4])
