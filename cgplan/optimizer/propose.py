@@ -1,28 +1,53 @@
-"""From traffic, step times and costs to a plan, with the evidence for it."""
+"""From traffic, step times and costs to a plan, with the evidence for it: figures, limits that bind, a verdict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
 
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
-from cgplan.modes import Key
-from cgplan.optimizer.curve import WORTH, Curve
-from cgplan.optimizer.evidence import Evidence
-from cgplan.optimizer.explain import Case
-from cgplan.optimizer.lanes import Run, lanes_of
-from cgplan.optimizer.problem import problem_of
-from cgplan.optimizer.search import MOST, Limits, best_plan
+from cgplan.modes import CUDAGraphMode, Key
+from cgplan.optimizer.evidence import (
+    NO_BATCH,
+    Evidence,
+    Expected,
+    LadderPoint,
+    LaneSizes,
+    Limit,
+    NextGraph,
+    NotWorth,
+    ParetoPoint,
+    SizeUse,
+)
+from cgplan.optimizer.lanes import Run, key_of, lanes_of, largest_of, stride_of
+from cgplan.optimizer.lint import lint
+from cgplan.optimizer.problem import Problem, problem_of
+from cgplan.optimizer.search import MOST, Best, Limits, Search, best_plan
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts, Record
-from cgplan.planning.plan import PLANNED_FOR, Lane, Plan, capture_config, config_hash
+from cgplan.planning.plan import PLANNED_FOR, Lane, LeftOut, Plan, capture_config, capture_order, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
-from cgplan.units import format_bytes
+from cgplan.units import counted, format_bytes, format_microseconds
+
+FIRST, LAST = 64, 128  # graphs that curves go up to
+CLOSE = 0.01  # share of the time that graphs can save at all that may be left when a curve has gone far enough
+WORTH = 1e-4  # relative gain below which graphs are not worth a word
+ALIKE = 1e-3  # relative difference between steps that count as equally long
+EXACT = 1e-6  # relative gap that counts as none
+NO_GAIN = 0.01  # relative distance from the bound below which other sizes bring no gain in step time
+NO_GRAPH_GAIN = "no gain"
+FAILED = "it could not be captured"
+CASE = "its LoRA case was not planned for, see the notes"
+RULE = "without a budget the plan ends at 99% of what graphs can bring"
+UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
 
 
 class Proposal(Record):
@@ -136,3 +161,276 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds of a batch."""
+
+    problem: Problem
+    plan: Plan
+    costs: GraphCosts | None
+    found: Search
+
+    @classmethod
+    def of(cls, problem: Problem, plan: Plan, costs: GraphCosts | None, most: int | None) -> Curve:
+        """A curve of 64 graphs; of 128 where 64 do not bring 99% of what graphs can bring, or ``most`` allows more."""
+        curve = cls(problem, plan, costs, Search(problem, Limits(FIRST), curve=True))
+        if curve.enough() is None or (most or 0) > FIRST:
+            curve = cls(problem, plan, costs, Search(problem, Limits(LAST), curve=True))
+        return curve
+
+    @property
+    def graphs(self) -> int:
+        return self.found.value.size - 1
+
+    def expected_us(self, graphs: int) -> float:
+        return float(self.found.value[graphs]) / self.problem.weight
+
+    def fewest(self, expected_us: float) -> int | None:
+        """The fewest graphs with which steps are no longer than that; None if the curve does not get there."""
+        enough = np.flatnonzero(self.found.value <= expected_us * self.problem.weight * (1 + 1e-9))
+        return int(enough[0]) if enough.size else None
+
+    def enough(self) -> int | None:
+        """The fewest graphs that bring 99% of what a graph for every size would; None if the curve is too short."""
+        eager, bound = self.problem.eager_total / self.problem.weight, self.problem.infinite_us
+        return self.fewest(bound + CLOSE * (eager - bound))
+
+    def last(self) -> int:
+        """The number of graphs from which more bring less than 0.01%."""
+        return self.fewest(self.expected_us(self.graphs) * (1 + WORTH)) or 0
+
+    def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
+        return capture_order(
+            key_of(lane.lane, int(lane.sizes[index]), self.plan)
+            for lane, picked in zip(self.problem.lanes, chosen, strict=True)
+            for index in picked
+        )
+
+    def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
+        """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
+        cost = None if self.costs is None else self.costs.of(keys)
+        return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
+
+    def point(self, graphs: int | None) -> ParetoPoint | None:
+        if graphs is None:
+            return None
+        cost = self.price(self.keys_of(self.found.chosen(graphs)))
+        return ParetoPoint(graphs=graphs, expected_us=self.expected_us(graphs), **cost)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and all that it was made from.
+
+    Attributes:
+        bounded: Whether the budget limits the search.
+        run: Traffic run through the plan.
+        failed: Keys that the plan does without, and why they could not be captured.
+        ladders: Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes that it lists.
+        asked: Which of them the configuration asks for; absent from ``ladders`` if no size of it is left.
+    """
+
+    plan: Plan
+    curve: Curve
+    bounded: bool
+    best: Best
+    run: Run
+    failed: Mapping[Key, str]
+    ladders: Mapping[str, Plan]
+    asked: str
+
+    def evidence(self) -> Evidence:
+        plan, curve, run, problem, costs = self.plan, self.curve, self.run, self.curve.problem, self.curve.costs
+        expected = run.expected_us
+        lower = min(self.best.bound / problem.weight, expected)
+        ladders = tuple(self._ladder(name, ladder) for name, ladder in self.ladders.items())
+        return Evidence(
+            traffic_source=run.traffic.source,
+            traffic_weight=run.traffic.total,
+            traffic_notes=run.traffic.notes,
+            times_source=run.times.source,
+            times_notes=run.times.notes_for(plan.mode),
+            costs_source=None if costs is None else costs.source,
+            costs_estimated=None if costs is None else costs.estimated,
+            rule=self._rule(),
+            graphs=len(plan.keys),
+            **curve.price(plan.keys),
+            expected_us=Expected(plan=expected, eager=problem.eager_total / problem.weight, bound=problem.infinite_us),
+            lower_bound_us=lower,
+            gap=expected / lower - 1,
+            exact=self._exact,
+            binding=self._binding(),
+            next_graph=self._next_graph(),
+            lanes=tuple(LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()),
+            uses=tuple(
+                SizeUse(**u.lane._asdict(), size=u.size, share=u.weight / run.traffic.total, padding=u.padding)
+                for u in run.uses
+            ),
+            pareto=tuple(filter(None, map(curve.point, range(1, curve.last() + 1)))),
+            ladders=ladders,
+            not_worth=tuple(self._not_worth()),
+            notes=tuple(self._notes()),
+            warnings=(*filter(None, [self._unbounded_warning]), *lint(plan, run)),
+            verdict=self._verdict(ladders),
+            costs_notes=() if costs is None else costs.notes,
+            unbounded=self._unbounded,
+            padding=run.padding,
+            left_out=_by_lane(self._left_out()),
+            failed=_by_lane(self.failed.items()),
+        )
+
+    @property
+    def _exact(self) -> bool:
+        return self.best.least <= self.best.bound * (1 + EXACT)
+
+    @property
+    def _unbounded(self) -> tuple[Limit, ...]:
+        limits: tuple[Limit, ...] = ("memory", "capture_time")
+        return tuple(name for name in limits if name in self.plan.budget and self.curve.costs is None)
+
+    @property
+    def _unbounded_warning(self) -> str:
+        names = " and ".join(f"budget.{name}" for name in self._unbounded)
+        return names and (
+            f"{names} did not bound this plan: what graphs cost is not known. Give --costs FILE (a capture report), "
+            "--costs estimate or --costs measure; without it they bound the capture alone, which drops what does "
+            "not fit"
+        )
+
+    @property
+    def _planned_cases(self) -> tuple[int, ...]:
+        return self.run.times.told_apart(self.plan.lora_cases)
+
+    def _ladder(self, name: str, plan: Plan) -> LadderPoint:
+        run, curve = Run(plan.keys, self.run.traffic, self.run.times), self.curve
+        return LadderPoint(
+            name=name,
+            graphs=len(plan.keys),
+            expected_us=run.expected_us,
+            **curve.price(plan.keys),
+            padding=run.padding,
+            unused=len(plan.keys) - sum(use.size is not None for use in run.uses),
+            equal=curve.point(curve.fewest(run.expected_us)),
+            alike=curve.point(curve.fewest(run.expected_us * (1 + ALIKE))),
+            no_gain=run.expected_us <= (1 + NO_GAIN) * curve.problem.infinite_us,
+        )
+
+    def _left_out(self) -> Iterator[tuple[Key, str]]:
+        """Keys of the configured list or ladder that the plan does not have, and why.
+
+        Each is added to the plan by itself: if steps get less than 0.01% shorter, there is no gain, or no batch that
+        would run in it; if they get shorter, the reason is the limits that it would break.
+        """
+        asked, cases = self.ladders.get(self.asked), self._planned_cases
+        for key in asked.keys if asked else ():
+            if key in self.plan.keys:
+                continue
+            weight, gain = self.run.gain_of(Lane.of(*key), key[1].num_tokens)
+            if key[1].num_active_loras not in cases:
+                yield key, CASE
+            elif key in self.failed:
+                yield key, FAILED
+            elif weight == 0:
+                yield key, NO_BATCH
+            elif gain < WORTH:
+                yield key, NO_GRAPH_GAIN
+            elif broken := self._broken([*self.plan.keys, key]):
+                yield key, ", ".join(f"budget.{limit}" for limit in broken)
+            else:
+                yield key, RULE if not self.bounded else NO_GRAPH_GAIN if self._exact else UNPROVEN
+
+    def _broken(self, keys: Sequence[Key]) -> tuple[Limit, ...]:
+        cost, budget = self.curve.price(capture_order(keys)), self.plan.budget
+        spent: dict[Limit, Any]
+        spent = {"max_graphs": len(keys), "memory": cost["bytes"], "capture_time": cost["seconds"]}
+        return tuple(name for name, used in spent.items() if used is not None and used > budget.get(name, np.inf))
+
+    def _rule(self) -> str:
+        if not self.bounded:
+            why = "the budget binds nothing without costs" if self._unbounded else "no budget"
+            return f"{why}: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
+        write: dict[str, Callable[[Any], str]]
+        write = {"max_graphs": str, "memory": format_bytes, "capture_time": "{:.4g} s".format}
+        known = [name for name in write if name in self.plan.budget and name not in self._unbounded]
+        given = ", ".join(f"{name} {write[name](self.plan.budget[name])}" for name in known)
+        return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
+
+    def _binding(self) -> tuple[Limit, ...]:
+        """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for every size."""
+        better, problem = self.run.expected_us * (1 - WORTH), self.curve.problem
+        if not self.bounded or better < problem.infinite_us:
+            return ()
+        graphs = self.curve.fewest(better)
+        every = [range(1, lane.sizes.size) for lane in problem.lanes]
+        return self._broken(self.curve.keys_of(every if graphs is None else self.curve.found.chosen(graphs)))
+
+    def _next_graph(self) -> NextGraph | None:
+        graphs, expected = len(self.plan.keys) + 1, self.run.expected_us
+        if graphs > self.curve.graphs:
+            return None
+        gain = max(expected - self.curve.expected_us(graphs), 0.0)
+        return NextGraph(microseconds=gain, percent=100 * gain / expected)
+
+    def _not_worth(self) -> Iterator[NotWorth]:
+        """Sizes of the planned lanes at which a graph brings nothing: no batch would run in it, none that comes there
+        is as large, or eager steps take no longer.
+        """
+        for lane in lanes_of(self.plan.mode, self._planned_cases):
+            largest, stride = largest_of(lane, self.plan), stride_of(lane, self.plan)
+            modes, sizes = (lane.mode, CUDAGraphMode.NONE), np.arange(largest + 1)
+            graph, eager = (self.run.times.at(mode, sizes, lane.num_active_loras) for mode in modes)
+            end = int(np.flatnonzero(graph < eager).max(initial=0)) // stride * stride
+            wanted = min(-(-self.run.largest_batch(lane) // stride) * stride, largest)
+            if wanted < end:
+                reason = f"no batch of this lane is as large: {wanted} does as well" if wanted else NO_BATCH
+                yield NotWorth(**lane._asdict(), first=wanted + 1, last=end, reason=reason)
+            if end < largest:
+                yield NotWorth(**lane._asdict(), first=end + 1, last=largest, reason="an eager step takes no longer")
+
+    def _notes(self) -> Iterator[str]:
+        plan, times = self.plan, self.run.times
+        if merged := [str(case) for case in plan.lora_cases if case not in self._planned_cases]:
+            yield (
+                f"LoRA cases {', '.join(merged)} were not planned for: their step times are not told apart from those "
+                "of larger cases; measure them, with num_active_loras, to have them weighed"
+            )
+        if max(plan.lora_cases) > 0 and not any(curve.num_active_loras for curve in times.curves):
+            yield f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
+        if plan.budget.get("max_graphs", 0) > MOST:
+            yield f"no more than {MOST} graphs were planned for"
+        if plan.mode is CUDAGraphMode.NONE:
+            yield "the resolved cudagraph_mode is NONE: nothing is captured"
+
+    def _verdict(self, ladders: Sequence[LadderPoint]) -> str:
+        expected, graphs = self.run.expected_us, counted(len(self.plan.keys), "graph")
+        ladder = next((ladder for ladder in ladders if ladder.name == self.asked), None)
+        if self.plan.mode is CUDAGraphMode.NONE:
+            return "nothing is captured: the resolved cudagraph_mode is NONE"
+        if not self.plan.keys:
+            return "no graph brings anything: eager steps take no longer, or the budget pays for none that saves time"
+        if ladder is None:
+            return f"{format_microseconds(expected)} a step with {graphs}"
+        whose = "the configured sizes'" if ladder.name == "configured" else f"the {ladder.name} ladder's"
+        theirs = f"with {whose} {counted(ladder.graphs, 'graph')}"
+        change = expected / ladder.expected_us - 1
+        if change > NO_GAIN:
+            return f"steps {change:.1%} longer than {theirs}, with {graphs}: see what binds"
+        if ladder.no_gain:
+            away, less = ladder.expected_us / self.curve.problem.infinite_us - 1, ""
+            if ladder.equal is not None:
+                verb = "is" if ladder.equal.graphs == 1 else "are"
+                less = f"; {counted(ladder.equal.graphs, 'graph')} {verb} as fast"
+            return f"no gain in step time: {theirs} it is {away:.2%} above the bound{less}"
+        if change < -NO_GAIN:
+            return f"steps {-change:.1%} shorter than {theirs}, with {graphs}"
+        return f"steps within 1% of those {theirs}, with {graphs}"
+
+
+def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:
+    found: dict[tuple[Lane, str], list[int]] = {}
+    for key, reason in reasons:
+        found.setdefault((Lane.of(*key), reason), []).append(key[1].num_tokens)
+    ordered = sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:]))
+    return tuple(LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=why) for (lane, why), sizes in ordered)
