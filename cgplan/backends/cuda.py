@@ -25,6 +25,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
@@ -220,18 +221,18 @@ class CudaBackend(GraphBackend):
     def stream_getter(self) -> Callable[[], int]:
         return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         host, copied = empty_pinned(tensor.shape, tensor.dtype), torch.cuda.Event()
         host.copy_(tensor, non_blocking=True)
         copied.record(torch.cuda.current_stream(self.device))  # another device may be the current one
 
-        def wait() -> torch.Tensor:
+        def wait() -> Tensor:
             copied.synchronize()
             return host
 
         return wait
 
-    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         return empty_pinned(numbers.shape, numbers.dtype).copy_(numbers).to(self.device, non_blocking=True)
 
@@ -252,7 +253,7 @@ class CudaBackend(GraphBackend):
             return None
         return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
 
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+    def borrow(self, tensor: Tensor) -> Tensor:
         if tensor.device != self.device:
             return tensor
         storage = tensor.untyped_storage()
@@ -260,11 +261,11 @@ class CudaBackend(GraphBackend):
         unowned: Any = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         return tensor_on(unowned, tensor)
 
-    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+    def watch(self, tensor: Tensor) -> Callable[[], bool]:
         held = StorageWeakRef(tensor.untyped_storage())
         return lambda: not held.expired()
 
-    def in_pool(self, tensor: torch.Tensor, pool: CudaPool) -> bool:
+    def in_pool(self, tensor: Tensor, pool: CudaPool) -> bool:
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # listed again once torch has reserved more

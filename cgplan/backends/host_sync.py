@@ -14,6 +14,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,7 +76,7 @@ class Refusals:
                 self.constants.pop(_storage_key(tensor), None)
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
@@ -130,7 +131,7 @@ def _methods_replaced() -> Iterator[None]:
     plain_submit: Any = ThreadPoolExecutor.submit
 
     @wraps(plain_one_hot)
-    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         if not _guarded.refusals or num_classes < 0 or tensor.dtype is not torch.int64:
             return plain_one_hot(tensor, num_classes)
         classes = torch.arange(num_classes, device=tensor.device)
@@ -148,7 +149,7 @@ def _methods_replaced() -> Iterator[None]:
 
     methods = {name: _host_method(name) for name in _HOST_METHODS}
     with (
-        replaced(torch.Tensor, **methods),
+        replaced(Tensor, **methods),
         replaced(functional, one_hot=one_hot),
         replaced(threading.Thread, start=start),
         replaced(ThreadPoolExecutor, submit=submit),
@@ -157,10 +158,10 @@ def _methods_replaced() -> Iterator[None]:
 
 
 def _host_method(name: str) -> Callable[..., Any]:
-    plain = getattr(torch.Tensor, name)
+    plain = getattr(Tensor, name)
 
     @wraps(plain)
-    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for refusals in _guarded.refusals[-1:]:
             if not refusals.is_constant(tensor):
                 refusals.refuse(f"Tensor.{name}()")
@@ -219,7 +220,7 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ref
             masks = args[2].numel() != 1 or bool(args[3] if len(args) > 3 else kwargs.get("accumulate"))
         needs, detail = masks, " with a boolean mask"
     elif schema == "aten::repeat_interleave":
-        by_tensor = len(args) < 2 or isinstance(args[1], torch.Tensor)
+        by_tensor = len(args) < 2 or isinstance(args[1], Tensor)
         needs = by_tensor and kwargs.get("output_size") is None
     elif schema in ("aten::_to_copy", "aten::copy_"):
         needs, detail = _crosses_to_host(schema, args, kwargs), " from the device to the host"
@@ -293,7 +294,7 @@ def names_of(func: Any) -> frozenset[str]:
     return frozenset((func._schema.name, f"{func._schema.name}.{func._overloadname}"))
 
 
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     schema = func._schema
     found = []
     for index, argument in enumerate(schema.arguments):
@@ -312,6 +313,6 @@ def count_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     torch.autograd.graph.increment_version([t for t in written_tensors(func, args, kwargs) if not t.is_inference()])
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors among the leaves of nested arguments."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

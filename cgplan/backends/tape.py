@@ -19,6 +19,7 @@ from functools import partial
 from importlib import import_module
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
@@ -115,7 +116,7 @@ class TapeBackend(GraphBackend):
     def notes(self, graph: TapeGraph) -> tuple[str, ...]:
         return graph.notes
 
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+    def borrow(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         for pool in self._pools:
             alias = pool.alias_of(storage)
@@ -124,13 +125,13 @@ class TapeBackend(GraphBackend):
                     return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
         return tensor
 
-    def in_pool(self, tensor: torch.Tensor, pool: TapePool) -> bool:
+    def in_pool(self, tensor: Tensor, pool: TapePool) -> bool:
         return tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
 
     def is_empty(self, graph: TapeGraph) -> bool:
         return not graph.steps
 
-    def slot(self, value: torch.Tensor) -> torch.Tensor:
+    def slot(self, value: Tensor) -> Tensor:
         slot = torch.empty_like(value)
         with _disable_current_modes():  # the copy is not recorded
             slot.copy_(value)

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -43,7 +44,7 @@ class Step:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    copies: tuple[tuple[int, torch.Tensor], ...]  # (index among the flat results, slot)
+    copies: tuple[tuple[int, Tensor], ...]  # (index among the flat results, slot)
     is_posted: bool = False  # a send or a receive, which may need those behind it to finish
 
 
@@ -52,7 +53,7 @@ class _Stretch:
     """A part of a recording that can be undone: memory and generators from before it, and what they held then."""
 
     held: frozenset[int]  # blocks of the pool
-    generators: dict[int, tuple[torch.Generator, torch.Tensor]]
+    generators: dict[int, tuple[torch.Generator, Tensor]]
     saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
 
     def undo(self) -> None:
@@ -202,11 +203,11 @@ class Tape:
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             call = torch.ops.aten.clone.default
         old = {t.untyped_storage()._cdata for t in given}
-        fixed = tree_map_only(torch.Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
+        fixed = tree_map_only(Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
         flat, spec = tree_flatten(call(*args, **kwargs))
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
-        results = {i: t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
+        results = {i: t for i, t in enumerate(flat) if isinstance(t, Tensor)}
         fresh = {i: t for i, t in results.items() if t.untyped_storage()._cdata not in old and not _is_void(t)}
         placed = self._place(fresh)
         writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
@@ -221,7 +222,7 @@ class Tape:
         self.refusals.follow(func, args, kwargs, result)
         return result
 
-    def _add_step(self, func: Any, given: tuple[Any, Any], placed: dict[int, torch.Tensor], results: int) -> None:
+    def _add_step(self, func: Any, given: tuple[Any, Any], placed: dict[int, Tensor], results: int) -> None:
         args, kwargs = given
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
         step = Step(func, args, kwargs, tuple(slots.items()))
@@ -236,7 +237,7 @@ class Tape:
             step = direct if _gives_the_same(direct, names) else step
         self.steps.append(step)
 
-    def _place(self, made: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _place(self, made: dict[int, Tensor]) -> dict[int, Tensor]:
         """Fresh results moved into the pool; results that share a storage share a block."""
         storages: dict[int, torch.UntypedStorage] = {}
         placed = {}
@@ -249,7 +250,7 @@ class Tape:
             placed[i] = tensor_on(storages[source._cdata], tensor)
         return placed
 
-    def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fixed(self, tensor: Tensor) -> Tensor:
         """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf to ``.data =``."""
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
@@ -276,7 +277,7 @@ def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _wait(results: Any) -> None:
     for leaf in tree_leaves(results):
-        torch.ops._c10d_functional.wait_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf.wait()
+        torch.ops._c10d_functional.wait_tensor(leaf) if isinstance(leaf, Tensor) else leaf.wait()
 
 
 def replay(steps: list[Step]) -> None:
@@ -298,13 +299,13 @@ def replay(steps: list[Step]) -> None:
         _wait(posted)
 
 
-def _is_void(tensor: torch.Tensor) -> bool:
+def _is_void(tensor: Tensor) -> bool:
     """Whether it has no memory: derivatives that are zero, and tensors that an ``out=`` is about to grow."""
     storage = tensor.untyped_storage()
     return tensor._is_zerotensor() or storage.device.type == "meta" or not storage.nbytes()
 
 
-def _bytes(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+def _bytes(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
 
 
@@ -328,7 +329,7 @@ def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
     return all(torch.equal(_raw(a), _raw(b)) for a, b in zip(scratch, slots, strict=True))
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def _raw(tensor: Tensor) -> Tensor:
     """Its elements as bytes: NaN equals NaN."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
     return flat.copy_(tensor.reshape(-1)).view(torch.uint8)

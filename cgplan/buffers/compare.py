@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 
@@ -20,11 +21,11 @@ def deviation(found: Any, wanted: Any) -> float | None:
     (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
     if spec != other_spec or not all(map(_is_alike, leaves, others)):
         return None
-    pairs = [(a, b) for a, b in zip(leaves, others, strict=True) if isinstance(a, torch.Tensor)]
+    pairs = [(a, b) for a, b in zip(leaves, others, strict=True) if isinstance(a, Tensor)]
     return max((largest_difference(a, b) for a, b in pairs), default=None)
 
 
-def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def largest_difference(one: Tensor, other: Tensor) -> float:
     """Largest absolute difference of two tensors of one shape; NaN equals NaN, and nothing else."""
     dtype = torch.complex128 if one.is_complex() else torch.float64
     one, other = one.to(dtype), other.to(dtype)
@@ -34,8 +35,8 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _is_alike(one: Any, other: Any) -> bool:
     """Whether two leaves of outputs can be compared: tensors of one shape and dtype, or equal values of one class."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         return (one.shape, one.dtype) == (other.shape, other.dtype)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False
     return type(one) is type(other) and bool(one == other or (one != one and other != other))

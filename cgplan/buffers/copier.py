@@ -15,11 +15,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import InputError
 
-CopyIn = Callable[[Sequence[torch.Tensor], int, bool], None]
+CopyIn = Callable[[Sequence[Tensor], int, bool], None]
 
 
 class BatchCopy:
@@ -37,7 +38,7 @@ class BatchCopy:
         self._tokens, self._reqs = num_tokens, num_reqs
         self._rows = [buffer.count(num_tokens, num_reqs) for buffer in self._buffers]
         self._padded_rows = [buffer.count(padded_tokens, padded_reqs) for buffer in self._buffers]
-        self._views: list[torch.Tensor] = []
+        self._views: list[Tensor] = []
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
@@ -49,11 +50,11 @@ class BatchCopy:
         self._always_pads = any(self._least_rows)
 
     @torch.no_grad()
-    def run(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
+    def run(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be copied."""
         self._views = self._views or [b.view(rows) for b, rows in zip(self._buffers, self._rows, strict=True)]
         # _foreach_copy_ is one launch for tensors of one dtype and device, and a loop over all for others
-        groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
         for index, value in enumerate(values):
             source = self._source(index, value)
             if source is not None:
@@ -64,11 +65,11 @@ class BatchCopy:
             torch._foreach_copy_(targets, sources)
         self.pad(values, stream)
 
-    def path(self, values: Sequence[torch.Tensor]) -> CopyIn:  # noqa: ARG002
+    def path(self, values: Sequence[Tensor]) -> CopyIn:  # noqa: ARG002
         """The quickest function that does the work of ``run`` for tensors on the devices of these."""
         return self.run
 
-    def pad(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
+    def pad(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         """Reset the padding that needs it, most often none: the caller has written the batch in place."""
         marks = self._marks
         if marks.tokens > self._tokens or marks.reqs > self._reqs or marks.exposed_tokens or self._always_pads:
@@ -80,7 +81,7 @@ class BatchCopy:
         for buffer, rows, padded in zip(self._buffers, self._rows, self._padded_rows, strict=True):
             buffer.pad(rows, padded)
 
-    def _source(self, index: int, value: torch.Tensor) -> torch.Tensor | None:
+    def _source(self, index: int, value: Tensor) -> Tensor | None:
         tensor, address = self._buffers[index].tensor, value.data_ptr()
         if address == tensor.data_ptr() and value.stride() == tensor.stride():
             return None

@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cgplan.buffers.copier import BatchCopy, Copier, CopyIn
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
@@ -37,8 +38,8 @@ _HEAD = struct.Struct("=4I")
 _BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
 _COUNTS: dict[str | None, int] = {"num_tokens": 1, "num_reqs": 2}
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
-_address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_is_conj, _is_neg = Tensor.is_conj, Tensor.is_neg
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy_small = ctypes.PyDLL(None).memcpy  # a few kilobytes are copied before the interpreter's lock has changed hands
 for _function in (_memcpy, _memcpy_small):
@@ -185,7 +186,7 @@ class KernelBatchCopy(BatchCopy):
                 for place, size in zip(self._places, self._sizes, strict=True)
             ]
 
-    def run(self, values: Sequence[torch.Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
+    def run(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         sources, on_host, kept = [], [], []
         with torch.no_grad():
             for index, value in enumerate(values):
@@ -208,7 +209,7 @@ class KernelBatchCopy(BatchCopy):
             sources[index] = place
         self._launch(self._arguments, sources, stream)
 
-    def path(self, values: Sequence[torch.Tensor]) -> CopyIn:
+    def path(self, values: Sequence[Tensor]) -> CopyIn:
         if not self._copy_inputs:
             return self.run
         if all(value.device == self._copier.device for value in values):
@@ -217,7 +218,7 @@ class KernelBatchCopy(BatchCopy):
             return self.run
         return self._inline_from_host if self._fits_inline else self._staged_from_host
 
-    def _addresses(self, values: Sequence[torch.Tensor], known: bool) -> list[int] | None:
+    def _addresses(self, values: Sequence[Tensor], known: bool) -> list[int] | None:
         """Where dense tensors lie; None if one is something else, which ``run`` takes care of."""
         if not known:
             if not all(map(_is_contiguous, values)):
@@ -227,7 +228,7 @@ class KernelBatchCopy(BatchCopy):
         sources = [*map(_address, values)]
         return None if 0 in sources else sources
 
-    def _from_device(self, values: Sequence[torch.Tensor], stream: int, known: bool) -> None:
+    def _from_device(self, values: Sequence[Tensor], stream: int, known: bool) -> None:
         sources, bounds = self._addresses(values, known), self._static.bounds
         if sources is None:
             self.run(values, stream)
@@ -239,7 +240,7 @@ class KernelBatchCopy(BatchCopy):
                     return
         self._launch(self._arguments, sources, stream)
 
-    def _staged_from_host(self, values: Sequence[torch.Tensor], stream: int, known: bool) -> None:
+    def _staged_from_host(self, values: Sequence[Tensor], stream: int, known: bool) -> None:
         sources = self._addresses(values, known)
         if sources is None:
             self.run(values, stream)
@@ -250,7 +251,7 @@ class KernelBatchCopy(BatchCopy):
             _memcpy(place, source, size)
         self._launch(self._arguments, places, stream)
 
-    def _inline_from_host(self, values: Sequence[torch.Tensor], stream: int, known: bool) -> None:
+    def _inline_from_host(self, values: Sequence[Tensor], stream: int, known: bool) -> None:
         sources = self._addresses(values, known)
         if sources is None:
             self.run(values, stream)

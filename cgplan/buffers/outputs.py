@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cgplan.errors import OutputShapeError
@@ -37,7 +38,7 @@ class OutputRows:
         """Raise OutputShapeError if padding could not be cut off a padded output of this key and so many requests."""
         rows = self.count(descriptor.num_tokens, num_reqs)
         for index, leaf in enumerate(tree_leaves(output)):
-            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
+            if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
                 raise OutputShapeError(
                     f"output {index} of the model has shape {list(leaf.shape)}; dimension 0 should have {rows} rows "
                     f"({self.symbol}) for {descriptor}",
@@ -53,7 +54,7 @@ class OutputRows:
     def cut(self, output: Any, num_tokens: int, num_reqs: int | None) -> Any:
         """The output without its padding rows: views, or copies where ``clone`` says so."""
         rows = self.count(num_tokens, num_reqs)
-        return tree_map_only(torch.Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
+        return tree_map_only(Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
 
     def reader(self, output: Any, num_tokens: int, num_reqs: int | None) -> Callable[[], Any]:
         """``cut`` for an output that lies on the same memory each time, as a function: its views are made here, once,
@@ -61,7 +62,7 @@ class OutputRows:
         """
         rows = self.count(num_tokens, num_reqs)
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
-            views = tree_map_only(torch.Tensor, lambda t: t[:rows], output)
+            views = tree_map_only(Tensor, lambda t: t[:rows], output)
         return renewed(views, clone=self.clone)
 
 
@@ -75,18 +76,18 @@ def renewed(output: Any, only: Container[int] | None = None, *, clone: bool = Fa
         clone: Copy instead.
     """
     leaves, spec = tree_flatten(output)
-    renew = torch.Tensor.clone if clone else torch.Tensor.detach
-    ours = [isinstance(leaf, torch.Tensor) and (only is None or id(leaf) in only) for leaf in leaves]
-    if isinstance(output, torch.Tensor):
+    renew = Tensor.clone if clone else Tensor.detach
+    ours = [isinstance(leaf, Tensor) and (only is None or id(leaf) in only) for leaf in leaves]
+    if isinstance(output, Tensor):
         return (output.clone if clone else output.detach) if ours[0] else lambda: output
     return lambda: tree_unflatten([renew(t) if own else t for t, own in zip(leaves, ours, strict=True)], spec)
 
 
 def hides_tensors(leaf: Any) -> bool:
     """Whether a leaf for pytree holds tensors after all: their padding would be handed out."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return False
     if is_dataclass(leaf):  # it may have slots
-        return any(isinstance(getattr(leaf, field.name, None), torch.Tensor) for field in fields(leaf))
+        return any(isinstance(getattr(leaf, field.name, None), Tensor) for field in fields(leaf))
     held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-    return any(isinstance(value, torch.Tensor) for value in held.values())
+    return any(isinstance(value, Tensor) for value in held.values())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from cgplan.errors import CgplanError
 
@@ -31,7 +32,7 @@ def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Host memory that copies to and from a device need not wait for. Raises CgplanError if the host has no more."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
@@ -42,7 +43,7 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         ) from error
 
 
-def _release(wait: Callable[[], None], blocks: list[torch.Tensor]) -> None:
+def _release(wait: Callable[[], None], blocks: list[Tensor]) -> None:
     if blocks:
         wait()
     blocks.clear()
@@ -64,10 +65,10 @@ class StagingBlocks:
         self,
         new_fence: Callable[[int], Fence],
         wait: Callable[[], None],
-        allocate: Callable[[int], torch.Tensor] = lambda nbytes: empty_pinned([nbytes], torch.uint8),
+        allocate: Callable[[int], Tensor] = lambda nbytes: empty_pinned([nbytes], torch.uint8),
     ) -> None:
         self._new_fence, self._wait, self._allocate = new_fence, wait, allocate
-        self._blocks: list[torch.Tensor] = []
+        self._blocks: list[Tensor] = []
         self._fences: list[Fence | None] = [None, None]
         self._turn = self._at = self._end = 0
         self._stream: int | None = None

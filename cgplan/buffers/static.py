@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from cgplan.config import Dim, Input
 from cgplan.errors import CaptureMemoryError
@@ -49,13 +50,13 @@ class StaticBuffer:
     """
 
     spec: Input
-    tensor: torch.Tensor
+    tensor: Tensor
     row_dim: int | None
     rows: Dim | None
     marks: Marks
     written: bool = False
     version: int = 0
-    _views: dict[int, torch.Tensor] = field(default_factory=dict)
+    _views: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks) -> StaticBuffer:
@@ -76,7 +77,7 @@ class StaticBuffer:
         """Rows of a batch; 0 for a fixed shape."""
         return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
-    def view(self, rows: int) -> torch.Tensor:
+    def view(self, rows: int) -> Tensor:
         """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept: users get
         ``view(rows).detach()``, whose shape and strides they may change in place.
         """
@@ -145,11 +146,11 @@ class StaticBuffers:
     def nbytes(self) -> int:
         return sum(b.tensor.nbytes for b in self.buffers.values())
 
-    def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
+    def views(self, num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
         """The rows that a graph for this batch reads, by name, as new tensor objects that the caller may change."""
         return {name: b.view(b.count(num_tokens, num_reqs)).detach() for name, b in self.buffers.items()}
 
-    def owns(self, tensor: torch.Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor begins in one of the buffers."""
         return bool(bisect_right(self.bounds, tensor.data_ptr()) & 1)
 
@@ -192,7 +193,7 @@ class StaticBuffers:
                     self.buffers[name].tensor.copy_(tensor)
             self.marks.extend(marks.tokens, marks.reqs)
 
-    def expose(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
+    def expose(self, num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
         """Views for the caller to write into; from now on their rows are never taken for padding."""
         marks = self.marks
         marks.exposed_tokens = max(marks.exposed_tokens, num_tokens)
@@ -202,15 +203,13 @@ class StaticBuffers:
 
 def example_batch(
     specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """A batch on the device as the `example` keys declare it, for warm-up and bench; equal seeds, equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
     return {name: _example(spec, num_tokens, num_reqs, device, generator) for name, spec in specs.items()}
 
 
-def _example(
-    spec: Input, num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator
-) -> torch.Tensor:
+def _example(spec: Input, num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator) -> Tensor:
     shape, dtype, example = [dim.size(num_tokens, num_reqs) for dim in spec.dims], torch_dtype(spec), spec.example
     if example is None:
         example = "normal" if dtype.is_floating_point else 0 if spec.pad == "last" else spec.pad

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
@@ -227,7 +228,7 @@ class ModelGraphs:
                     self.evict([key])
                     return self.capture_key(key, in_service=in_service)
                 raise failure from (error if failure is not error else error.__cause__)
-            self.returns_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
+            self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
             self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
             if not scope.entries:
                 raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy())
@@ -464,16 +465,16 @@ class ModelGraphs:
             return descriptor.num_reqs
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
 
-    def views(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
+    def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
         """The tensors that the key's graph reads, by name."""
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
-    def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, Tensor]) -> Any:
         """The model's own code on these tensors; parts under torch.compile find the code that warm-ups compiled."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
-    def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, Tensor]) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         self._has_captured |= self.scope.is_open
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
@@ -484,7 +485,7 @@ class ModelGraphs:
         call: Callable[..., Any],
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
     ) -> Any:
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):

@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import is_probing
@@ -76,12 +77,12 @@ class AllReduce(ABC):
         self._is_unfinished = False  # see Note [Unfinished sums]
         _live[self.number] = self
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in new memory; like the operator, and seen by a tape or a trace as such."""
-        result: torch.Tensor = torch.ops.cgplan.all_reduce(x, self.number)
+        result: Tensor = torch.ops.cgplan.all_reduce(x, self.number)
         return result
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         """The operator's body around ``all_reduce_row``."""
         reason = self.why_not(x)
         if reason and self._fallback is not None:
@@ -95,16 +96,16 @@ class AllReduce(ABC):
             torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
 
-    def why_not(self, x: torch.Tensor) -> str:  # noqa: ARG002
+    def why_not(self, x: Tensor) -> str:  # noqa: ARG002
         """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
         return ""
 
-    def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input where other ranks can read it, and the table row with its addresses."""
         return x, self._row
 
     @abstractmethod
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         """Write the sum of all ranks' ``x`` to ``out``; the body of ``cgplan::all_reduce_row``."""
 
     @contextmanager
@@ -168,7 +169,7 @@ class CollectiveAllReduce(AllReduce):
         super().__init__(ranks, backend)
         self._group = ranks.group
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         """Raises AllReduceError, with nothing begun, for a dtype that gloo does not sum."""
         if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
             raise AllReduceError(
@@ -177,7 +178,7 @@ class CollectiveAllReduce(AllReduce):
             )
         return super().reduce(x)
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
+    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
         """Copy, and reduce in place.
 
         Raises:
@@ -238,12 +239,12 @@ class SymmetricAllReduce(AllReduce):
                     remedy="Set compilation.all_reduce: custom or nccl.",
                 ) from error
 
-    def why_not(self, x: torch.Tensor) -> str:
+    def why_not(self, x: Tensor) -> str:
         parts = self.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
         fits = x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0
         return "" if fits else f"a tensor of {x.dtype} does not fit torch's kernels"
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:  # noqa: ARG002
+    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
         buffer = self._buffer[: x.nbytes].view(x.dtype)
         buffer.copy_(x.view(-1))
         if x.nbytes <= _ONE_SHOT_BYTES:
@@ -253,7 +254,7 @@ class SymmetricAllReduce(AllReduce):
             out.view(-1).copy_(buffer)
 
 
-def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
+def _all_reduce(x: Tensor, group: int) -> Tensor:
     found = _at(group)
     # A look at the forward runs on one rank alone; the others do not come to this all-reduce. A capture that is made
     # meanwhile has to hold it, though.
@@ -262,7 +263,7 @@ def _all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
     return found.reduce(x)
 
 
-def _all_reduce_row(x: torch.Tensor, out: torch.Tensor, row: torch.Tensor, group: int) -> None:
+def _all_reduce_row(x: Tensor, out: Tensor, row: Tensor, group: int) -> None:
     found = _at(group)
     if x.device.type == "cpu" and found.backend.is_capturing():  # a capture runs nothing; a tape's results are lost
         out.copy_(x)

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
@@ -82,14 +83,14 @@ class CustomAllReduce(AllReduce):
     def reset(self) -> None:
         """Make this rank's signals new; no rank is in a sum."""
 
-    def why_not(self, x: torch.Tensor) -> str:
+    def why_not(self, x: Tensor) -> str:
         if x.dtype not in DTYPES:
             return f"{x.dtype} is none of float32, float16, bfloat16"
         if x.nbytes > self._max_bytes:
             return f"a tensor has more than distributed.all_reduce_max_size, {format_bytes(self._max_bytes)}"
         return f"a tensor's bytes are not a multiple of {PACK_BYTES}" if x.nbytes % PACK_BYTES else ""
 
-    def placed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The registered buffer in a FULL graph, else the staging buffer."""
         if x.data_ptr() % PACK_BYTES:  # a slice
             x = x.clone()
@@ -166,7 +167,7 @@ class CudaAllReduce(CustomAllReduce):
         self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
         self._beside = torch.cuda.Stream(device)  # for the word that ends a wait on the other streams
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         world, pack = self.world_size, PACK_BYTES // x.itemsize
         packs, block = x.nbytes // PACK_BYTES, _BLOCK_BYTES // x.itemsize
         common = {
@@ -230,7 +231,7 @@ class CpuAllReduce(CustomAllReduce):
         self._signals: list[Any] = [(ctypes.c_uint64 * words).from_address(address) for address in self._addresses]
         self._count = 0
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, row: torch.Tensor) -> None:
+    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         """Barrier, sum in float32 in the order of the ranks, barrier.
 
         Raises:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cgplan.config import Input
@@ -50,7 +51,7 @@ class DataParallelRunner:
         self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
 
-    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: torch.Tensor) -> Any:
+    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: Tensor) -> Any:
         """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
 
         Raises:
@@ -77,7 +78,7 @@ class DataParallelRunner:
         output = self._run(agreed, route, inputs, is_idle)
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
         rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
-        return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, output)
+        return tree_map_only(Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
     def _largest(self, *own: int) -> list[int]:
         """The largest of each of the ranks' numbers; one small all-reduce on the CPU."""
@@ -96,7 +97,7 @@ class DataParallelRunner:
             raise error from failure
         return values.tolist()
 
-    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, torch.Tensor], is_idle: bool) -> Any:
+    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, Tensor], is_idle: bool) -> Any:
         """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no request."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
@@ -112,7 +113,7 @@ class DataParallelRunner:
         self._runner.stats.recount(self._runner.route(padded, uniform, loras), None if is_idle else route)
         return output
 
-    def _is_idle(self, inputs: Mapping[str, torch.Tensor]) -> bool:
+    def _is_idle(self, inputs: Mapping[str, Tensor]) -> bool:
         for name, spec in self._specs.items():
             given, dim = inputs.get(name), spec.row_dim
             if given is not None and dim is not None and dim < given.dim():
@@ -128,7 +129,7 @@ def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParal
 
 
 def _padded(
-    inputs: Mapping[str, torch.Tensor], specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
+    inputs: Mapping[str, Tensor], specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
 ) -> dict[str, Any]:
     """Each tensor with its declared padding behind its own rows; ``have`` and ``want`` are (tokens, reqs).
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.transports import ExportedMemory, MemoryTransport
@@ -67,7 +68,7 @@ class GraphBufferRegistry:
         """Rows that were handed out."""
         return len(self._addresses)
 
-    def take_row(self, tensor: torch.Tensor) -> torch.Tensor:
+    def take_row(self, tensor: Tensor) -> Tensor:
         """The table row, [world_size] int64, for an all-reduce that is being captured with this input. Raises
         RegistrationError if the table is full, or sealed.
         """
@@ -85,7 +86,7 @@ class GraphBufferRegistry:
         self.note(tensor)
         return self.table[self.rows - 1]
 
-    def note(self, tensor: torch.Tensor) -> None:
+    def note(self, tensor: Tensor) -> None:
         """Have ranks compare the input of an all-reduce that is being captured over the staging buffer."""
         self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
@@ -135,7 +136,7 @@ class GraphBufferRegistry:
             self.table.zero_()
             self._transport.forget()
 
-    def open_block(self, name: str, block: torch.Tensor) -> list[int]:
+    def open_block(self, name: str, block: Tensor) -> list[int]:
         """Where each rank's block of that name lies, as this rank sees it. The registry closes it.
 
         For memory that is there before any capture and as long as the registry: staging, signals. A step of all ranks.

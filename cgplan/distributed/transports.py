@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cgplan.errors import RegistrationError
 
@@ -37,14 +38,14 @@ class CudaIpcTransport:
         from cuda.bindings import driver, runtime
 
         self._driver, self._runtime, self._device = driver, runtime, device
-        self._own: list[torch.Tensor] = []
+        self._own: list[Tensor] = []
         self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int) -> Tensor:
         self._own.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
         return self._own[-1]
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+    def place(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def export(self, address: int) -> ExportedMemory:
@@ -116,11 +117,11 @@ class SharedMemoryTransport:
         self._placed: list[_Block] = []
         self._opened: dict[int, mmap.mmap] = {}
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int) -> Tensor:
         self._own.append(_Block(nbytes))
         return torch.frombuffer(self._own[-1].memory, dtype=torch.uint8, count=nbytes)
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+    def place(self, tensor: Tensor) -> Tensor:
         """Memory in a block, contiguous: an operator's result lies in private memory."""
         size = -(-max(tensor.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         if not self._placed or self._placed[-1].used + size > len(self._placed[-1].memory):

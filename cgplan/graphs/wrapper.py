@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend, select_backend
@@ -31,6 +32,10 @@ from cgplan.graphs.model_state import ModelState
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 logger = logging.getLogger(__name__)
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Recorded = tuple[Any, Any, dict[int, Tensor]]  # (graph, output, slots of the copied arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class CUDAGraphEntry:
     graph: Any
     output: Any
     handed: Callable[[], Any]
-    slots: Mapping[int, torch.Tensor]
+    slots: Mapping[int, Tensor]
     manifest: ModelState | None
     capture_seconds: float
     backend: GraphBackend = field(repr=False)
@@ -112,7 +117,7 @@ class CUDAGraphEntry:
     segments: tuple[Any, ...] = ()
     eager_pieces: int = 0
     ambient: AmbientState | None = None
-    pooled: tuple[torch.Tensor, ...] = ()
+    pooled: tuple[Tensor, ...] = ()
 
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -246,12 +251,10 @@ class CUDAGraphWrapper:
         gone = partial(replace, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)
         return [(e.pooled, partial(self._free, gone(e))) for e in entries]  # a deferred free does not keep the output
 
-    def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:  # noqa: ARG002
+    def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:  # noqa: ARG002
         return descriptor
 
-    def _record(
-        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+    def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         """(graph, output, slots of the copied arguments) of one call."""
         graph, given, copied = self.backend.new_graph(pool), list(args), self._copied_arguments(args, pool)
         with self.backend.capturing(graph):
@@ -262,18 +265,18 @@ class CUDAGraphWrapper:
             output = self.runnable(*given, **kwargs)
         return graph, output, slots
 
-    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         self.runnable(*args, **kwargs)
 
-    def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:  # noqa: ARG002
+    def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Positions of the arguments that may lie elsewhere on the next call."""
         return self.options.copied_arguments
 
-    def _fill(self, entry: CUDAGraphEntry, args: tuple[Any, ...]) -> None:
+    def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
         for i, slot in entry.slots.items() if self._compares_copied else ():
             given = args[i] if i < len(args) else None
-            if not isinstance(given, torch.Tensor) or given.shape != slot.shape or given.dtype is not slot.dtype:
+            if not isinstance(given, Tensor) or given.shape != slot.shape or given.dtype is not slot.dtype:
                 found = _described(given) if i < len(args) else f"missing among {len(args)} arguments"
                 raise AddressError(
                     f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is {found}; at capture it "
@@ -285,9 +288,7 @@ class CUDAGraphWrapper:
             for i, slot in entry.slots.items():
                 slot.copy_(args[i])
 
-    def _roots(
-        self, entry: CUDAGraphEntry, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _roots(self, entry: CUDAGraphEntry, context: ForwardContext, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         """Roots of the address check."""
         args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
@@ -311,7 +312,7 @@ class CUDAGraphWrapper:
         """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
         return (graph,), 0
 
-    def _prepare(self, key: Hashable, context: ForwardContext, args: tuple[Any, ...]) -> None:
+    def _prepare(self, key: Hashable, context: ForwardContext, args: Args) -> None:
         """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
         scope = context.scope
         if scope is not None and not scope.is_open:
@@ -336,7 +337,7 @@ class CUDAGraphWrapper:
                 "another one needs another runtime mode.",
             )
         for i in self.options.copied_arguments:
-            if i >= len(args) or not isinstance(args[i], torch.Tensor):
+            if i >= len(args) or not isinstance(args[i], Tensor):
                 found = _described(args[i]) if i < len(args) else f"one of {len(args)} arguments"
                 raise CaptureError(
                     f"copied_arguments names argument {i}, which is {found}",
@@ -346,7 +347,7 @@ class CUDAGraphWrapper:
             logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
 
     def _capture(
-        self, key: Hashable, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Hashable, context: ForwardContext, args: Args, kwargs: Kwargs
     ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
         self._prepare(key, context, args)
@@ -371,17 +372,17 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
-        pooled, plainly = list[torch.Tensor](), set[int]()
+        pooled, plainly = list[Tensor](), set[int]()
 
         @cache
         def own() -> set[int]:
             roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
             return set(map(id, ModelState.of(roots, backend.device).tensors))
 
-        def unheld(tensor: torch.Tensor) -> torch.Tensor:
+        def unheld(tensor: Tensor) -> Tensor:
             """A tensor object that no caller changes, without its hold on the pool; the model's own as they are."""
             in_pool = backend.in_pool(tensor, pool)
-            if not in_pool and (type(tensor) is not torch.Tensor or id(tensor) in own()):
+            if not in_pool and (type(tensor) is not Tensor or id(tensor) in own()):
                 return tensor
             mine = (backend.borrow(tensor) if in_pool and self.options.borrow_outputs else tensor).detach()
             pooled.extend([mine] * in_pool)
@@ -389,7 +390,7 @@ class CUDAGraphWrapper:
             return mine
 
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            kept = tree_map_only(torch.Tensor, unheld, output)
+            kept = tree_map_only(Tensor, unheld, output)
             slots = {i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot for i, slot in slots.items()}
         segments, pieces = self._parts(graph)
         entry = CUDAGraphEntry(
@@ -427,7 +428,7 @@ class CUDAGraphWrapper:
 
 
 def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.100}"
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
 
 
 _NO_OUTPUT = renewed(None)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend
@@ -63,22 +64,22 @@ class BenchBatch:
     """
 
     size: int
-    inputs: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, Tensor]
+    metadata: Mapping[str, Tensor]
     options: Mapping[str, Any]
     descriptor: BatchDescriptor
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         return {**self.inputs, **self.metadata}
 
-    def run(self, model: Callable[..., Any], tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def run(self, model: Callable[..., Any], tensors: Mapping[str, Tensor] | None = None) -> Any:
         """Call a model on the batch, or on other tensors in its place, in the forward context that it may read."""
         given = self.tensors if tensors is None else tensors
         with forward_context(CUDAGraphMode.NONE, self.descriptor, {name: given[name] for name in self.metadata}):
             return model(**{name: given[name] for name in self.inputs})
 
-    def given_to(self, runner: GraphRunner) -> dict[str, torch.Tensor]:
+    def given_to(self, runner: GraphRunner) -> dict[str, Tensor]:
         """The tensors of a runner's call. A runner that copies no inputs gets views of its static buffers, filled."""
         if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.wanted.max_capture_size:
             return self.tensors
@@ -165,7 +166,7 @@ def eager(bench: Comparison, way: Way) -> None:
 def bare(bench: Comparison, way: Way) -> None:
     """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay, and nothing else."""
     backend, model = bench.runner.backend, bench.runner.model
-    pool, captured = backend.new_pool(), dict[int, tuple[Any, dict[str, torch.Tensor], Any]]()
+    pool, captured = backend.new_pool(), dict[int, tuple[Any, dict[str, Tensor], Any]]()
     with backend.session():
         for batch in sorted(bench.batches, key=lambda b: -b.size):
             static = {name: value.clone() for name, value in batch.tensors.items()}
@@ -205,7 +206,7 @@ def make_graphed_callables(bench: Comparison, way: Way) -> None:
     way.undo.callback(graphed.clear)
     for batch in sorted(bench.batches, key=lambda b: -b.size):
 
-        def forward(*given: torch.Tensor, batch: BenchBatch = batch) -> Any:
+        def forward(*given: Tensor, batch: BenchBatch = batch) -> Any:
             with torch.no_grad():
                 return batch.run(bench.runner.model, dict(zip(batch.tensors, given, strict=True)))
 
@@ -448,7 +449,7 @@ class Comparison:
         torch.manual_seed(seed)
         for generator in self._state.generators:
             generator.manual_seed(seed)
-        return tree_map_only(torch.Tensor, torch.Tensor.clone, call())
+        return tree_map_only(Tensor, Tensor.clone, call())
 
 
 def used_bytes(backend: GraphBackend) -> int:

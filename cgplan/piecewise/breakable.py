@@ -19,7 +19,7 @@ from cgplan.backends.host_sync import tensors_in
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import Args, CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, Kwargs, Recorded
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
@@ -202,8 +202,8 @@ class BreakableCUDAGraphCapture:
         self,
         name: str,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
         is_traced: bool = False,
     ) -> Any:
@@ -341,7 +341,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
         self._key_fn = key_fn
 
-    def _key(self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:
         if self._key_fn is None:
             return descriptor
         key = (descriptor, self._key_fn(*args, **kwargs))
@@ -352,9 +352,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             )
         return key
 
-    def _record(
-        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+    def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         copied = self._copied_arguments(args, pool)
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
             slots = {i: capture.new_slot(args[i]) for i in copied}

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
 
 from cgplan.backends import GraphBackend
@@ -41,10 +42,11 @@ from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
+from cgplan.graphs.wrapper import Args, Kwargs
 
 _LEAF, _EMPTY = tree_flatten(None)[1], tree_flatten(())[1]
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
-Copies = list[tuple[torch.Tensor, torch.Tensor]]  # slots and values
+_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
+Copies = list[tuple[Tensor, Tensor]]  # slots and values
 
 
 class EagerPiece:
@@ -76,10 +78,10 @@ class EagerPiece:
         self.state = AmbientState.now(backend.device.type)
         self._function, self._is_traced = function, is_traced
         self._backend, self._pool = backend, pool
-        self._bound: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []  # the value at capture, and its slot
+        self._bound: list[tuple[torch.nn.Module, str, Any, Tensor]] = []  # the value at capture, and its slot
         self._results: list[Copied | PassThrough | Constant] = []
 
-    def first_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def first_run(self, args: Args, kwargs: Kwargs) -> None:
         """Run on the arguments of the capture and keep them."""
         modules = modules_reached(self._function, args, kwargs)
         before, given = _attributes(modules), _places((args, kwargs))
@@ -98,14 +100,14 @@ class EagerPiece:
         own = {at for _, at in given} - {0}
         state = set.intersection(*({_address(t) for t in now.values() if type(t) in _PLAIN} for now in (before, after)))
 
-        def is_fresh(leaf: torch.Tensor) -> bool:
+        def is_fresh(leaf: Tensor) -> bool:
             address = _address(leaf)
             is_state = address in state and not self._backend.in_pool(leaf, self._pool)
             return not address or not (address in own or is_state)
 
         self._flat, self._spec = tree_flatten(result)
         for leaf in self._flat:
-            is_tensor = isinstance(leaf, torch.Tensor)
+            is_tensor = isinstance(leaf, Tensor)
             if hides_tensors(leaf) or (is_tensor and not self._is_dense(leaf)):
                 found = described(leaf) if is_tensor else f"a {type(leaf).__name__}, whose tensors cannot be reached"
                 raise CaptureError(
@@ -113,11 +115,11 @@ class EagerPiece:
                     remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts or classes that "
                     "are registered as pytree nodes; a graph does not see others change.",
                 )
-        self._fresh = [isinstance(leaf, torch.Tensor) and is_fresh(leaf) for leaf in self._flat]
+        self._fresh = [isinstance(leaf, Tensor) and is_fresh(leaf) for leaf in self._flat]
         self._bound = [
             (*place, value, value)
             for place, value in after.items()
-            if before.get(place) is not value and type(value) is torch.Tensor
+            if before.get(place) is not value and type(value) is Tensor
             if is_fresh(value) and self._is_dense(value) and not _repeats(value)
         ]
         fresh = [t for t, is_new in zip(self._flat, self._fresh, strict=True) if is_new and _can_share(t)]
@@ -132,7 +134,7 @@ class EagerPiece:
         blocks = {address: self._new_slot(memory) for address, memory in self._blocks.items()}
         handed, copies, self._shared = list(self._flat), Copies(), list[int]()
         for i, (leaf, is_fresh) in enumerate(zip(self._flat, self._fresh, strict=True)):
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, Tensor):
                 self._results.append(Constant(leaf))
             elif not is_fresh:
                 self._results.append(PassThrough(leaf.data_ptr(), (leaf.shape, leaf.stride(), leaf.dtype)))
@@ -196,12 +198,12 @@ class EagerPiece:
             raise self._changed("a tensor that does not share memory with other results as it did,", "in their memory")
         for module, name, _, slot in self._bound:
             value = getattr(module, name, None)
-            if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
+            if isinstance(value, Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
                 copies.append((slot, value))
         if copies:
             fill(copies, together=not self._shared)
 
-    def _keep_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_arguments(self, args: Args, kwargs: Kwargs) -> None:
         """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
         piece reads them. Other objects are held; a list without captured tensors stays the same list.
         """
@@ -209,8 +211,8 @@ class EagerPiece:
 
         def maker(node: Any) -> Callable[[], Any] | None:
             """Makes the argument for each run; None if it is the same object each time."""
-            if type(node) is torch.Tensor and node.layout is torch.strided:
-                kept: torch.Tensor = (self._backend.borrow(node) if id(node) in inside else node).detach()
+            if type(node) is Tensor and node.layout is torch.strided:
+                kept: Tensor = (self._backend.borrow(node) if id(node) in inside else node).detach()
                 return kept.detach
             if not any(id(leaf) in inside for leaf in tree_leaves(node)):
                 return None
@@ -230,14 +232,14 @@ class EagerPiece:
             where[key] = make()
         self._makers = [] if self._is_traced else makers
 
-    def _is_dense(self, value: torch.Tensor) -> bool:
+    def _is_dense(self, value: Tensor) -> bool:
         return value.layout is torch.strided and value.device == self._backend.device
 
-    def _new_slot(self, value: torch.Tensor) -> torch.Tensor:
+    def _new_slot(self, value: Tensor) -> Tensor:
         with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
             return self._backend.slot(value)
 
-    def _borrowed(self, slot: torch.Tensor) -> torch.Tensor:
+    def _borrowed(self, slot: Tensor) -> Tensor:
         with torch.inference_mode(False):
             return self._backend.borrow(slot)
 
@@ -254,11 +256,11 @@ class EagerPiece:
 class Copied(NamedTuple):
     """A fresh tensor: each replay copies it into its slot."""
 
-    slot: torch.Tensor
+    slot: Tensor
 
     def fits(self, value: Any) -> bool:
         slot = self.slot
-        if not isinstance(value, torch.Tensor) or value.shape != slot.shape:
+        if not isinstance(value, Tensor) or value.shape != slot.shape:
             return False
         return value.dtype is slot.dtype and value.device == slot.device
 
@@ -273,7 +275,7 @@ class PassThrough(NamedTuple):
     facts: tuple[Any, ...]
 
     def fits(self, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or value.data_ptr() != self.address:
+        if not isinstance(value, Tensor) or value.data_ptr() != self.address:
             return False
         return (value.shape, value.stride(), value.dtype) == self.facts
 
@@ -308,7 +310,7 @@ def _itself(value: Any) -> Any:
 
 def described(value: Any) -> str:
     """A value in a few words."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}, {value.dtype}, {value.layout}, on {value.device}"
     return f"{value!r:.200}"
 
@@ -318,10 +320,10 @@ def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Modul
 
 
 def _places(tree: Any) -> list[tuple[Any, int]]:
-    return [(leaf, _address(leaf) if isinstance(leaf, torch.Tensor) else 0) for leaf in tree_leaves(tree)]
+    return [(leaf, _address(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree_leaves(tree)]
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Where the tensor's storage begins; 0 if it has no memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
@@ -341,23 +343,23 @@ def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[int, int
     return found
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
+def _repeats(tensor: Tensor) -> bool:
     """Whether elements of an expanded tensor share memory, so that it cannot be copied into."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _can_share(tensor: torch.Tensor) -> bool:
+def _can_share(tensor: Tensor) -> bool:
     """Whether its slot may lie in one block with others'; conjugated views have slots of their own."""
     return tensor.numel() > 0 and not (_repeats(tensor) or tensor.is_conj() or tensor.is_neg())
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     """All memory that the tensor is a view of, as bytes."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _view_like(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _view_like(memory: Tensor, like: Tensor) -> Tensor:
     """A view of bytes with the layout that ``like`` has in its own memory."""
     whole = memory[: memory.numel() - memory.numel() % like.itemsize].view(like.dtype)
     return whole.as_strided(like.shape, like.stride(), like.storage_offset())

@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from cgplan.backends import GraphBackend
-from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import Args, CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.split import Piece, operator_name
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
@@ -51,7 +51,7 @@ def structure_of(module: fx.GraphModule) -> Any:
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
         value = node.meta.get("example_value")
         shape: Any = str(value) if isinstance(value, torch.SymInt) else ""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             shape = (tuple(map(str, value.shape)), str(value.stride()), value.dtype)
         target: Any = str(node.target) if node.op.startswith("call") else ""
         if node.op == "get_attr":  # a body of a higher-order operator, or a constant
@@ -84,12 +84,12 @@ class _PartitionWrapper(CUDAGraphWrapper):
         rest = iter(leaves)
         return [next(rest) if size is None else tuple(islice(rest, size)) for size in self._sizes]
 
-    def _copied_arguments(self, args: tuple[Any, ...], pool: Any) -> tuple[int, ...]:
-        own = {t.untyped_storage().data_ptr() for t in self._forward.arguments if isinstance(t, torch.Tensor)}
+    def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:
+        own = {t.untyped_storage().data_ptr() for t in self._forward.arguments if isinstance(t, Tensor)}
         return tuple(
             i
             for i, arg in enumerate(args)
-            if isinstance(arg, torch.Tensor)
+            if isinstance(arg, Tensor)
             and arg.device == self.backend.device
             and arg.untyped_storage().data_ptr() not in own
             and not self.backend.in_pool(arg, pool)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
 from cgplan.errors import ConfigError, did_you_mean
@@ -30,7 +30,7 @@ _OF_PYTHON: dict[Any, str] = {  # PyTorch's names of Python's operators on tenso
     operator.itruediv: "div_",
 }
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # where a trace may take functions from that are not operators
-    "aten": (torch, torch.Tensor, torch.nn.functional, torch.fft, torch.linalg, torch.special),
+    "aten": (torch, Tensor, torch.nn.functional, torch.fft, torch.linalg, torch.special),
     "python": (operator,),
     "higher_order": (torch.ops.higher_order,),
 }
@@ -165,9 +165,9 @@ def _names(node: fx.Node) -> set[str]:
 
 def _aten_names(node: fx.Node) -> set[str]:
     """PyTorch's names of the Python operator of a node that makes a tensor; an index may have several."""
-    if node.op != "call_function" or not isinstance(_value_of(node), torch.Tensor):
+    if node.op != "call_function" or not isinstance(_value_of(node), Tensor):
         return set()
-    if node.target is operator.getitem and isinstance(_value_of(node.args[0]), torch.Tensor):
+    if node.target is operator.getitem and isinstance(_value_of(node.args[0]), Tensor):
         steps = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return {f"aten::{_index_name(step)}" for step in steps if step is not None and step is not Ellipsis}
     return {f"aten::{_OF_PYTHON[node.target]}"} if node.target in _OF_PYTHON else set()
@@ -176,7 +176,7 @@ def _aten_names(node: fx.Node) -> set[str]:
 def _index_name(step: Any) -> str:
     if isinstance(step, slice):
         return "slice"
-    is_number = isinstance(step, int) or (isinstance(step, fx.Node) and not isinstance(_value_of(step), torch.Tensor))
+    is_number = isinstance(step, int) or (isinstance(step, fx.Node) and not isinstance(_value_of(step), Tensor))
     return "select" if is_number and not isinstance(step, bool) else "index"
 
 
@@ -237,7 +237,7 @@ def _storages_of(node: fx.Node) -> list[int]:
     value = _value_of(node)
     found = []
     for tensor in value if isinstance(value, tuple | list) else [value]:
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Tensor):
             while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 tensor = torch._C._functorch.get_unwrapped(tensor)
             found.append(tensor.untyped_storage()._cdata)

@@ -11,6 +11,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import autocast_cache
@@ -19,7 +20,7 @@ from cgplan.backends.context import ForwardContext, current_forward_context, get
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
 from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, ModelError
-from cgplan.graphs.wrapper import CUDAGraphWrapper
+from cgplan.graphs.wrapper import Args, CUDAGraphWrapper, Kwargs, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
@@ -75,7 +76,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
             weakref.finalize(self, _forget_trace, own.__code__, self.splitter).atexit = False
 
-    def __call__(self, **inputs: torch.Tensor) -> Any:
+    def __call__(self, **inputs: Tensor) -> Any:
         """Run the model, or capture or replay it as the forward context says.
 
         Raises:
@@ -93,7 +94,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             return self.traced(**inputs)
         return super().__call__(**inputs)
 
-    def traced(self, **inputs: torch.Tensor) -> Any:
+    def traced(self, **inputs: Tensor) -> Any:
         """Run the trace that holds for these inputs; make one if there is none."""
         if torch._C._len_torch_dispatch_stack():  # Dynamo runs no trace under a mode that looks at operators
             return self.runnable(**inputs)
@@ -154,15 +155,13 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             self.over_budget.append(size)
         return size in self._static
 
-    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]  # the model may write into its inputs
         self.traced(*args, **kwargs)
         for tensor, before in saved:
             tensor.copy_(before)
 
-    def _record(
-        self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any, dict[int, torch.Tensor]]:
+    def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         """The traced forward enters the capture, so that Dynamo, its guards and a trace stay outside."""
         splitter, is_first_run = self.splitter, get_forward_context().descriptor not in self._keys
         for _ in range(_TRIES):
@@ -188,9 +187,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             "input.",
         )
 
-    def _roots(
-        self, entry: Any, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _roots(self, entry: Any, context: ForwardContext, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         roots = super()._roots(entry, context, args, kwargs)
         if isinstance(model := getattr(self.runnable, "__self__", self.runnable), torch.nn.Module):
             roots["model"] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -255,7 +252,7 @@ def with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
     sessions on one code object would refuse to trace it again.
     """
 
-    def forward(**inputs: torch.Tensor) -> Any:
+    def forward(**inputs: Tensor) -> Any:
         return model(**inputs)
 
     return FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from cgplan.buffers.compare import largest_difference
@@ -39,7 +40,7 @@ class DebugChecks:
         self._graphed = graphed
         # By key and whether there was padding: the difference that was found, None if there is none.
         self._seen: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], str | None] = {}
-        self._handed: list[torch.Tensor] = []
+        self._handed: list[Tensor] = []
 
     def wrap(self, call: PreparedCall) -> None:
         # the output is a copy, which the next call fills with NaN
@@ -81,12 +82,12 @@ class DebugChecks:
                 "that reaches real rows, and random operators that do not draw from torch's generators, such as "
                 "Python's and NumPy's.",
             )
-        leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         self._handed = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         return found
 
     def _references(
-        self, call: PreparedCall, padding: list[tuple[torch.Tensor, torch.Tensor]], read: Callable[[], Any]
+        self, call: PreparedCall, padding: list[tuple[Tensor, Tensor]], read: Callable[[], Any]
     ) -> list[tuple[str, Any]]:
         graphed, descriptor, batch = self._graphed, call.route.descriptor, call.route.batch
         staged = [(buffer.tensor, buffer.tensor.clone()) for buffer in graphed.buffers.buffers.values()]
@@ -126,7 +127,7 @@ class DebugChecks:
                 rows.copy_(real)
             return [(name, eager), ("the same batch with copies of real rows in its padding rows", read())]
 
-    def _padding(self, descriptor: BatchDescriptor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _padding(self, descriptor: BatchDescriptor) -> list[tuple[Tensor, Tensor]]:
         """Padding rows of floating-point inputs, and one real row of each."""
         reqs, found = self._graphed.padded_reqs(descriptor), []
         for buffer in self._graphed.buffers.buffers.values():
@@ -139,7 +140,7 @@ class DebugChecks:
 
 def _copied(output: Any) -> Any:
     with torch.inference_mode(False), torch.no_grad():  # else nothing outside of inference mode could fill them
-        return tree_map_only(torch.Tensor, torch.Tensor.clone, output)
+        return tree_map_only(Tensor, Tensor.clone, output)
 
 
 def _difference(found: Any, reference: Any, name: str) -> str | None:
@@ -150,9 +151,9 @@ def _difference(found: Any, reference: Any, name: str) -> str | None:
     if spec != other_spec:
         return f"{name}: the outputs have different structures"
     for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
-        kinds = [f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else "no tensor" for t in (one, other)]
+        kinds = [f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else "no tensor" for t in (one, other)]
         if kinds[0] != kinds[1]:
             return f"{name}: output {index}, {kinds[0]} and {kinds[1]}"
-        if isinstance(one, torch.Tensor) and (deviation := largest_difference(one, other)):
+        if isinstance(one, Tensor) and (deviation := largest_difference(one, other)):
             return f"{name}: output {index}, the largest deviation is {deviation:.3g}"
     return None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.context import ForwardContext, reset_context, set_context
@@ -32,10 +33,10 @@ try:
 except ImportError:  # a torch that has moved it: calls then cost about two microseconds more
     TensorGuards = None  # type: ignore[assignment,misc]
 
-Values = Sequence[torch.Tensor]
+Values = Sequence[Tensor]
 
 
-def on_device(values: Values, device: torch.device) -> list[torch.Tensor]:
+def on_device(values: Values, device: torch.device) -> list[Tensor]:
     return [value if value.device == device else value.to(device) for value in values]
 
 
@@ -117,7 +118,7 @@ def _runs_eagerly(route: Route, graphed: ModelGraphs) -> tuple[CopyIn, Callable[
         held[:] = [graphed.run_eager(route.unpadded, tensors)]
 
     def output() -> Any:
-        return tree_map_only(torch.Tensor, torch.clone, held.pop()) if clone else held.pop()
+        return tree_map_only(Tensor, torch.clone, held.pop()) if clone else held.pop()
 
     return take, run, output
 
@@ -132,7 +133,7 @@ def _pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: C
 
     def run() -> None:
         before = [*map(version, tensors)]
-        given = dict(zip(names, map(torch.Tensor.detach, metadata), strict=True))
+        given = dict(zip(names, map(Tensor.detach, metadata), strict=True))
         token = set_context(ForwardContext(mode, descriptor, given, scope))
         try:
             with torch.no_grad():

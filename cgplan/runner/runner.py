@@ -12,6 +12,7 @@ from time import perf_counter_ns
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.buffers.batch import BatchReader
@@ -35,7 +36,7 @@ from cgplan.traffic.step_times import StepTimes
 
 MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
-_device = torch.Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
+_device = Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
 _NOT_MET = (LookupError, RuntimeError)  # of a missing input, and of the shape of a nested tensor
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class GraphRunner:
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
-        **inputs: torch.Tensor,
+        **inputs: Tensor,
     ) -> Any:
         """Run one batch.
 
@@ -321,7 +322,7 @@ class GraphRunner:
         padded: bool = True,
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
-        **inputs: torch.Tensor,
+        **inputs: Tensor,
     ) -> Any:
         """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what a replay must equal.
 
@@ -347,7 +348,7 @@ class GraphRunner:
 
     def route(
         self,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Tensor],
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
@@ -356,7 +357,7 @@ class GraphRunner:
         self._check_open()
         return self._router.route(self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes)
 
-    def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, torch.Tensor]:
+    def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, Tensor]:
         """Views of the static buffers for a batch, by name: write into them and pass them to the call.
 
         They may be written to at any time, so padding behind each batch is reset as far as they reach. ``stage`` does

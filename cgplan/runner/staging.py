@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from cgplan.buffers.batch import unknown_input
 from cgplan.errors import CgplanError, InputError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NO_OUTPUT, _UNREAD = object(), object()
 
 
-class StagedBuffers(Mapping[str, torch.Tensor]):
+class StagedBuffers(Mapping[str, Tensor]):
     """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
 
     Inside the block, each input and metadata tensor has the shape of the unpadded batch, and the caller writes it in
@@ -37,7 +37,7 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
     __slots__ = ("__weakref__", "_entered", "_is_late", "_output", "_runner", "_views", "call")
     __hash__ = object.__hash__
 
-    def __init__(self, runner: GraphRunner, call: PreparedCall, views: dict[str, torch.Tensor], *, late: bool) -> None:
+    def __init__(self, runner: GraphRunner, call: PreparedCall, views: dict[str, Tensor], *, late: bool) -> None:
         self._runner = weakref.ref(runner)  # which holds this object
         self.call: PreparedCall | None = call
         self._views = views
@@ -107,14 +107,14 @@ class StagedBuffers(Mapping[str, torch.Tensor]):
     def retire(self) -> None:
         self.call, self._views, self._output = None, {}, _NO_OUTPUT
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if self._entered is None:
             raise self._ended()
         if name not in self._views:
             raise unknown_input(name, self._views)
         return self._views[name].detach()
 
-    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+    def __setitem__(self, name: str, value: Tensor) -> None:
         if value.data_ptr() != self[name].data_ptr():  # it is the same after `buffers[name] += 1`
             raise InputError(
                 "tensors cannot be put into staged buffers: the graphs read the memory that is there",
