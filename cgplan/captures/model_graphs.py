@@ -122,7 +122,7 @@ class ModelGraphs:
         self._has_captured = True
         self._volatile: set[str] = set()
         self._footprints: dict[CUDAGraphMode, Footprint] = {}  # of the looks since the model's state was recorded
-        self._told: dict[CUDAGraphMode, HostSyncError] = {}  # by failed captures, see `_tell`
+        self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}  # that a capture met, and not the look ahead of it
         self._checked: set[Key] = set()
         self._moved: str | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
@@ -152,7 +152,7 @@ class ModelGraphs:
         self._kept = kept = ModelState.of(self.roots, backend.device)
         self._use_generators(kept.generators)
         self._footprints.clear()
-        self._told.clear()
+        self._late_syncs.clear()
         try:
             yield kept
             lost = ()
@@ -222,7 +222,7 @@ class ModelGraphs:
                     host_sync=None if footprint is None else footprint.host_sync,
                     all_freed=not in_service,
                 )
-                if capturing and isinstance(failure, HostSyncError) and self._tell(mode, failure):
+                if capturing and isinstance(failure, HostSyncError) and self._needs_another_look(mode, failure):
                     drop_locals(error)
                     kept.restore(between_keys=True)
                     self.evict([key])
@@ -274,7 +274,7 @@ class ModelGraphs:
         """Look at the forward, once for each mode, ahead of its warm-ups. Raises as ``footprint.examine``."""
         if mode in self._footprints:
             return
-        answers = {"hidden_from": self.config.compilation.hide_capture_from, "told": self._told.get(mode)}
+        answers = {"hidden_from": self.config.compilation.hide_capture_from, "told": self._late_syncs.get(mode)}
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
@@ -304,12 +304,10 @@ class ModelGraphs:
             route.operators = found.operators
         self._use_generators(tuple(found.generators.values()))
 
-    def _tell(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
-        """Whether the key is captured again with packages told of it: this size needs the host where the size that was
-        looked at does not.
-        """
+    def _needs_another_look(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
+        """Whether packages have to be told of the capture: this size needs the host, and the one looked at does not."""
         if (found := self._footprints[mode]).told is None and found.asked:
-            self._told[mode] = failure
+            self._late_syncs[mode] = failure
             del self._footprints[mode]
         return mode not in self._footprints
 

@@ -20,7 +20,7 @@ from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import RankFailedError
 from cgplan.modes import CUDAGraphMode
-from cgplan.runner.routing import Route
+from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
 
 
@@ -97,7 +97,7 @@ class DataParallelRunner:
             raise error from failure
         return values.tolist()
 
-    def _run(self, agreed: AgreedBatch, route: Route, inputs: Mapping[str, Tensor], is_idle: bool) -> Any:
+    def _run(self, agreed: AgreedBatch, route: RoutedBatch, inputs: Mapping[str, Tensor], is_idle: bool) -> Any:
         """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no request."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cgplan.buffers.compare import largest_difference
+from cgplan.buffers.compare import differences
 from cgplan.captures.failures import explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
@@ -71,7 +71,8 @@ class DebugChecks:
         found = read()
         wrong = self._seen.get(checked)
         for name, reference in references:
-            wrong = wrong or _difference(found, reference, name)
+            unlike = (f"{name}: {words}" for words, largest in differences(found, reference) if largest != 0)
+            wrong = wrong or next(unlike, None)
         # A difference is looked for again by the next call; not with other ranks, which run the forward once only.
         if wrong is None or not self._graphed.is_alone:
             self._seen[checked] = wrong
@@ -141,19 +142,3 @@ class DebugChecks:
 def _copied(output: Any) -> Any:
     with torch.inference_mode(False), torch.no_grad():  # else nothing outside of inference mode could fill them
         return tree_map_only(Tensor, Tensor.clone, output)
-
-
-def _difference(found: Any, reference: Any, name: str) -> str | None:
-    """The first difference of an output from another, in words; None if there is none. NaN is NaN, and of leaves that
-    are no tensors only the class is compared.
-    """
-    (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(reference)
-    if spec != other_spec:
-        return f"{name}: the outputs have different structures"
-    for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
-        kinds = [f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else "no tensor" for t in (one, other)]
-        if kinds[0] != kinds[1]:
-            return f"{name}: output {index}, {kinds[0]} and {kinds[1]}"
-        if isinstance(one, Tensor) and (deviation := largest_difference(one, other)):
-            return f"{name}: output {index}, the largest deviation is {deviation:.3g}"
-    return None

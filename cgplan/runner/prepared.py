@@ -25,7 +25,7 @@ from cgplan.buffers.copier import Copier, CopyIn
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode
-from cgplan.runner.routing import Route
+from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import BatchCount
 
 try:
@@ -67,7 +67,7 @@ class PreparedCall:
         is_alike: See ``alike``.
     """
 
-    route: Route
+    route: RoutedBatch
     count: BatchCount
     copy_in: CopyIn
     replay: Callable[[], None]
@@ -78,7 +78,7 @@ class PreparedCall:
 
     @classmethod
     def of(
-        cls, route: Route, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier
+        cls, route: RoutedBatch, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier
     ) -> PreparedCall:
         """Prepare calls with such tensors; ``values=None``: with a batch that is written into the static buffers."""
         mode, descriptor, tokens, reqs = route.mode, route.descriptor, route.batch.num_tokens, route.batch.num_reqs
@@ -106,7 +106,7 @@ class PreparedCall:
         return cls(route, count, copy_in, run_padded, lambda: outputs.cut(held.pop(), tokens, reqs), needs_check=True)
 
 
-def _runs_eagerly(route: Route, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
+def _runs_eagerly(route: RoutedBatch, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
     held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
     device, names, clone = graphed.backend.device, tuple(graphed.buffers.buffers), graphed.outputs.clone
 
@@ -123,7 +123,7 @@ def _runs_eagerly(route: Route, graphed: ModelGraphs) -> tuple[CopyIn, Callable[
     return take, run, output
 
 
-def _pieces(entry: CUDAGraphEntry, route: Route, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
+def _pieces(entry: CUDAGraphEntry, route: RoutedBatch, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
     """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
     mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
     tensors = [buffer.tensor for buffer in graphed.buffers.buffers.values()]

@@ -25,7 +25,7 @@ from cgplan.planning.plan import capture_config, config_hash
 from cgplan.pricing.measured import MeasuredCosts
 from cgplan.reports.records import ReplanReport, Way, uncapturable
 from cgplan.runner.prepared import Values
-from cgplan.runner.routing import Route
+from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import Mark, RunnerStats
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -88,11 +88,11 @@ class OnDemand:
         finally:
             self._forbidden -= 1
 
-    def is_open(self, route: Route) -> bool:
+    def is_open(self, route: RoutedBatch) -> bool:
         """Whether the batch may get another graph later, so that its way must not be remembered."""
         return route.wanted is not None and route.wanted not in self.live.failed
 
-    def may_capture(self, route: Route) -> bool:
+    def may_capture(self, route: RoutedBatch) -> bool:
         return not self._forbidden and self.is_open(route)
 
     def capture(self, key: Key) -> None:

@@ -21,7 +21,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RoutedBatch:
     """Where a batch goes.
 
     Attributes:
@@ -102,7 +102,9 @@ class BatchRouter:
             f"{holds}, asked for {num_tokens}", remedy="Ask for at least one." if num_tokens < 1 else fewer
         )
 
-    def route(self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes) -> Route:
+    def route(
+        self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
+    ) -> RoutedBatch:
         q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
         num_active_loras = operator.index(num_active_loras)
         if uniform_decode is None:
@@ -132,9 +134,9 @@ class BatchRouter:
         wanted = None if self._wanted is None else self._wanted.dispatch(*asked, invalid_modes=invalid_modes)
         if wanted is not None and (wanted == answer or wanted[0] is CUDAGraphMode.NONE):
             wanted = None
-        return Route(batch, *asked[1:], invalid_modes, *answer, wanted)
+        return RoutedBatch(batch, *asked[1:], invalid_modes, *answer, wanted)
 
-    def reason_for_none(self, route: Route, on_miss: str) -> MissReason:
+    def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
         asked = route.batch.num_tokens, route.uniform, route.num_active_loras
         missing, plan = route.wanted, self._plan

@@ -28,7 +28,7 @@ from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
 from cgplan.runner.replan import OnDemand
-from cgplan.runner.routing import BatchRouter, Modes, Route
+from cgplan.runner.routing import BatchRouter, Modes, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
 from cgplan.traffic.histogram import Traffic
@@ -219,7 +219,7 @@ class GraphRunner:
             _keep(self._calls, (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags), call)
         return call, values
 
-    def _prepared(self, route: Route, values: Values | None) -> PreparedCall:
+    def _prepared(self, route: RoutedBatch, values: Values | None) -> PreparedCall:
         """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises DispatchMissError."""
         reason, mode = None, route.mode
         if mode is CUDAGraphMode.NONE:
@@ -251,7 +251,7 @@ class GraphRunner:
     def _take_stream(self) -> None:
         self._use.take_stream(self._current_stream(), self._name, self.backend)
 
-    def _capture_for(self, route: Route) -> None:
+    def _capture_for(self, route: RoutedBatch) -> None:
         self._take_stream()
         self._graphed.check_autocast()
         try:
@@ -352,7 +352,7 @@ class GraphRunner:
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
-    ) -> Route:
+    ) -> RoutedBatch:
         """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
         self._check_open()
         return self._router.route(self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes)

@@ -13,7 +13,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
-from cgplan.runner.routing import Route
+from cgplan.runner.routing import RoutedBatch
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.vllm_log import COLUMNS
 
@@ -114,7 +114,7 @@ class RunnerStats:
         self.timed_nanoseconds += nanoseconds
         self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
 
-    def count_of(self, route: Route, reason: MissReason | None = None) -> BatchCount:
+    def count_of(self, route: RoutedBatch, reason: MissReason | None = None) -> BatchCount:
         """What to add calls to. Beyond 100,000 different batches, new ones are told by tokens alone."""
         batch = route.batch
         asked: Asked = (
@@ -125,7 +125,7 @@ class RunnerStats:
             asked = (batch.num_tokens, None, *asked[2:])
         return self._counts.setdefault(asked, BatchCount(*asked))
 
-    def recount(self, ran: Route, asked: Route | None) -> None:
+    def recount(self, ran: RoutedBatch, asked: RoutedBatch | None) -> None:
         """Count the last call, if a graph served it, as one of the smaller batch ``asked`` that was padded to it;
         None if it was nothing but padding, which counts as no call.
         """

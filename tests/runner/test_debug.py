@@ -193,6 +193,14 @@ def test_what_differs_in_kind_is_said_so(backend: GraphBackend, after: Callable[
     assert "random operators" in caught.value.remedy
 
 
+def test_a_number_beside_tensors_that_python_froze_is_found(backend: GraphBackend) -> None:
+    model = Chosen(lambda x: (x * 2, 2, object()), lambda x: (x * 2, 3, object()))
+    runner = debugged(backend, model)
+    model.is_captured = True
+    with pytest.raises(NumbersError, match="output 1, 2 and 3"):
+        runner(x=rows(backend, 2))
+
+
 def test_outputs_of_8_bits(backend: GraphBackend) -> None:
     model = Chosen(lambda x: (x * 2).to(torch.float8_e4m3fn), lambda x: (x * 2).to(torch.float8_e4m3fn))
     runner = debugged(backend, model)

@@ -22,7 +22,7 @@ from cgplan.buffers.batch import Batch as Rows
 from cgplan.errors import CgplanError, TrafficError
 from cgplan.planning import MissReason
 from cgplan.runner import stats as stats_module
-from cgplan.runner.routing import Route
+from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import BatchCount, RunnerStats, StatsCollector, StatsRecord
 from cgplan.traffic.files import read_traffic
 from cgplan.traffic.histogram import StepShape as Batch
@@ -53,7 +53,7 @@ def count_of(
     descriptor: BatchDescriptor,
     reason: MissReason | None = None,
 ) -> BatchCount:
-    return stats.count_of(Route(Rows(tokens, reqs), False, 0, None, mode, descriptor), reason)
+    return stats.count_of(RoutedBatch(Rows(tokens, reqs), False, 0, None, mode, descriptor), reason)
 
 
 def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
