@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel
 
 from cgplan.backends import select_backend
-from cgplan.captures.captured_keys import CaptureProgress
+from cgplan.captures.captured_keys import Progress
 from cgplan.config import Config, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model
@@ -38,7 +38,7 @@ def capture(
     device: str | torch.device | None = None,
     output_rows: str | None = None,
     state: Sequence[object] | None = None,
-    progress: Callable[[CaptureProgress], None] | None = None,
+    progress: Progress | None = None,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
 

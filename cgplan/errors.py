@@ -40,6 +40,11 @@ from difflib import get_close_matches
 from typing import ClassVar
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1) -> str:
     """The nearest of the known names, or at most so many, in a sentence of this form; empty if none is near."""
     near = get_close_matches(name, list(known), most)

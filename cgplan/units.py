@@ -1,8 +1,20 @@
-"""Numbers as people read them: no more digits than are true."""
+"""Numbers as people read them: no more digits than are true. And lists: shortened, counted, in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Values by their key; keys, and the values of each, in the order of the pairs."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def listed(values: Sequence[object], most: int = 6) -> str:

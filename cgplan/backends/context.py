@@ -16,6 +16,16 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 T = TypeVar("T")
 AddressPolicy = Literal["off", "first", "always"]
+_OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
+
+
+def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good."""
+    name = schema.partition("(")[0]
+    _OPERATORS.define(schema)
+    for key in ("CPU", "CUDA"):
+        _OPERATORS.impl(name, body, key)
+    torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
-from cgplan.errors import BackendError, CaptureError, CaptureMemoryError
+from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +163,7 @@ class CudaBackend(GraphBackend):
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
-                f"the capture did not begin: {str(error).splitlines()[0]}", remedy="See what failed on the GPU before."
+                f"the capture did not begin: {first_line(error)}", remedy="See what failed on the GPU before."
             ) from error
         graph.stream = stream
         graph.pool.graphs.add(graph)
@@ -176,14 +176,14 @@ class CudaBackend(GraphBackend):
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
-                f"the capture is not valid: {str(error).splitlines()[0]}",
+                f"the capture is not valid: {first_line(error)}",
                 remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
             ) from error
         try:
             graph.graph.instantiate()
         except RuntimeError as error:
             self.reset(graph)
-            line = str(error).splitlines()[0]
+            line = first_line(error)
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" in line:
                 raise CaptureMemoryError(
                     f"no memory to instantiate a graph: {line}",

@@ -24,6 +24,10 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.replacing import replaced, shared
 from cgplan.errors import CaptureError, HostSyncError
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
     "compute it before the graph, or keep this part out of it."
@@ -65,7 +69,7 @@ class Refusals:
         found = tensors_in(tree) if self.constants else []
         return bool(found) and all(_storage_key(t) in self.constants for t in found)
 
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def follow(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Note which tensors are constants after an operator."""
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten.lift_fresh.default or (self.is_constant((args, kwargs)) and not is_drawn):
@@ -87,9 +91,7 @@ class _OtherThread(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._refusals, self._line = refusals, line
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         self._refusals.first = self._refusals.first or CaptureError(
             f"operator {func} runs in a thread that the forward starts, at {self._line}; a graph has one thread",
             remedy="Run it in the thread of the forward, or start the thread in an eager piece.",
@@ -144,7 +146,7 @@ def _methods_replaced() -> Iterator[None]:
         plain_start(thread)
 
     @wraps(plain_submit)
-    def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def submit(pool: ThreadPoolExecutor, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         return plain_submit(pool, _watched(function), *args, **kwargs)
 
     methods = {name: _host_method(name) for name in _HOST_METHODS}
@@ -157,7 +159,7 @@ def _methods_replaced() -> Iterator[None]:
         yield
 
 
-def _host_method(name: str) -> Callable[..., Any]:
+def _host_method(name: str) -> Function:
     plain = getattr(Tensor, name)
 
     @wraps(plain)
@@ -170,7 +172,7 @@ def _host_method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(function: Function) -> Function:
     if not (_guarded.refusals and _guarded.refusals[-1].is_on):
         return function
     refusals, line = _guarded.refusals[-1], blamed_line()
@@ -209,7 +211,7 @@ def as_written() -> Iterator[None]:
         yield
 
 
-def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refusals: Refusals) -> None:
+def refuse_host(func: Any, args: Args, kwargs: Kwargs, refusals: Refusals) -> None:
     """Refuse an operator whose result the host would have to wait for."""
     schema, detail = func._schema.name, ""
     if refusals.is_constant((args, kwargs)):
@@ -230,7 +232,7 @@ def refuse_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ref
         refusals.refuse(f"operator {schema}{detail}")
 
 
-def _crosses_to_host(schema: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _crosses_to_host(schema: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether a copy goes from a device to host memory; into pinned memory it may, that can be captured."""
     if schema == "aten::copy_":
         target, source = args[0], args[1]
@@ -265,7 +267,7 @@ def is_composite(func: Any, key: str) -> bool:
 _is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator that autocast casts for
 
 
-def as_its_caller(operator: Any, function: Callable[..., Any], device: str) -> Callable[..., Any]:
+def as_its_caller(operator: Any, function: Function, device: str) -> Function:
     """The function, in a dispatch mode, under autocast as an operator's code is outside of modes: on if the caller has
     it on, unless autocast casts for the operator as a whole. Modes are called with autocast off.
     """
@@ -294,7 +296,7 @@ def names_of(func: Any) -> frozenset[str]:
     return frozenset((func._schema.name, f"{func._schema.name}.{func._overloadname}"))
 
 
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def written_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     schema = func._schema
     found = []
     for index, argument in enumerate(schema.arguments):
@@ -306,7 +308,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return found
 
 
-def count_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def count_writes(func: Any, args: Args, kwargs: Kwargs) -> None:
     """Count the writes of an operator in its tensors' versions: under a mode torch does not, for an operator written in
     Python and for ``_foreach_``.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
+    Args,
+    Kwargs,
     Refusals,
     as_its_caller,
     count_writes,
@@ -37,13 +39,13 @@ from cgplan.errors import CaptureError
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied to."""
 
     call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: Args
+    kwargs: Kwargs
     copies: tuple[tuple[int, Tensor], ...]  # (index among the flat results, slot)
     is_posted: bool = False  # a send or a receive, which may need those behind it to finish
 
@@ -98,9 +100,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self.leave()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Record one operator."""
         kwargs, tape = kwargs or {}, self.tape
         if tape is None:
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         refuse_host(func, args, kwargs, tape.refusals)
         return tape.record(func, args, kwargs)
 
-    def _look_inside(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _look_inside(self, tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Record the operators of one that was written in Python; the whole of it where it needs the host."""
         refusals, name = tape.refusals, func._schema.name
         before = refusals.first
@@ -187,7 +187,7 @@ class Tape:
         finally:
             self._stretches.pop()
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def record(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator and keep it."""
         schema = func._schema
         given = tensors_in((args, kwargs))
@@ -255,7 +255,7 @@ class Tape:
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
-    def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _save(self, func: Any, args: Args, kwargs: Kwargs) -> None:
         """Keep the bytes of memory, and the generator's state, that the operator is about to change."""
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()

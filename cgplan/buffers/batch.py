@@ -13,7 +13,7 @@ from cgplan.errors import InputError, did_you_mean
 from cgplan.modes import BatchDescriptor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Rows of one call; ``num_reqs`` is None where no input counts requests."""
 

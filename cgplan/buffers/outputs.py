@@ -14,7 +14,7 @@ from cgplan.errors import OutputShapeError
 from cgplan.modes import BatchDescriptor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutputRows:
     """How outputs are cut.
 

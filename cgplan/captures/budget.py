@@ -166,7 +166,7 @@ class BudgetGuard:
         alike = [r for r in self._records.values() if r.mode is key[0]] or list(self._records.values())
         if not alike:
             return 0, 0.0
-        return max(map(_driver, alike)), alike[-1].warmup_seconds + alike[-1].capture_seconds
+        return max(map(_driver, alike)), alike[-1].seconds
 
     def _short_of_reserve(self, key: Key, growth: int, expected: str) -> bool:
         if self.budget.reserve is None:

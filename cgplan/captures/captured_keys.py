@@ -33,7 +33,7 @@ from cgplan.planning.plan import capture_order
 from cgplan.reports.records import CaptureReport, FailedKey, GraphRecord
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CaptureProgress:
     """How far a session is: key ``index`` (from 0) of ``total`` comes next."""
 
@@ -41,6 +41,9 @@ class CaptureProgress:
     total: int
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
+
+
+Progress = Callable[[CaptureProgress], None]
 
 
 class CapturedKeys:
@@ -68,7 +71,7 @@ class CapturedKeys:
         wanted: Plan,
         before: MemoryReading,
         together: Together = ALONE,
-        progress: Callable[[CaptureProgress], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.graphed, self.asked, self.wanted = graphed, asked, wanted
         self.failed: dict[Key, FailedKey] = {}

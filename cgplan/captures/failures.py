@@ -8,7 +8,15 @@ import traceback
 import torch
 
 from cgplan.backends.blame import blamed_line
-from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, CgplanError, HostSyncError, ModelError
+from cgplan.errors import (
+    BackendError,
+    CaptureError,
+    CaptureMemoryError,
+    CgplanError,
+    HostSyncError,
+    ModelError,
+    first_line,
+)
 from cgplan.units import format_bytes
 
 # What torch says when a capturing stream is asked for something that needs the host.
@@ -50,7 +58,7 @@ def explain_failure(
         host_sync: The operator that needs the host, as the look ahead of the capture named it.
         all_freed: Whether the failure ends a session, which gives up what it captured before.
     """
-    where, text = blamed_line(error.__traceback__), _first_line(error)
+    where, text = blamed_line(error.__traceback__), first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
         freed = "; everything captured in this session was freed" if all_freed else ""
         had = "" if free is None else f" with {format_bytes(free)} free on the device"
@@ -95,14 +103,14 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     if (lacking := _lacking_dtype(error, where)) is not None:
         return lacking
     return ModelError(
-        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {_first_line(error)}",
+        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {first_line(error)}",
         remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
     )
 
 
 def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
     """The error of an operator that this device does not have for a dtype; None for any other."""
-    text = _first_line(error)
+    text = first_line(error)
     found = _NO_KERNEL.search(text)
     if found is None and not _TOO_OLD.search(text):
         return None
@@ -112,7 +120,3 @@ def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
         remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, for 8-bit weights), "
         "load the model in another dtype, or choose another device.",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

@@ -132,9 +132,10 @@ class ModelGraphs:
 
     def allocate_buffers(self, tokens: int) -> None:
         """Make static buffers for batches of that size. Raises CaptureMemoryError and BackendError."""
-        specs = {**self.config.inputs, **self.config.metadata}
         self.most_tokens = tokens
-        self.buffers = StaticBuffers(specs, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device)
+        self.buffers = StaticBuffers(
+            self.config.tensors, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device
+        )
 
     # --- captures -------------------------------------------------------------------------------------------------
 

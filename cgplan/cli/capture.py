@@ -42,7 +42,7 @@ from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """Arguments of a capture or bench."""
 
@@ -93,8 +93,7 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     config = loaded.config
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
     target, kwargs = loaded.model_for(str(request.config))
-    specs = (*config.inputs.values(), *config.metadata.values())
-    if plan.keys and all(spec.row_dim is None for spec in specs):
+    if plan.keys and all(spec.row_dim is None for spec in config.tensors.values()):
         raise ConfigError(
             f"{request.config}: no input has a dimension that counts the rows of a batch",
             remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",

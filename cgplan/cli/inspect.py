@@ -20,7 +20,7 @@ from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.pricing.measured import case_costs
 from cgplan.reports import render
-from cgplan.reports.layout import Column, Grid, describe_sizes, facts, sentences, titled
+from cgplan.reports.layout import Grid, TextColumn, describe_sizes, facts, sentences, titled
 from cgplan.reports.plan_tables import case_table, lane_table
 
 
@@ -66,7 +66,7 @@ def inspect_config(
 
 
 def _key_table(rows: Iterable[Row]) -> RenderableType:
-    return Grid(rows, *(Column(name, name, left=True) for name in Row._fields))
+    return Grid(rows, *(TextColumn(name, name) for name in Row._fields))
 
 
 def _split_of(loaded: LoadedConfig) -> RenderableType:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cgplan.errors import CgplanError, ModelError, OutputPathError
+from cgplan.errors import CgplanError, ModelError, OutputPathError, first_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -127,8 +127,7 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
             message, exit_code = "interrupted", INTERRUPTED_EXIT_CODE
         else:
             advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
-            problem = (str(error).splitlines() or ["no message"])[0]
-            message = f"internal error: {type(error).__name__}: {problem}\n  remedy: {advice}"
+            message = f"internal error: {type(error).__name__}: {first_line(error)}\n  remedy: {advice}"
             exit_code = INTERNAL_EXIT_CODE
         note(_wrapped(message))
         raise typer.Exit(exit_code) from None

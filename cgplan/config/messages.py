@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cgplan.errors import ConfigError, did_you_mean
+from cgplan.units import grouped
 
 Path_ = tuple[str | int, ...]
 _NOWHERE: Mapping[Any, Any] = MappingProxyType({})
@@ -29,9 +30,8 @@ def explain(
 
     The fields of ``root`` are the valid names; ``lines`` and ``origins`` tell where each key stands.
     """
-    by_path: dict[Path_, list[ErrorDetails]] = {}  # a union complains several times about one value
-    for detail in error.errors():
-        by_path.setdefault(_real_path(detail, data), []).append(detail)
+    # a union complains several times about one value
+    by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
     messages = [
         _message(path, details, root, lines, origins)
         for path, details in by_path.items()
@@ -46,6 +46,13 @@ def explain(
     if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
         remedy = "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan schema` completes them."
     return ConfigError(message, remedy=remedy)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's complaints: where, and what, as in ``records.0.mode: Field required``."""
+    first = error.errors()[0]
+    where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{where}: {what}" if where else what
 
 
 def _real_path(detail: ErrorDetails, data: Any) -> Path_:

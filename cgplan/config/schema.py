@@ -40,7 +40,7 @@ _WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padd
 _DIM = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]+)\s*(?:\+\s*(?P<offset>\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dim:
     """One dimension: ``factor * symbol + offset``, or just ``offset`` where there is no symbol."""
 
@@ -148,8 +148,8 @@ class BudgetConfig(Section):
     """Limits on the cost of graphs: of the plan, and of the capture."""
 
     memory: BytesToSpend | None = None
-    """Device memory for all graphs together, their static buffers included: bytes, or with a unit (B, kB, MB, GB, KiB,
-    MiB, GiB), as in `2GiB`. Absent: no bound.
+    """Device memory for all graphs together, their static buffers included: whole bytes, or with a unit (B, kB, MB, GB,
+    KiB, MiB, GiB), as in `2GiB`. Absent: no bound.
     """
     capture_time: SecondsToSpend | None = None
     """Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s, min), as in `30s`.
@@ -434,6 +434,11 @@ class Config(Section):
                 "`lora: {max_loras: 4}`"
             )
         return self
+
+    @property
+    def tensors(self) -> dict[str, Input]:
+        """Inputs and metadata by name."""
+        return {**self.inputs, **self.metadata}
 
     @property
     def query_len(self) -> int:

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.context import define_operator
 from cgplan.backends.host_sync import is_probing
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.distributed.rendezvous import first_line
-from cgplan.errors import AllReduceError, DistributedError
+from cgplan.errors import AllReduceError, DistributedError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,6 @@ GLOO_DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
     torch.bool, torch.complex32, torch.complex64, torch.complex128,
 )  # fmt: skip
-
-_LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
-_LIBRARY.define("all_reduce(Tensor x, int group) -> Tensor")
-_LIBRARY.define("all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()")
 
 _numbers = itertools.count(1)
 _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
@@ -280,8 +276,6 @@ def _at(group: int) -> AllReduce:
     return found
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("all_reduce", _all_reduce, _key)
-    _LIBRARY.impl("all_reduce_row", _all_reduce_row, _key)
-torch.library.register_fake("cgplan::all_reduce", lambda x, _: torch.empty_like(x), lib=_LIBRARY)
-torch.library.register_fake("cgplan::all_reduce_row", lambda *_: None, lib=_LIBRARY)
+define_operator("all_reduce(Tensor x, int group) -> Tensor", _all_reduce, lambda x, _: torch.empty_like(x))
+_ROW_SCHEMA = "all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()"
+define_operator(_ROW_SCHEMA, _all_reduce_row, lambda *_: None)

@@ -24,7 +24,7 @@ from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AgreedBatch:
     """The size and mode that all ranks run."""
 
@@ -47,7 +47,7 @@ class DataParallelRunner:
         self._runner, self._ranks = runner, ranks
         self._group = ranks.new_group()  # not the one of the data, where a failure may leave a sum unfinished
         self._batches = 0
-        self._specs = {**runner.config.inputs, **runner.config.metadata}
+        self._specs = runner.config.tensors
         self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
 

@@ -32,15 +32,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from cgplan.config import DistributedConfig
-from cgplan.distributed.rendezvous import Place, Presence, absent_from, first_line, meet, part
-from cgplan.errors import DistributedError, RankFailedError, RankMismatchError
+from cgplan.distributed.rendezvous import Place, Presence, absent_from, meet, part
+from cgplan.errors import DistributedError, RankFailedError, RankMismatchError, first_line
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Look at the output of that rank; start all ranks again."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Answer:
     """A rank's part in a step. ``induced``: it failed because another rank had."""
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SUM_ALIKE = "Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order."  # a remedy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Registration:
     """One rank's registered buffers."""
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RendezvousError
+from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RendezvousError, first_line
 
 # By address, port and attempt. A process may open its ranks several times: over one store, each time with other keys.
 _stores: dict[tuple[str, int, int], Any] = {}
 _meetings: Counter[tuple[str, int, int]] = Counter()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """One rank's place among the others, as torchrun's environment says it."""
 
@@ -66,7 +66,7 @@ class Place:
         return "torchrun's agent, which keeps the store," if self.agent_store else "rank 0, which keeps the store,"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Presence:
     """Host and device of a rank."""
 
@@ -189,7 +189,3 @@ def check_devices(found: Sequence[Presence]) -> None:
                 remedy="Leave device: cuda without a number, so that each rank takes the GPU of its local rank; check "
                 "CUDA_VISIBLE_DEVICES.",
             )
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from cgplan.errors import RegistrationError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportedMemory:
     """An address as another process can reach it."""
 

@@ -24,6 +24,7 @@ from cgplan.backends.context import (
     WatchedMetadata,
     current_forward_context,
 )
+from cgplan.backends.host_sync import Args, Kwargs
 from cgplan.buffers.outputs import renewed
 from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.ambient import AmbientState
@@ -33,12 +34,10 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 logger = logging.getLogger(__name__)
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 Recorded = tuple[Any, Any, dict[int, Tensor]]  # (graph, output, slots of the copied arguments)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CUDAGraphOptions:
     """How a wrapper captures.
 

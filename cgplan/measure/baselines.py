@@ -54,7 +54,7 @@ _UNSTEADY = "the model's own code, run twice from the same inputs, state and see
 _STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BenchBatch:
     """One batch that is measured: its tensors on the device, and the other arguments of a runner's call.
 

@@ -75,7 +75,7 @@ def examples(runner: GraphRunner, size: int) -> list[BenchBatch]:
     batches = []
     for uniform in kinds:
         reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
-        tensors = example_batch({**config.inputs, **config.metadata}, size, reqs, runner.backend.device)
+        tensors = example_batch(config.tensors, size, reqs, runner.backend.device)
         options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
         inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
         batches.append(BenchBatch(size, inputs, metadata, options, runner.route(tensors, **options).unpadded))

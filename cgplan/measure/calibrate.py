@@ -62,13 +62,13 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
         with graphed.keeping_state(), backend.session(), torch.no_grad():
             for key in keys:
                 captured = graphed.capture_key(key)
-                first = captured.warmup_seconds + captured.capture_seconds
+                first = captured.seconds
                 graphed.drop_all()
                 if backend.supports("driver_bytes"):
                     outside = backend.memory().reserved - reserved - graphed.buffers.nbytes - graphed.copied_bytes
                     workspace = max(workspace, outside)
                 captured = graphed.capture_key(key)
-                seconds[key] = captured.warmup_seconds + captured.capture_seconds
+                seconds[key] = captured.seconds
                 nodes[key] = captured.nodes
                 once += max(first - seconds[key], 0.0)
                 mode, descriptor = key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,17 @@ from torch.utils._pytree import tree_map_only
 from cgplan.backends.backend import gc_paused
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import forward_context
-from cgplan.backends.host_sync import HostGuard, Refusals, implemented_in_python, is_composite, refuse_host, tensors_in
+from cgplan.backends.host_sync import (
+    Args,
+    Function,
+    HostGuard,
+    Kwargs,
+    Refusals,
+    implemented_in_python,
+    is_composite,
+    refuse_host,
+    tensors_in,
+)
 from cgplan.backends.replacing import replaced
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import explain_eager_failure
@@ -46,7 +56,7 @@ _NEEDS_VALUES = (
 )  # torch raises these on fake tensors alone
 
 
-def estimate(config: Config, model: Callable[..., Any], plan: Plan) -> EstimatedCosts:
+def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
     """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log their allocations.
 
     Other sizes follow from the logged ones: a forward's allocations are affine in the number of its rows. Not seen are
@@ -98,9 +108,7 @@ class AllocationLog(TorchDispatchMode):
         self._inside = ""
         self._numbers = itertools.count()
 
-    def run(
-        self, route: str, model: Callable[..., Any], inputs: dict[str, Any], splitting_ops: Sequence[str] | None
-    ) -> None:
+    def run(self, route: str, model: Function, inputs: dict[str, Any], splitting_ops: Sequence[str] | None) -> None:
         """Log a forward: ``full``, or with the eager pieces of a route of PIECEWISE graphs."""
         wrappers = list[CUDAGraphWrapper]()
         if route == "wrappers":
@@ -109,7 +117,7 @@ class AllocationLog(TorchDispatchMode):
             found = [value for value in values if isinstance(value, CUDAGraphWrapper)]
             wrappers = [wrapper for wrapper in found if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE]
 
-        def split_backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def split_backend(graph: torch.fx.GraphModule, _: Any) -> Function:
             split, pieces = split_graph(graph, splitting_ops)
             for name in (piece.name for piece in pieces if piece.eager):
                 piece = getattr(split, name)
@@ -140,7 +148,7 @@ class AllocationLog(TorchDispatchMode):
             stack.enter_context(self)
             model(**inputs)
 
-    def add_named(self, _: str, function: Callable[..., Any], args: Any, kwargs: Any, **__: Any) -> Any:
+    def add_named(self, _: str, function: Function, args: Any, kwargs: Any, **__: Any) -> Any:
         """Run an eager piece, as a breakable capture does."""
         self.eager_pieces += 1
         with replaced(self, is_recording=False):
@@ -148,9 +156,7 @@ class AllocationLog(TorchDispatchMode):
         self._take(output, _storages((args, kwargs)))
         return output
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions after a device, say
             return func(*args, **kwargs)
@@ -196,7 +202,7 @@ def _storages(tree: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree)}
 
 
-def _recorded(config: Config, model: Callable[..., Any], plan: Plan, key: Key, fake: FakeTensorMode) -> Recording:
+def _recorded(config: Config, model: Function, plan: Plan, key: Key, fake: FakeTensorMode) -> Recording:
     mode, descriptor = key
     tokens, compilation, device = descriptor.num_tokens, config.compilation, torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs

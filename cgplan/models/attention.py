@@ -25,17 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cgplan.backends.context import ForwardContext, get_forward_context
+from cgplan.backends.context import ForwardContext, define_operator, get_forward_context
 from cgplan.errors import InputError
 
-_LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
-_LIBRARY.define(
+_SCHEMA = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor(c!) output, float scale) -> ()"
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _GatherLayout:
     """Derived from the metadata once per forward, for the gather path."""
 
@@ -46,7 +45,7 @@ class _GatherLayout:
     mask: Tensor  # [num_tokens, 1, 1, max_blocks * block_size] bool: keys that it sees; all of them in blind rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _PageLayout:
     """Likewise for the flash path, in which each (token, page) pair is one query."""
 
@@ -211,6 +210,4 @@ def paged_attention(
         output.copy_(_attend_gathered(query, key_cache, value_cache, layout, scale))
 
 
-_LIBRARY.impl("attention", paged_attention, "CPU")
-_LIBRARY.impl("attention", paged_attention, "CUDA")
-torch.library.register_fake("cgplan::attention", lambda *_: None, lib=_LIBRARY)
+define_operator(_SCHEMA, paged_attention, lambda *_: None)

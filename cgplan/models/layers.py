@@ -25,11 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
-from cgplan.backends.context import get_forward_context
+from cgplan.backends.context import define_operator, get_forward_context
 from cgplan.errors import InputError, ModelError, did_you_mean
-
-_LIBRARY = torch.library.Library("cgplan", "FRAGMENT")
-_LIBRARY.define("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()")
 
 
 class DecoderConfig(BaseModel):
@@ -167,9 +164,7 @@ def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
     y.addmm_(low.to(y.dtype), lora_b.flatten(0, 1).to(y.dtype))  # (under autocast the three may differ)
 
 
-_LIBRARY.impl("add_lora", add_lora, "CPU")
-_LIBRARY.impl("add_lora", add_lora, "CUDA")
-torch.library.register_fake("cgplan::add_lora", lambda *_: None, lib=_LIBRARY)
+define_operator("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()", add_lora, lambda *_: None)
 
 
 def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:

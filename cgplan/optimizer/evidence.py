@@ -32,18 +32,14 @@ class ParetoPoint(Record):
     seconds: float | None
 
 
-class LadderPoint(Record):
-    """A ladder, or the sizes that the configuration lists, on the same traffic; figures as for a ParetoPoint.
+class LadderPoint(ParetoPoint):
+    """A ladder, or the sizes that the configuration lists, on the same traffic; with its own figures.
 
     ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no slower, ``alike`` for a
     step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound.
     """
 
     name: str
-    graphs: int
-    expected_us: float
-    bytes: int | None
-    seconds: float | None
     padding: float
     unused: int
     equal: ParetoPoint | None

@@ -12,6 +12,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
+from cgplan.units import grouped
 
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
 
@@ -46,7 +47,7 @@ def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
     return lane.mode, BatchDescriptor(num_tokens, reqs, lane.uniform, case > 0, case)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Use:
     """The batches that one graph runs, or that run eagerly (lane EAGER, size None): sums over them, by their weights.
 
@@ -84,13 +85,11 @@ class Run:
         self._tokens, _, self._uniform, self._loras, self._weight = rows.T
         self.traffic, self.times, self._size = traffic, times, self._tokens.copy()
         self.place = np.full(len(rows), np.inf)
-        sizes: dict[Lane, set[int]] = {}
-        for mode, key in keys:
-            sizes.setdefault(Lane.of(mode, key), set()).add(key.num_tokens)
+        sizes = grouped((Lane.of(mode, key), key.num_tokens) for mode, key in keys)
         self._lanes = sorted(sizes, key=place_of)
         self._time, self._unpadded = np.zeros(len(rows)), np.zeros(len(rows))
         for lane in self._lanes:
-            held = np.array(sorted(sizes[lane]))
+            held = np.unique(sizes[lane])
             runs = np.isinf(self.place) & self._may_run(lane, held[-1])
             self.place[runs] = place_of(lane)
             self._size[runs] = held[np.searchsorted(held, self._tokens[runs])]

@@ -15,6 +15,7 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
+from cgplan.units import grouped
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +144,13 @@ def problem_of(
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
     """
     lanes = [lane for lane in lanes if any(may_serve(lane, batch) for batch, _ in traffic.histogram)]
-    groups: dict[tuple[int, ...], list[tuple[int, int, float]]] = {}
-    for batch, weight in traffic.histogram:
-        served = tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch))
-        groups.setdefault(served, []).append((batch.num_tokens, batch.num_active_loras, weight))
+    groups = grouped(
+        (
+            tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch)),
+            (batch.num_tokens, batch.num_active_loras, weight),
+        )
+        for batch, weight in traffic.histogram
+    )
     demands = [_demand(served, rows, lanes, times, plan) for served, rows in sorted(groups.items())]
     found: list[Candidates] = []
     for index in reversed(range(len(lanes))):  # where a lane may end depends on those after it

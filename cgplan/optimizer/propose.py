@@ -35,7 +35,7 @@ from cgplan.planning.costs import GraphCosts, Record
 from cgplan.planning.plan import PLANNED_FOR, Lane, LeftOut, Plan, capture_config, capture_order, config_hash
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
-from cgplan.units import counted, format_bytes, format_microseconds
+from cgplan.units import counted, format_bytes, format_microseconds, grouped
 
 FIRST, LAST = 64, 128  # graphs that curves go up to
 CLOSE = 0.01  # share of the time that graphs can save at all that may be left when a curve has gone far enough
@@ -429,8 +429,6 @@ class Case:
 
 
 def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:
-    found: dict[tuple[Lane, str], list[int]] = {}
-    for key, reason in reasons:
-        found.setdefault((Lane.of(*key), reason), []).append(key[1].num_tokens)
+    found = grouped(((Lane.of(*key), reason), key[1].num_tokens) for key, reason in reasons)
     ordered = sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:]))
     return tuple(LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=why) for (lane, why), sizes in ordered)

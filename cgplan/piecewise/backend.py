@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.host_sync import Function
 from cgplan.config import CompilationConfig, validate_config
 from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.wrapper import CUDAGraphOptions
@@ -40,9 +41,9 @@ class PiecewiseBackend:
         self.partition = compilation.use_inductor_graph_partition
         self.backend = backend or select_backend()
         self.options = CUDAGraphOptions(address_check=compilation.address_policy)
-        self.traces: list[Callable[..., Any]] = []
+        self.traces: list[Function] = []
         self.pieces: list[tuple[Piece, ...]] = []
-        self.compiled: dict[Any, Callable[..., Any]] = {}
+        self.compiled: dict[Any, Function] = {}
         self.capture: BreakableCUDAGraphCapture | None = None
         self.codes: set[str] = set()
         self.missed = ""
@@ -52,7 +53,7 @@ class PiecewiseBackend:
                 remedy="Set compilation.compiler: eager where there is no GPU.",
             )
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG002
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:  # noqa: ARG002
         """Split one traced graph; Dynamo calls the result with the graph's inputs."""
         if self.backend.is_capturing():
             raise CaptureError(
@@ -102,7 +103,7 @@ class _TraceWrapper(BreakableCUDAGraphWrapper):
         )
 
 
-def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Function:
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
     ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug (which is address_check:

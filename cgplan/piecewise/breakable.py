@@ -15,11 +15,12 @@ import torch
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
-from cgplan.backends.host_sync import tensors_in
+from cgplan.backends.host_sync import Args, Function, Kwargs, tensors_in
+from cgplan.backends.replacing import replaced
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.wrapper import Args, CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, Kwargs, Recorded
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, Recorded
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
@@ -154,7 +155,7 @@ class BreakableCUDAGraphCapture:
             self._discard()
             raise
 
-    def add_eager(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def add_eager(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         """End the segment, run ``function`` eagerly, and begin the next segment.
 
         Returns:
@@ -201,7 +202,7 @@ class BreakableCUDAGraphCapture:
     def add_named(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Function,
         args: Args,
         kwargs: Kwargs,
         *,
@@ -275,14 +276,9 @@ def in_breakable_capture() -> bool:
     return _active.capture is not None
 
 
-@contextmanager
-def standing_in(capture: Any) -> Iterator[None]:
+def standing_in(capture: Any) -> AbstractContextManager[object]:
     """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a breakable capture."""
-    before, _active.capture = _active.capture, capture
-    try:
-        yield
-    finally:
-        _active.capture = before
+    return replaced(_active, capture=capture)
 
 
 @contextmanager
@@ -307,7 +303,7 @@ def _quiet_about_empty_graphs() -> Iterator[None]:
         yield
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Function) -> str:
     """The name of a function in messages."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
@@ -330,7 +326,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
 
     def __init__(
         self,
-        runnable: Callable[..., Any],
+        runnable: Function,
         runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE,
         *,
         backend: GraphBackend | None = None,

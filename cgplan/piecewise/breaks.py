@@ -15,7 +15,7 @@ import fnmatch
 import functools
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.host_sync import as_its_caller, is_composite, names_of
+from cgplan.backends.host_sync import Args, Kwargs, as_its_caller, is_composite, names_of
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
@@ -117,9 +117,7 @@ class OperatorBreaks(TorchDispatchMode):
             with self:
                 return self._model(*args, **kwargs)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Break the capture, or run the operator in the segment."""
         kwargs, capture = dict(kwargs or {}), recording_capture()
         if capture is None or not isinstance(func, torch._ops.OpOverload):

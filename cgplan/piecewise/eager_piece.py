@@ -37,12 +37,11 @@ from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leave
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
-from cgplan.backends.host_sync import tensors_in
+from cgplan.backends.host_sync import Args, Kwargs, tensors_in
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
-from cgplan.graphs.wrapper import Args, Kwargs
 
 _LEAF, _EMPTY = tree_flatten(None)[1], tree_flatten(())[1]
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory of their own

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from cgplan.backends import GraphBackend
-from cgplan.graphs.wrapper import Args, CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.backends.host_sync import Args
+from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.split import Piece, operator_name
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.host_sync import Function
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import ConfigError
 from cgplan.graphs.footprint import Part, no_operators
@@ -43,9 +43,9 @@ class SplitRoute:
     """
 
     name: str
-    forward: Callable[..., Any]
-    whole: Callable[..., Any]
-    warm: Callable[..., Any]
+    forward: Function
+    whole: Function
+    warm: Function
     splitter: PiecewiseBackend | None = None
     breaks: ModuleBreaks | None = field(default=None, repr=False)
     operator_breaks: OperatorBreaks | None = field(default=None, repr=False)
@@ -121,7 +121,7 @@ class SplitRoute:
 
 
 def choose_route(
-    plan: Plan, config: Config, model: Callable[..., Any], backend: GraphBackend, calls_breaks: Callable[[], bool]
+    plan: Plan, config: Config, model: Function, backend: GraphBackend, calls_breaks: Callable[[], bool]
 ) -> SplitRoute:
     """The route that the configuration asks for; without PIECEWISE keys nothing is traced or split.
 

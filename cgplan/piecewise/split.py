@@ -37,7 +37,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # where a trace may take functions f
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """One part of a split forward.
 

@@ -6,7 +6,7 @@ import copy
 import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -17,10 +17,11 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
+from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
 from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, ModelError
-from cgplan.graphs.wrapper import Args, CUDAGraphWrapper, Kwargs, Recorded
+from cgplan.graphs.wrapper import CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
@@ -46,7 +47,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
     """
 
     def __init__(
-        self, model: Callable[..., Any], config: Config, backend: GraphBackend, static_sizes: Collection[int] = ()
+        self, model: Function, config: Config, backend: GraphBackend, static_sizes: Collection[int] = ()
     ) -> None:
         if isinstance(model, PiecewiseModel):
             raise ModelError(
@@ -69,7 +70,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
-        self._traced: dict[bool, Callable[..., Any]] = {}
+        self._traced: dict[bool, Function] = {}
         for is_static in (False, True):  # of one code object Dynamo would use the dynamic trace for static sizes, too
             own = with_own_code(model)
             self._traced[is_static] = optimize(own)
@@ -201,7 +202,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
 
 def compile_piecewise(
-    model: Callable[..., Any], config: Config | Mapping[str, Any], *, backend: GraphBackend | None = None
+    model: Function, config: Config | Mapping[str, Any], *, backend: GraphBackend | None = None
 ) -> PiecewiseModel:
     """A model that is split at ``compilation.splitting_ops`` when it is first captured.
 
@@ -247,7 +248,7 @@ def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
     splitter.compiled.clear()
 
 
-def with_own_code(model: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_code(model: Function) -> Function:
     """A function that calls the model, with a code object of its own: Dynamo keeps its traces there, and after some
     sessions on one code object would refuse to trace it again.
     """

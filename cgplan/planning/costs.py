@@ -20,7 +20,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeyCost:
     """The cost that one key adds when it is captured after those before it.
 
@@ -65,9 +65,11 @@ class GraphCosts(ABC):
 
     Attributes:
         source, estimated, notes, workspace_bytes: As in the predictions.
+        config: Its inputs are what static buffers hold.
         once_seconds: Time that the first capture takes longer than a second one would: tracing, loading kernels.
     """
 
+    config: Config
     source: str
     estimated: bool
     notes: tuple[str, ...] = ()
@@ -81,9 +83,9 @@ class GraphCosts(ABC):
         Nondecreasing in the size. The graphs of several modes share one pool, so it has the largest of their bytes.
         """
 
-    @abstractmethod
     def static_bytes(self, num_tokens: int) -> int:
         """Bytes of the static buffers, where ``num_tokens`` is the largest capture size; exact."""
+        return static_bytes(self.config, num_tokens)
 
     @abstractmethod
     def driver_bytes(self, key: Key) -> int:
@@ -117,7 +119,7 @@ def static_bytes(config: Config, num_tokens: int) -> int:
     The arithmetic of ``buffers.static.StaticBuffers``, without allocating them.
     """
     reqs, total = min(num_tokens, config.scheduler.max_num_seqs), 0
-    for spec in (*config.inputs.values(), *config.metadata.values()):
+    for spec in config.tensors.values():
         bits = re.search(r"\d+", spec.dtype)  # the first number in a dtype's name; bool has none
         itemsize = int(bits[0]) // 8 if bits else 1
         total += itemsize * prod(dim.size(num_tokens, reqs) for dim in spec.dims)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from cgplan.errors import InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.plan import Lane, Plan
+from cgplan.units import grouped
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -54,11 +55,10 @@ class CudagraphDispatcher:
         self.plan = plan
         # Keys by lane, lanes in the order in which they are asked. FULL graphs of a plan are either all of uniform
         # decode or all of mixed batches.
-        self._lanes: dict[Lane, list[Answer]] = {}
-        for key in sorted(
+        ordered = sorted(
             plan.keys, key=lambda k: (k[0] is not CUDAGraphMode.FULL, k[1].num_active_loras, k[1].num_tokens)
-        ):
-            self._lanes.setdefault(Lane.of(*key), []).append(key)
+        )
+        self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._cases = range(max((*plan.lora_cases, 0)) + 1)
         self._restricted: dict[tuple[bool, int, bool, bool], _Row] = {}
         self._eager = _Row()

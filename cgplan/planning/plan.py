@@ -14,6 +14,7 @@ from cgplan.config.values import Mode as Mode
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import Predicted, Record
+from cgplan.units import grouped
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
@@ -147,10 +148,8 @@ class Plan(Record):
 
     def lanes(self) -> dict[Lane, tuple[int, ...]]:
         """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first key."""
-        found: dict[Lane, set[int]] = {}
-        for mode, d in self.keys:
-            found.setdefault(Lane.of(mode, d), set()).add(d.num_tokens)
-        return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
+        found = grouped((Lane.of(*key), key[1].num_tokens) for key in self.keys)
+        return {lane: tuple(sorted(set(sizes))) for lane, sizes in found.items()}
 
     def __str__(self) -> str:
         """A line for each lane, with its sizes in tokens."""

@@ -9,9 +9,10 @@ from itertools import accumulate
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.costs import GraphCosts, static_bytes
+from cgplan.planning.costs import GraphCosts
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.measured import interpolate, stand_in_notes
+from cgplan.units import grouped
 
 # One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a decoder layer's
 # kernels take to capture and to launch in a warm-up, each divided by their number. Operators stand in for nodes.
@@ -23,7 +24,7 @@ WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace on that GPU; about 8 MiB 
 _GRID = 1.25  # pools are worked out for sizes this factor apart, and interpolated between them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recording:
     """The allocations of one key's capture.
 
@@ -96,10 +97,9 @@ class EstimatedCosts(GraphCosts):
     workspace_bytes = WORKSPACE_BYTES
 
     def __init__(self, recordings: Sequence[Recording], config: Config, note: str = "") -> None:
-        self._config = config
-        self._lanes: dict[tuple[CUDAGraphMode, bool], list[Recording]] = {}
-        for recording in sorted(recordings, key=lambda r: r.num_tokens):
-            self._lanes.setdefault((recording.mode, recording.has_lora), []).append(recording)
+        self.config = config
+        ascending = sorted(recordings, key=lambda r: r.num_tokens)
+        self._lanes = grouped(((recording.mode, recording.has_lora), recording) for recording in ascending)
         self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
         self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
@@ -109,14 +109,11 @@ class EstimatedCosts(GraphCosts):
         lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
         return max((self._pool_bytes(lane, num_tokens) for lane in lanes), default=0)
 
-    def static_bytes(self, num_tokens: int) -> int:
-        return static_bytes(self._config, num_tokens)
-
     def driver_bytes(self, key: Key) -> int:
         return round(self._operators(key) * NODE_BYTES)
 
     def seconds(self, key: Key) -> float:
-        warmups = self._config.compilation.cudagraph_num_of_warmups
+        warmups = self.config.compilation.cudagraph_num_of_warmups
         return self._operators(key) * (CAPTURE_SECONDS + warmups * WARMUP_SECONDS)
 
     def _operators(self, key: Key) -> float:

@@ -12,9 +12,10 @@ from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.build import lora_cases, resolve_mode
-from cgplan.planning.costs import GraphCosts, static_bytes
+from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Plan
 from cgplan.pricing.allocator import unit_of
+from cgplan.units import grouped
 
 _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
@@ -35,7 +36,7 @@ def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]])
                 yield f"there are no figures of {mode} graphs {which} adapters: they are priced as those {instead}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CaseCost:
     """The saving of a plan without one of its LoRA cases, whose batches then take the next larger one.
 
@@ -78,7 +79,7 @@ def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
     return low + (high - low) * (at - left) / (right - left)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MeasuredKey:
     """The cost of one captured key, as ``KeyCost``."""
 
@@ -116,7 +117,7 @@ class MeasuredCosts(GraphCosts):
         notes: Iterable[str] = (),
     ) -> None:
         self.source = source
-        self._config = config
+        self.config = config
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
@@ -151,7 +152,7 @@ class MeasuredCosts(GraphCosts):
         for record in records:
             pool += record.pool_growth
             pools[record.mode] = ((0, 0), (max(r.descriptor.num_tokens for r in by_mode[record.mode]), pool))
-        first = [r.warmup_seconds + r.capture_seconds for r in by_mode[records[0].mode][:2]]
+        first = [r.seconds for r in by_mode[records[0].mode][:2]]
         once = max(first[0] - first[-1], 0.0)  # how much longer the first key took than the next one of its mode
         keys = [
             MeasuredKey(
@@ -159,7 +160,7 @@ class MeasuredCosts(GraphCosts):
                 num_active_loras=r.descriptor.num_active_loras,
                 num_tokens=r.descriptor.num_tokens,
                 driver_bytes=per_node[r.mode] * (r.nodes or 1),
-                seconds=r.warmup_seconds + r.capture_seconds - (0.0 if index else once),
+                seconds=r.seconds - (0.0 if index else once),
             )
             for index, r in enumerate(records)
         ]
@@ -188,9 +189,6 @@ class MeasuredCosts(GraphCosts):
         nbytes = math.ceil(max(interpolate(points, num_tokens), share) / unit) * unit
         return nbytes if above is None else min(nbytes, above[1])
 
-    def static_bytes(self, num_tokens: int) -> int:
-        return static_bytes(self._config, num_tokens)
-
     def driver_bytes(self, key: Key) -> int:
         """On average, because the driver takes memory in chunks."""
         return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
@@ -210,8 +208,7 @@ class MeasuredCosts(GraphCosts):
         if itself := [value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name]:
             return sum(itself) / len(itself)
         alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
-        by_size: dict[int, list[float]] = {}
-        for measured in alike or [k for k in self._keys if k.mode is mode] or self._keys:
-            by_size.setdefault(measured.num_tokens, []).append(value(measured))
+        alike = alike or [k for k in self._keys if k.mode is mode] or [*self._keys]
+        by_size = grouped((measured.num_tokens, value(measured)) for measured in alike)
         points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
         return max(interpolate(points, descriptor.num_tokens), min(least for _, least in points)) if points else 0.0

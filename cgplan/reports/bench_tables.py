@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from cgplan.reports.capture_tables import environment_rows, rank_table
-from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
+from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, facts, render, sentences, stacked, titled
 from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, BenchReport, DoctorReport, Environment
-from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds
+from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds, grouped
 
 
 @render.register
@@ -54,12 +54,9 @@ def _latencies(report: BenchReport) -> RenderableType:
     return Grid(
         report.records,
         Column("tokens", "num_tokens"),
-        Column("runs as", lambda r: f"{r.mode} {r.descriptor.num_tokens}" if r.graph else "eager", left=True),
+        TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.num_tokens}" if r.graph else "eager"),
         Column("padded\nrows", "padded_rows"),
-        Column("eager\nmedian", "eager.median", _short),
-        Column("eager\np99", "eager.p99", _short),
-        Column("graph\nmedian", "graph.median", _short),
-        Column("graph\np99", "graph.p99", _short),
+        *(Column(f"{way}\n{at}", f"{way}.{at}", _short) for way in ("eager", "graph") for at in ("median", "p99")),
         Column("replay\nmedian", "replay.median", _short),
         Column("speed-\nup", "speedup", format_ratio),
         Column("host\neager", "eager_host.median", _short),
@@ -75,10 +72,11 @@ def _queued(report: BenchReport) -> RenderableType | None:
     table = Grid(
         rows,
         Column("tokens", "num_tokens"),
-        Column("graph median", "graph_queued.median", _short),
-        Column("graph p99", "graph_queued.p99", _short),
-        Column("replay median", "replay_queued.median", _short),
-        Column("replay p99", "replay_queued.p99", _short),
+        *(
+            Column(f"{way} {at}", f"{way}_queued.{at}", _short)
+            for way in ("graph", "replay")
+            for at in ("median", "p99")
+        ),
         Column(
             "graph / replay",
             lambda r: r.graph_queued and r.replay_queued and r.graph_queued.median / r.replay_queued.median,
@@ -108,10 +106,10 @@ def _against_baselines(measured: BaselinesRecord, environment: Environment) -> l
     )  # fmt: skip
     ready = Grid(
         measured.ways,
-        Column("way", "name", left=True),
+        TextColumn("way", "name"),
         Column("ready in", "ready_seconds", format_seconds),
         Column("memory", "memory_bytes", format_bytes),
-        Column("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or "", left=True),
+        TextColumn("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or ""),
     )
 
     def ratio(name: str, record: BaselineRecord) -> float | None:
@@ -120,7 +118,7 @@ def _against_baselines(measured: BaselinesRecord, environment: Environment) -> l
 
     times = Grid(
         measured.records,
-        Column("way", "name", left=True),
+        TextColumn("way", "name"),
         Column("tokens", "num_tokens"),
         *(
             column
@@ -134,10 +132,7 @@ def _against_baselines(measured: BaselinesRecord, environment: Environment) -> l
         Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
         gap=1,
     )
-    sizes: dict[tuple[str, str], list[int]] = {}
-    for record in measured.records:
-        if record.not_comparable is not None:
-            sizes.setdefault((record.name, record.not_comparable), []).append(record.num_tokens)
+    sizes = grouped(((r.name, r.not_comparable), r.num_tokens) for r in measured.records if r.not_comparable)
     reasons = [(f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()]
     return [
         head,
@@ -159,7 +154,7 @@ def _doctor(report: DoctorReport) -> RenderableType:
         return stacked(head, sentences("Nothing is captured: all of a step runs outside of graphs."))
     table = Grid(
         report.rows,
-        Column("key", "lane", left=True),
+        TextColumn("key", "lane"),
         Column("tokens", "descriptor.num_tokens"),
         Column("eager", "eager_us", format_microseconds),
         Column("step", "step_us", format_microseconds),

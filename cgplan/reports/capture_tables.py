@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
-from cgplan.reports.layout import Column, Grid, describe_sizes, facts, render, sentences, stacked, titled
+from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, facts, render, sentences, stacked, titled
 from cgplan.reports.plan_tables import head_rows
-from cgplan.reports.records import BudgetRecord, CaptureReport, Environment, RankRecord, SplitRecord, StopRecord
-from cgplan.units import counted, format_bytes, format_seconds
+from cgplan.reports.records import BudgetRecord, CaptureReport, Environment, RankRecord, SplitRecord
+from cgplan.units import counted, format_bytes, format_seconds, grouped
 
 MOST_STOPS = 3
 
@@ -71,7 +71,7 @@ def _graphs(report: CaptureReport) -> RenderableType:
     records, has_driver = report.records, report.driver_bytes is not None
     return Grid(
         records,
-        Column("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode, left=True),
+        TextColumn("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode),
         Column("num_tokens", "descriptor.num_tokens"),
         Column("num_reqs", "descriptor.num_reqs"),
         Column("LoRA", "descriptor.num_active_loras") if any(r.descriptor.has_lora for r in records) else None,
@@ -120,9 +120,9 @@ def _state(report: CaptureReport) -> RenderableType | None:
     words = {"new": "new: stays", "not kept": "written, not put back"}
     table = Grid(
         left,
-        Column("state", "path", left=True),
+        TextColumn("state", "path"),
         Column("size", "nbytes", format_bytes),
-        Column("after the capture", lambda place: words[place.kept], left=True),
+        TextColumn("after the capture", lambda place: words[place.kept]),
     )
     rest = [place.nbytes for place in report.state if place.is_put_back]
     put_back = f"put back besides: {counted(len(rest), 'place')}, {format_bytes(sum(rest))}"
@@ -135,14 +135,14 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
         return ()
     table = Grid(
         zip(report.records, predicted.keys, strict=True),
-        Column("key", "0.lane", left=True),
+        TextColumn("key", "0.lane"),
         Column("tokens", "0.descriptor.num_tokens"),
         Column("pool\npredicted", "1.pool_bytes", format_bytes),
         Column("measured", "0.pool_growth", format_bytes),
         Column("driver\npredicted", "1.driver_bytes", format_bytes) if has_driver else None,
         Column("measured", "0.driver_bytes", format_bytes) if has_driver else None,
         Column("time\npredicted", "1.seconds", format_seconds),
-        Column("measured", lambda row: row[0].warmup_seconds + row[0].capture_seconds, format_seconds),
+        Column("measured", "0.seconds", format_seconds),
     )
     parts = [
         ("static buffers", predicted.static_bytes, report.static_bytes),
@@ -212,8 +212,8 @@ def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
     )
     return Grid(
         [*ranks, together],
-        Column("rank", "rank", left=True),
-        Column("all-reduce", "all_reduce", left=True),
+        TextColumn("rank", "rank"),
+        TextColumn("all-reduce", "all_reduce"),
         *(Column(name, name) for name in ("rows", "buffers", "bases")),
         Column("mapped", "mapped_bytes", format_bytes),
         Column("registration", "registration_seconds", format_seconds),
@@ -245,9 +245,7 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
             rule = "" if fits else "known before not to fit; of those that fit, "
             rule += "max_graphs keeps the keys that pad least"
         rows.append(("left out", f"{_by_lane(budget.left_out)}: {rule}"))
-    by_key: dict[tuple[str, Key], list[StopRecord]] = {}
-    for stop in budget.stops:
-        by_key.setdefault((stop.limit, stop.key), []).append(stop)
+    by_key = grouped(((stop.limit, stop.key), stop) for stop in budget.stops)
     for stops in list(by_key.values())[:MOST_STOPS]:
         first, ranks = stops[0], dict.fromkeys(str(stop.rank) for stop in stops)
         where = "" if first.rank is None else f" of rank {', '.join(ranks)}"
@@ -264,8 +262,6 @@ def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
 
 def _by_lane(keys: Sequence[Key]) -> str:
     """``9 keys (FULL uniform: 8 to 64 by 8; PIECEWISE: 64)``."""
-    lanes: dict[str, list[int]] = {}
-    for key in keys:
-        lanes.setdefault(str(Lane.of(*key)), []).append(key[1].num_tokens)
+    lanes = grouped((Lane.of(*key), key[1].num_tokens) for key in keys)
     listed = "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
     return f"{counted(len(keys), 'key')} ({listed})"

@@ -53,12 +53,12 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column:
     title: str  # may have several lines
     value: str | Callable[[Any], Any]  # dotted path of attributes and indices, or a function of the row; None: a dash
     format: Callable[[Any], str] = str
-    left: bool = False  # text, which may go on in the next line; numbers stand right, in one line
+    left = False  # text, which may go on in the next line; numbers stand right, in one line
 
     def cell(self, row: Any) -> str:
         if callable(self.value):
@@ -69,6 +69,10 @@ class Column:
                 if value is not None:
                     value = value[int(name)] if name.isdigit() else getattr(value, name)
         return "-" if value is None else self.format(value)
+
+
+class TextColumn(Column):
+    left = True
 
 
 class Grid:
@@ -138,7 +142,7 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
     return Group(*[line for part in shown for line in (part, Text())][:-1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawing:
     """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
 
@@ -154,4 +158,4 @@ def sentences(*lines: str) -> RenderableType:
 
 def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:
     """A table of rows by column name; the first row has all columns, and those in ``left`` hold text."""
-    return Grid(rows, *(Column(name, methodcaller("get", name), left=name in left) for name in rows[0]))
+    return Grid(rows, *((TextColumn if n in left else Column)(n, methodcaller("get", n)) for n in rows[0]))

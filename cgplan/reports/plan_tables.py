@@ -21,9 +21,9 @@ from cgplan.reports.layout import (
     Column,
     Drawing,
     Grid,
+    TextColumn,
     describe_sizes,
     facts,
-    filled,
     render,
     sentences,
     stacked,
@@ -31,10 +31,9 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.plots import Bar, ParetoPlot, padding_text, pareto_text
 from cgplan.reports.records import ReplanReport, Way
-from cgplan.units import format_bytes, format_microseconds, format_seconds
+from cgplan.units import format_bytes, format_microseconds, format_seconds, grouped
 
 if TYPE_CHECKING:
-    from cgplan.planning.costs import KeyCost
     from cgplan.pricing.measured import CaseCost
 
 MOST_PADDING_ROWS = 12
@@ -51,8 +50,8 @@ _WAYS: dict[Way, str] = {
     "new generation": "all captured again: the new graphs need a larger or a much smaller pool",
     "new buffers": "all captured again, into new static buffers, too: the largest size grew",
 }
-_LANE, _WHY = Column("lane", "lane", left=True), Column("why", "reason", left=True)
-_SIZES = Column("sizes", "sizes", describe_sizes, left=True)
+_LANE, _WHY = TextColumn("lane", "lane"), TextColumn("why", "reason")
+_SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _GRAPHS, _STEP = Column("graphs", "graphs"), Column("expected step", "expected_us", format_microseconds)
 _MEMORY, _START_UP = Column("memory", "bytes", format_bytes), Column("start-up", "seconds", format_seconds)
 
@@ -126,15 +125,14 @@ def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def lane_table(plan: Plan) -> RenderableType:
     """Predicted cost of the keys of each lane, for a plan that has predictions."""
-    costs: dict[Lane, list[KeyCost]] = {}
-    for key, cost in zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True):
-        costs.setdefault(Lane.of(*key), []).append(cost)
+    pairs = zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True)
+    costs = grouped((Lane.of(*key), cost) for key, cost in pairs)
     sizes = plan.lanes()
     table = Grid(
         costs.items(),
-        Column("lane", "0", left=True),
+        TextColumn("lane", "0"),
         Column("graphs", lambda row: len(row[1])),
-        Column("sizes", lambda row: sizes[row[0]], describe_sizes, left=True),
+        TextColumn("sizes", lambda row: sizes[row[0]], describe_sizes),
         Column("pool", lambda row: sum(cost.pool_bytes for cost in row[1]), format_bytes),
         Column("driver", lambda row: sum(cost.driver_bytes for cost in row[1]), format_bytes),
         Column("start-up", lambda row: sum(cost.seconds for cost in row[1]), format_seconds),
@@ -152,7 +150,7 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
     words = "what the plan would save without that case alone; cases share the pool"
     if any(case.bytes is None for case in cases):
         words = "memory and start-up are not known: give --costs FILE, --costs estimate or --costs measure"
-    table = Grid(cases, Column("active adapters", adapters, left=True), _GRAPHS, _MEMORY, _START_UP)
+    table = Grid(cases, TextColumn("active adapters", adapters), _GRAPHS, _MEMORY, _START_UP)
     return titled("What each LoRA case adds", table, sentences(words))
 
 
@@ -161,9 +159,7 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
 
 def _padding(plan: Plan) -> RenderableType:
     """One table for all lanes that have the same sizes."""
-    alike: dict[tuple[int, ...], list[Lane]] = {}
-    for lane, sizes in plan.lanes().items():
-        alike.setdefault(sizes, []).append(lane)
+    alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
     beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
     tables = []
     for sizes, lanes in alike.items():
@@ -191,8 +187,8 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
         rows.append((span, to, most))
     return Grid(
         [*rows, (f"above {captured[-1]}", beyond, None)],
-        Column("batch of (tokens)", "0", left=True),
-        Column("is padded to", "1", left=True),
+        TextColumn("batch of (tokens)", "0"),
+        TextColumn("is padded to", "1"),
         Column("padding rows at most", "2"),
     )
 
@@ -227,7 +223,7 @@ def _evidence(evidence: Evidence) -> RenderableType:
         title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
         parts.append(titled(title, Drawing(partial(padding_text, padding_bars(evidence)))))
     if evidence.not_worth:
-        spans = Column("sizes", lambda part: f"{part.first} to {part.last}", left=True)
+        spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
         parts.append(titled("Sizes not worth a graph", Grid(evidence.not_worth, _LANE, spans, _WHY)))
     return stacked(*parts)
 
@@ -291,13 +287,13 @@ def _ladders(evidence: Evidence) -> RenderableType:
 
     return Grid(
         [plan, *evidence.ladders],
-        Column("ladder", "name", left=True),
+        TextColumn("ladder", "name"),
         *(_GRAPHS, _STEP, _MEMORY, _START_UP),
         Column("padding", "padding", "{:.1%}".format),
         Column("unused", "unused"),
         Column("equal", "equal.graphs"),
         Column("within 0.1%", "alike.graphs"),
-        Column("gain", gain, left=True),
+        TextColumn("gain", gain),
     )
 
 
@@ -312,8 +308,8 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
     lanes = Grid(
         difference.changed_lanes,
         _LANE,
-        Column("added", lambda part: part.added or None, describe_sizes, left=True),
-        Column("removed", lambda part: part.removed or None, describe_sizes, left=True),
+        TextColumn("added", lambda part: part.added or None, describe_sizes),
+        TextColumn("removed", lambda part: part.removed or None, describe_sizes),
         Column("kept", lambda part: len(part.kept)),
     )
     figures = [
@@ -325,7 +321,7 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
     return stacked(
         facts(f"{old} -> {new}", [*settings, *failed, *notes]),
         lanes if difference.changed_lanes else Text("No graph is added or removed."),
-        filled(figures, left=("",)),
+        Grid(figures, TextColumn("", "0"), *map(Column, ("old", "new", "change", "share"), "1234")),
     )
 
 
@@ -337,14 +333,14 @@ def _both(change: FieldChange) -> str:
     return f"{old} -> {new}"
 
 
-def _figure(name: str, figure: Figure, text: Callable[[float], str]) -> dict[str, str | None]:
+def _figure(name: str, figure: Figure, text: Callable[[float], str]) -> tuple[str | None, ...]:
     old, new = (None if value is None else text(value) for value in (figure.old, figure.new))
     change = share = None
     if figure.change is not None:
         sign = "+" if figure.change > 0 else "-" if figure.change else ""
         change = sign + text(abs(figure.change))
         share = f"{figure.change / figure.old:+.1%}" if figure.old else None
-    return {"": name, "old": old, "new": new, "change": change, "share": share}
+    return name, old, new, change, share
 
 
 @render.register

@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import OutputPathError
-from cgplan.units import counted, format_microseconds
+from cgplan.units import counted, format_microseconds, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,9 +134,9 @@ def picture(path: Path, pareto: ParetoPlot | None, bars: Sequence[Bar]) -> bytes
 def _draw_pareto(axes: Axes, plot: ParetoPlot) -> None:
     every_x, every_y = zip(*plot.curve, strict=True)
     axes.step(every_x, every_y, where="post", marker=".", label="best with so many graphs")
-    together: dict[tuple[int, float], list[str]] = {}
-    for name, graphs, microseconds in plot.points:  # a dot would hide another one below it
-        together.setdefault((graphs, microseconds), []).append(name)
+    together = grouped(
+        ((graphs, time), name) for name, graphs, time in plot.points
+    )  # a dot would hide another one below it
     for (graphs, microseconds), names in together.items():
         axes.plot([graphs], [microseconds], "o", label=f"{', '.join(names)} ({graphs})")
     axes.set_xscale("symlog", linthresh=10)

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from cgplan.config.load import read_text
+from cgplan.config.messages import first_problem
 from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import Key
 from cgplan.planning import Plan
@@ -83,6 +84,10 @@ class GraphRecord(KeyRecord):
     segment_nodes: tuple[int, ...] = ()  # of each graph, in order; empty where they could not be counted
     compile_seconds: float = 0.0  # the part of the warm-ups in which torch.compile traced and compiled
     cached: int = 0  # compilations that torch's caches on disk answered
+
+    @property
+    def seconds(self) -> float:
+        return self.warmup_seconds + self.capture_seconds
 
 
 class StopRecord(KeyRecord):
@@ -404,6 +409,4 @@ def parse_report(text: str, path: str | Path) -> Report:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        wrong = ": ".join(map(str, (*first["loc"], first["msg"])))
-        raise ReportError(f"{path}: damaged report: {wrong}", remedy=_REMEDY) from None
+        raise ReportError(f"{path}: damaged report: {first_problem(error)}", remedy=_REMEDY) from None

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.captures.captured_keys import CaptureProgress
+from cgplan.captures.captured_keys import Progress
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool, check_pools
 from cgplan.planning import Plan, build_plan
-from cgplan.reports.layout import filled, plain_text
+from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
@@ -22,7 +22,7 @@ from cgplan.runner.stats import RunnerStats
 from cgplan.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PoolReport:
     """The cost of the members of one pool together; it prints as a table.
 
@@ -54,20 +54,18 @@ class PoolReport:
         return self.pool_bytes + self.static_bytes + self.outside_bytes
 
     def __str__(self) -> str:
-        rows: list[dict[str, object]] = [
-            {
-                "part": name,
-                "graphs": len(report.records),
-                "pool grew by": format_bytes(sum(record.pool_growth for record in report.records)),
-                "static": format_bytes(report.static_bytes),
-                "workspaces": format_bytes(report.workspace_bytes),
-                "driver": format_bytes(report.driver_bytes),
-                "seconds": f"{report.session_seconds:.2f}",
-            }
-            for name, report in self.parts.items()
-        ]
+        table = Grid(
+            self.parts.items(),
+            TextColumn("part", "0"),
+            Column("graphs", lambda row: len(row[1].records)),
+            Column("pool grew by", lambda row: sum(r.pool_growth for r in row[1].records), format_bytes),
+            Column("static", "1.static_bytes", format_bytes),
+            Column("workspaces", "1.workspace_bytes", format_bytes),
+            Column("driver", "1.driver_bytes", format_bytes),
+            Column("seconds", "1.session_seconds", "{:.2f}".format),
+        )
         total = f"{self.graphs} graphs in one pool of {format_bytes(self.pool_bytes)}; {format_bytes(self.total_bytes)}"
-        return f"{plain_text(filled(rows, left=('part',)))}\n\n{total} in all"
+        return f"{plain_text(table)}\n\n{total} in all"
 
 
 class CudaGraphManager:
@@ -100,7 +98,7 @@ class CudaGraphManager:
         pool: GraphPool | None = None,
         plan: Plan | None = None,
         name: str = "model",
-        progress: Callable[[CaptureProgress], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if backend is None:
             backend = pool.backend if pool is not None else select_backend(config.device)

@@ -20,7 +20,7 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoutedBatch:
     """Where a batch goes.
 

@@ -69,7 +69,7 @@ class GraphRunner:
         graphed = live.graphed
         self.stats = RunnerStats(graphed.plan)
         self._capture_plan, self._use, self._name = capture, use, name
-        self._reader = BatchReader({**graphed.config.inputs, **graphed.config.metadata}, graphed.backend.device)
+        self._reader = BatchReader(graphed.config.tensors, graphed.backend.device)
         names = self._reader.names
         self._num_inputs = len(names)
         self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
@@ -204,9 +204,8 @@ class GraphRunner:
             self._use.release()
 
     def _prepare(
-        self, inputs: Mapping[str, Any], uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
+        self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
     ) -> tuple[PreparedCall, Values]:
-        flags = uniform_decode, num_active_loras, invalid_modes
         route, demand = self.route(inputs, *flags), self._demand
         values: Values = self._pick(inputs)
         if demand.may_capture(route):

@@ -8,7 +8,7 @@ from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.budget import fitting
-from cgplan.captures.captured_keys import CapturedKeys, CaptureProgress
+from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.together import ALONE, Together
@@ -42,7 +42,7 @@ class CaptureSession:
         backend: GraphBackend,
         config: Config,
         *,
-        progress: Callable[[CaptureProgress], None] | None = None,
+        progress: Progress | None = None,
         pool: GraphPool | None = None,
         name: str = "runner",
         together: Together = ALONE,

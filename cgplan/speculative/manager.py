@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend
-from cgplan.captures.captured_keys import CaptureProgress
+from cgplan.captures.captured_keys import Progress
 from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
 from cgplan.graphs.pools import GraphPool
@@ -135,7 +135,7 @@ class SpecDecodeGraphManager:
         *,
         draft_tokens: Sequence[int] | None = None,
         pool: GraphPool | None = None,
-        progress: Callable[[CaptureProgress], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._target = paged = PagedModel.of(target)
         drafting = PagedModel.of(draft)

@@ -37,7 +37,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 PREVIOUS, LAST, CONTEXT, BLOCKS = range(4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagedModel:
     """A language model over a paged KV cache.
 

@@ -10,13 +10,13 @@ from cgplan.config import Config, Input, ModelConfig
 from cgplan.errors import ConfigError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
-from cgplan.reports.layout import describe_sizes, filled, plain_text
+from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 
 INPUTS = ("input_ids", "positions")
 METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SpecPlan:
     """The graphs of speculative decoding, in parts that capture into one pool.
 
@@ -42,17 +42,15 @@ class SpecPlan:
         return tuple((name, *key) for name, plan in self.parts.items() for key in plan.keys)
 
     def __str__(self) -> str:
-        rows: list[dict[str, object]] = [
-            {
-                "part": name,
-                "mode": plan.mode,
-                "tokens a request": plan.query_len if name.startswith("verify") else None,
-                "graphs": len(plan.keys),
-                "sizes": describe_sizes(plan.capture_sizes),
-            }
-            for name, plan in self.parts.items()
-        ]
-        return f"{plain_text(filled(rows, left=('part', 'mode', 'sizes')))}\n\n{len(self.keys)} graphs in one pool"
+        table = Grid(
+            self.parts.items(),
+            TextColumn("part", "0"),
+            TextColumn("mode", "1.mode"),
+            Column("tokens a request", lambda row: row[1].query_len if row[0].startswith("verify") else None),
+            Column("graphs", lambda row: len(row[1].keys)),
+            TextColumn("sizes", "1.capture_sizes", describe_sizes),
+        )
+        return f"{plain_text(table)}\n\n{len(self.keys)} graphs in one pool"
 
 
 def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) -> SpecPlan:

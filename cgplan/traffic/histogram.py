@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from cgplan.config.messages import first_problem
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
@@ -71,10 +72,8 @@ class Traffic(Record):
         try:
             read = cls.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            problem = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
             remedy = "Give a file that cgplan saved, as it was saved."
-            raise TrafficError(f"not saved traffic: {problem}", remedy=remedy) from None
+            raise TrafficError(f"not saved traffic: {first_problem(error)}", remedy=remedy) from None
         return cls.of(read.histogram, read.source, read.notes)
 
     @property

@@ -46,7 +46,7 @@ class RequestTrace(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerBounds:
     """Bounds of a step.
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from cgplan.config import load
+from cgplan.config.messages import first_problem
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
@@ -195,12 +196,8 @@ class StepTimes(Record):
         try:
             found = _SAVED.validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where, problem = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-            raise StepTimeError(
-                f"{path}: neither a bench report nor step times: {': '.join(filter(None, (where, problem)))}",
-                remedy=REMEDY,
-            ) from None
+            problem = first_problem(error)
+            raise StepTimeError(f"{path}: neither a bench report nor step times: {problem}", remedy=REMEDY) from None
         if isinstance(found, StepTimes):
             return found
         return cls.measured(_longest(found.runs()), ", ".join(filter(None, (str(path), found.device))))

@@ -16,13 +16,14 @@ from devices import WithStreams
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Config, Input, validate_config
 from cgplan.errors import CgplanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runner.manager import CudaGraphManager, GraphPool, capture_together
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 POLICIES = ("shared", "per_mode", "per_graph")

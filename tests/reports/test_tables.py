@@ -12,7 +12,7 @@ from saved import golden_report
 from cgplan.config import Config
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import CaptureReport, StateRecord, Timing, render, render_text
-from cgplan.reports.layout import Column, Grid, describe_sizes, plain_text
+from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 
 
 def make_plan(**sections: Any) -> Plan:
@@ -48,7 +48,7 @@ def test_describe_sizes() -> None:
 
 
 WORDS = [("first", 10**6, "several words that go on"), ("second", None, "one")]
-TABLE = Grid(WORDS, Column("name", "0", left=True), Column("start-up time", "1"), Column("note", "2", left=True))
+TABLE = Grid(WORDS, TextColumn("name", "0"), Column("start-up time", "1"), TextColumn("note", "2"))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_table_breaks_headings_first_then_texts_and_never_a_word(width: int, l
 
 def test_a_word_that_is_longer_than_the_table_runs_over_in_its_row_alone() -> None:
     path = "/models/" + "a" * 40
-    table = Grid([("short", "x", "one"), ("long", path, "two")], *(Column(str(i), str(i), left=True) for i in range(3)))
+    table = Grid([("short", "x", "one"), ("long", path, "two")], *(TextColumn(str(i), str(i)) for i in range(3)))
     assert plain_text(table, 50).splitlines()[2] == f"short {'x':<40} one"
     assert path in plain_text(table, 50).split()
 

@@ -17,6 +17,7 @@ import cgplan
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import forward_context, get_forward_context
 from cgplan.backends.tape import TapeBackend
+from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.config import Input, validate_config
 from cgplan.errors import (
     AddressError,
@@ -36,7 +37,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
 from cgplan.planning.difference import fitted
 from cgplan.runner.runner import GraphRunner
-from cgplan.runner.session import CaptureProgress, CaptureSession
+from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
