@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -385,6 +386,24 @@ def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> Non
     gc.collect()
     assert back_at(backend, before)
     assert not model.first.entries
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_dropped_runner_frees_model_and_graphs_without_a_garbage_collection(backend: GraphBackend, mode: str) -> None:
+    before = reserved(backend)
+    big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
+    gc.disable()
+    try:
+        weight = torch.ones(MIB, device=backend.device)
+        runner = open_runner(
+            backend, lambda x: (x * weight).softmax(-1), {"x": big}, compilation={"cudagraph_mode": mode}
+        )
+        freed = weakref.ref(weight)
+        del runner, weight
+        assert freed() is None
+        assert back_at(backend, before)
+    finally:
+        gc.enable()
 
 
 def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBackend) -> None:
