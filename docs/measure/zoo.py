@@ -45,6 +45,7 @@ from cgplan.captures.environment import describe_environment
 from cgplan.measure.baselines import BenchBatch, Comparison, Way, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
 from cgplan.reports.records import WayRecord
+from cgplan.runner import auto
 
 TOLERANCES = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value of eager's output
 
@@ -303,6 +304,7 @@ class Zoo:
         ways = [Way(WayRecord(name=name)) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
         for bench in benches.values():
             bench.zoo = self
+        auto.time_on_padding = self.turn()(auto.time_on_padding)  # AUTO decides by times
         for way in ways:
             self.attempt(way, "capture", self.price, benches[way.record.name in BY_SIZE])
         self.caches.close()
@@ -630,7 +632,8 @@ def markdown(records):
         tables.append(("Seconds until ready, and memory", "costs", names))
     beside = (
         f" {first['jobs']} models at a time ran on each device: others compiled while one was timed, and memory is "
-        "that of torch's allocator alone."
+        "that of torch's allocator alone; AUTO times its ways in its turn, too, and its seconds "
+        "have the waits."
         if first["jobs"] > 1
         else ""
     )
@@ -750,7 +753,7 @@ def main(arguments=None):
     found = [records[name] for name in known if name in records]
     everything.write_text(json.dumps(found))
     print("\n".join(summary(found)))
-    if options.report:
+    if options.report and any("seconds" in record for record in found):
         options.report.write_text(markdown(found))
 
 
