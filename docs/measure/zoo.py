@@ -631,9 +631,9 @@ def markdown(records):
             tables.append((f"Host time at {size} rows, microseconds", (size, "host_us"), names))
         tables.append(("Seconds until ready, and memory", "costs", names))
     beside = (
-        f" {first['jobs']} models at a time ran on each device: others compiled while one was timed, and memory is "
-        "that of torch's allocator alone; AUTO times its ways in its turn, too, and its seconds "
-        "have the waits."
+        f" {first['jobs']} models at a time ran on each device: others compiled, and "
+        "inductor chose kernels, while one was timed. Memory is that of torch's allocator alone; AUTO times its ways "
+        "in its turn, too, and its seconds have the waits."
         if first["jobs"] > 1
         else ""
     )
@@ -643,7 +643,11 @@ def markdown(records):
         f"Models with random weights, each captured in every way by `docs/measure/zoo.py --scale {first['scale']} "
         f"--report docs/zoo.md`, which wrote this page. {first['device']}, {first['backend']}, torch {first['torch']}, "
         f"rows of {', '.join(map(str, first['sizes']))}, timed at {', '.join(map(str, first['timed']))}.{beside}",
-        *(["", "Shapes are those of published models, most with fewer layers."] if first["scale"] == "real" else []),
+        *(
+            ["", "Shapes are those of published models, most with fewer layers, and scans over 8 tokens."]
+            if first["scale"] == "real"
+            else []
+        ),
         "",
         "`equal`: bit for bit as the model's own code, also for a batch between the sizes, on its padding. `~`: the "
         "largest difference, within what the dtype lets expect. `part`: torch left out some of its graphs. `eager`: "
