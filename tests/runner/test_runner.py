@@ -388,18 +388,25 @@ def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> Non
     assert not model.first.entries
 
 
+class Scaled(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(MIB, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).softmax(-1)
+
+
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_dropped_runner_frees_model_and_graphs_without_a_garbage_collection(backend: GraphBackend, mode: str) -> None:
     before = reserved(backend)
     big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
     gc.disable()
     try:
-        weight = torch.ones(MIB, device=backend.device)
-        runner = open_runner(
-            backend, lambda x: (x * weight).softmax(-1), {"x": big}, compilation={"cudagraph_mode": mode}
-        )
-        freed = weakref.ref(weight)
-        del runner, weight
+        model = Scaled(backend.device)
+        runner = open_runner(backend, model, {"x": big}, compilation={"cudagraph_mode": mode})
+        freed = weakref.ref(model.weight)
+        del runner, model
         assert freed() is None
         assert back_at(backend, before)
     finally:
