@@ -14,8 +14,8 @@ from cgplan.planning import MissReason, Plan
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.runner.routing import RoutedBatch
+from cgplan.traffic.files import COLUMNS
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.vllm_log import COLUMNS
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -19,16 +19,23 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from cgplan.config import load
 from cgplan.config.schema import TrafficConfig
 from cgplan.errors import TrafficError
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, StepCounts, StepShape, Traffic
-from cgplan.traffic.rows import Form, Whole, csv_rows, first_line, json_object, jsonl_rows, short
+from cgplan.traffic.rows import Form, RuntimeMode, Whole, csv_rows, first_line, json_object, jsonl_rows, short
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
-from cgplan.traffic.vllm_log import COLUMNS, has_table, log_traffic
 
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ADD_LORA = "Add a `lora` section, such as `lora: {max_loras: 4}`."
+# Of the tables that ``--cudagraph-metrics`` writes into a log of vLLM.
+COLUMNS = ("Unpadded Tokens", "Padded Tokens", "Num Paddings", "Runtime Mode", "Count")
+_HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
+# The logger writes in front of a row, too. A row has 5 cells; one that was cut off begins with a number.
+_ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
+_MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
+_SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
@@ -73,9 +80,18 @@ class _MooncakeRow(Record):
     adapter: Whole | None = None
 
 
+class _LogRow(Record):
+    num_tokens: Annotated[int, Field(alias="Unpadded Tokens", ge=1, le=MOST_BATCHED_TOKENS)]
+    padded: Whole = Field(alias="Padded Tokens")
+    paddings: Whole = Field(alias="Num Paddings")
+    ran_as: RuntimeMode = Field(alias="Runtime Mode")
+    count: Whole = Field(alias="Count")
+
+
 HISTOGRAM = Form("a histogram", _HistogramRow)
 TRACE = Form("a request trace", _TraceRow)
 MOONCAKE = Form("a Mooncake trace", _MooncakeRow)
+VLLM_LOG = Form("a table of CUDA graph statistics", _LogRow)
 
 
 def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traffic | RequestTrace:
@@ -166,7 +182,7 @@ def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
         if "kind" in document or "batches" in document:
             return _saved(text, document, path)
         names, read, trace = list(json_object(first, f"{path}:{number}")), jsonl_rows, MOONCAKE
-    elif has_table(text):
+    elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     else:
         names, read, trace = first.split(separator), csv_rows, TRACE
@@ -246,3 +262,59 @@ def _trace(rows: Iterable[tuple[str, Any]], path: Path, plan: Plan) -> RequestTr
             empty += 1
     notes = (f"{empty} requests without a prompt were left out",) if empty else ()
     return RequestTrace(requests, f"{path.name}: {len(requests)} requests", notes)
+
+
+def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
+    """Traffic from all tables of a log.
+
+    vLLM empties its counts after each table (``CUDAGraphLogging.log`` in vllm/compilation/cuda_graph.py), so the
+    tables are added up. A row does not say whether its batch was uniform decode. Where the server's mode keeps FULL
+    graphs for uniform decode (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were uniform, and others
+    were not, up to the largest capture size. Elsewhere a batch is taken to be uniform if it could be.
+
+    Args:
+        text, path: The log; ``path`` names it in messages.
+        plan: Informs the guesses.
+
+    Raises:
+        TrafficError: a row is cut off, or holds something else than numbers and a runtime mode.
+    """
+    steps = StepCounts(plan)
+    mode: CUDAGraphMode | None = None  # of the server, as its largest size; None where the log does not tell it
+    tables = largest = told = odd = 0
+    for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
+        if _HEADER.search(line):
+            tables += 1
+        elif found := _MODE.search(line):
+            mode = CUDAGraphMode.__members__.get(found[1])
+        elif found := _SIZES.search(line):
+            largest = max(map(int, re.findall(r"\d+", found[1])), default=0)
+        elif tables and (found := _ROW.search(line)) and found[1].strip("|- "):  # not the rule below the header
+            row, uniform = _log_row(found[1], f"{path}:{number}"), None
+            if mode is not None and mode.separate_routine():
+                if row.ran_as is CUDAGraphMode.FULL:
+                    uniform = row.num_tokens % plan.query_len == 0
+                    odd += 0 if uniform else row.count
+                elif row.num_tokens <= largest:
+                    uniform = False
+            told += row.count * (uniform is not None)
+            steps.add(row.num_tokens, row.count, uniform=uniform)
+    notes = [f"{tables} tables were added up; vLLM empties its counts after each"] if tables > 1 else []
+    if told:
+        notes.append(f"the runtime mode tells uniform decode from mixed batches for {told} steps")
+    if odd:
+        notes.append(
+            f"{odd} steps ran as uniform decode with a number of tokens that is no multiple of the query length "
+            f"{plan.query_len}, and count as mixed; is speculative.num_speculative_tokens that of the server?"
+        )
+    return Traffic.of(steps.counts, f"{path.name}: vLLM log", [*notes, *steps.notes()])
+
+
+def _log_row(text: str, where: str) -> _LogRow:
+    cells = [cell.strip() for cell in text.removesuffix("|").split("|")]
+    if len(cells) != len(COLUMNS) or not text.endswith("|"):
+        raise TrafficError(
+            f"{where}: {len(cells)} cells where the table has {len(COLUMNS)} columns",
+            remedy="The line may have been cut off, or two processes wrote into it; correct or remove it.",
+        )
+    return VLLM_LOG.read(dict(zip(COLUMNS, cells, strict=True)), where)

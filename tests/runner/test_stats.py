@@ -24,10 +24,9 @@ from cgplan.planning import MissReason
 from cgplan.runner import stats as stats_module
 from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import BatchCount, RunnerStats, StatsCollector, StatsRecord
-from cgplan.traffic.files import read_traffic
+from cgplan.traffic.files import log_traffic, read_traffic
 from cgplan.traffic.histogram import StepShape as Batch
 from cgplan.traffic.histogram import Traffic
-from cgplan.traffic.vllm_log import log_traffic
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
