@@ -13,6 +13,8 @@ from torch import Tensor
 from cgplan.config import Dim, Input
 from cgplan.errors import CaptureMemoryError
 
+Tensors = Mapping[str, Tensor]
+
 
 def torch_dtype(spec: Input) -> torch.dtype:
     return getattr(torch, spec.dtype)  # type: ignore[no-any-return]

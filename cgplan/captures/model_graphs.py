@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from cgplan.backends.backend import autocast_cache
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
-from cgplan.buffers.static import StaticBuffers
+from cgplan.buffers.static import StaticBuffers, Tensors
 from cgplan.captures.failures import drop_locals, explain_failure
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
@@ -111,7 +111,7 @@ class ModelGraphs:
         self.looked_at = ""
         self.state: tuple[StateRecord, ...] = ()
         self.notes = [
-            f"{name}, a {type(item).__name__}, holds no tensor: `state` lists the objects whose tensors the model uses"
+            f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects whose tensors the model uses"
             for name, item in ({} if state is None else self.roots).items()
             if not ModelState.of({name: item}, backend.device).tensors
         ]
@@ -468,12 +468,12 @@ class ModelGraphs:
         """The tensors that the key's graph reads, by name."""
         return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
-    def run_eager(self, descriptor: BatchDescriptor, tensors: Mapping[str, Tensor]) -> Any:
+    def run_eager(self, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
         """The model's own code on these tensors; parts under torch.compile find the code that warm-ups compiled."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
-    def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Mapping[str, Tensor]) -> Any:
+    def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         self._has_captured |= self.scope.is_open
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
@@ -484,7 +484,7 @@ class ModelGraphs:
         call: Callable[..., Any],
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
     ) -> Any:
         metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
         with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from cgplan.buffers.static import Tensors
 from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import RankFailedError
@@ -97,7 +98,7 @@ class DataParallelRunner:
             raise error from failure
         return values.tolist()
 
-    def _run(self, agreed: AgreedBatch, route: RoutedBatch, inputs: Mapping[str, Tensor], is_idle: bool) -> Any:
+    def _run(self, agreed: AgreedBatch, route: RoutedBatch, inputs: Tensors, is_idle: bool) -> Any:
         """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no request."""
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
@@ -113,7 +114,7 @@ class DataParallelRunner:
         self._runner.stats.recount(self._runner.route(padded, uniform, loras), None if is_idle else route)
         return output
 
-    def _is_idle(self, inputs: Mapping[str, Tensor]) -> bool:
+    def _is_idle(self, inputs: Tensors) -> bool:
         for name, spec in self._specs.items():
             given, dim = inputs.get(name), spec.row_dim
             if given is not None and dim is not None and dim < given.dim():
@@ -129,7 +130,7 @@ def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParal
 
 
 def _padded(
-    inputs: Mapping[str, Tensor], specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
+    inputs: Tensors, specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
 ) -> dict[str, Any]:
     """Each tensor with its declared padding behind its own rows; ``have`` and ``want`` are (tokens, reqs).
 

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import forward_context
 from cgplan.buffers.compare import deviation
+from cgplan.buffers.static import Tensors
 from cgplan.captures.failures import drop_locals
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.ambient import random_state_kept
@@ -64,8 +65,8 @@ class BenchBatch:
     """
 
     size: int
-    inputs: Mapping[str, Tensor]
-    metadata: Mapping[str, Tensor]
+    inputs: Tensors
+    metadata: Tensors
     options: Mapping[str, Any]
     descriptor: BatchDescriptor
 
@@ -73,7 +74,7 @@ class BenchBatch:
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inputs, **self.metadata}
 
-    def run(self, model: Callable[..., Any], tensors: Mapping[str, Tensor] | None = None) -> Any:
+    def run(self, model: Callable[..., Any], tensors: Tensors | None = None) -> Any:
         """Call a model on the batch, or on other tensors in its place, in the forward context that it may read."""
         given = self.tensors if tensors is None else tensors
         with forward_context(CUDAGraphMode.NONE, self.descriptor, {name: given[name] for name in self.metadata}):

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cgplan.buffers.static import Tensors
 from cgplan.errors import InputError, ModelError, did_you_mean
 
 NO_SLOT = -1
@@ -24,7 +25,7 @@ class HasSlots(Protocol):
     @property
     def max_loras(self) -> int: ...
 
-    def load_lora(self, slot: int, state: Mapping[str, Tensor]) -> None:
+    def load_lora(self, slot: int, state: Tensors) -> None:
         """Copy an adapter into a slot, in place, or raise ModelError and leave the slot as it was."""
 
     def remove_lora(self, slot: int) -> None:
@@ -75,7 +76,7 @@ class Adapters:
         """Slot of each adapter, by name."""
         return dict(self._slots)
 
-    def load(self, name: str, weights: Mapping[str, Tensor], slot: int | None = None) -> int:
+    def load(self, name: str, weights: Tensors, slot: int | None = None) -> int:
         """Copy a new adapter into a slot and return the slot; absent: the first free one. ``weights`` are as
         ``Decoder.load_lora`` takes them, on any device.
 
@@ -104,7 +105,7 @@ class Adapters:
         self._slots[name] = slot
         return slot
 
-    def replace(self, name: str, weights: Mapping[str, Tensor]) -> int:
+    def replace(self, name: str, weights: Tensors) -> int:
         """Copy other weights into an adapter's slot and return it. Raises InputError for an unknown name, and
         ModelError, with the old weights in place, where the new ones do not fit.
         """
@@ -145,7 +146,7 @@ class Adapters:
         ids = [slot for slot, count in zip(slots, query_lens, strict=True) for _ in range(count)]
         return AdapterBatch(torch.tensor(ids, dtype=torch.int64, device=device), active)
 
-    def _copy(self, slot: int, weights: Mapping[str, Tensor]) -> None:
+    def _copy(self, slot: int, weights: Tensors) -> None:
         if not weights:
             raise ModelError(
                 "the adapter has no weights",

@@ -11,6 +11,7 @@ from cgplan.planning.plan import Lane, Plan
 from cgplan.units import grouped
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
+Modes = Collection[CUDAGraphMode] | None
 
 
 class MissReason(StrEnum):
@@ -76,8 +77,8 @@ class CudagraphDispatcher:
         num_tokens: int,
         uniform_decode: bool = False,
         num_active_loras: int = 0,
-        valid_modes: Collection[CUDAGraphMode] | None = None,
-        invalid_modes: Collection[CUDAGraphMode] | None = None,
+        valid_modes: Modes = None,
+        invalid_modes: Modes = None,
     ) -> Answer:
         """Runtime mode and descriptor for a batch.
 
@@ -113,8 +114,8 @@ class CudagraphDispatcher:
         num_tokens: int,
         uniform_decode: bool = False,
         num_active_loras: int = 0,
-        valid_modes: Collection[CUDAGraphMode] | None = None,
-        invalid_modes: Collection[CUDAGraphMode] | None = None,
+        valid_modes: Modes = None,
+        invalid_modes: Modes = None,
     ) -> MissReason | None:
         """Why ``dispatch`` answers this question with NONE; None if a graph serves the batch."""
         asked = (num_tokens, uniform_decode, num_active_loras)

@@ -10,7 +10,18 @@ from rich.console import Group, RenderableType
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
-from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, facts, render, sentences, stacked, titled
+from cgplan.reports.layout import (
+    Column,
+    Fact,
+    Grid,
+    TextColumn,
+    describe_sizes,
+    facts,
+    render,
+    sentences,
+    stacked,
+    titled,
+)
 from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import BudgetRecord, CaptureReport, Environment, RankRecord, SplitRecord
 from cgplan.units import counted, format_bytes, format_seconds, grouped
@@ -43,7 +54,7 @@ def _capture(report: CaptureReport) -> RenderableType:
     )
 
 
-def environment_rows(environment: Environment) -> list[tuple[str, str]]:
+def environment_rows(environment: Environment) -> list[Fact]:
     names = {"cgplan": "cgplan", "torch": "torch", "cuda": "CUDA", "driver": "driver", "python": "Python"}
     versions = [f"{name} {version}" for field, name in names.items() if (version := getattr(environment, field))]
     return [
@@ -54,7 +65,7 @@ def environment_rows(environment: Environment) -> list[tuple[str, str]]:
     ]
 
 
-def _policy(report: CaptureReport) -> Iterator[tuple[str, str]]:
+def _policy(report: CaptureReport) -> Iterator[Fact]:
     if report.capture_policy == "lazy":
         waiting = f"{report.waiting} {'is' if report.waiting == 1 else 'are'} waiting"
         yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
@@ -91,7 +102,7 @@ def _split(split: SplitRecord) -> RenderableType:
     return facts("Split", _split_rows(split))
 
 
-def _split_rows(split: SplitRecord) -> Iterator[tuple[str, str]]:
+def _split_rows(split: SplitRecord) -> Iterator[Fact]:
     yield "by", {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers")
     if split.segments is not None:
         yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
@@ -99,7 +110,7 @@ def _split_rows(split: SplitRecord) -> Iterator[tuple[str, str]]:
     yield from ((name, _repeated(counts.items())) for name, counts in sides.items() if counts)
 
 
-def _segment_rows(report: CaptureReport) -> Iterator[tuple[str, str]]:
+def _segment_rows(report: CaptureReport) -> Iterator[Fact]:
     pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
     if pieces:
         listed = _repeated((nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes))
@@ -178,7 +189,7 @@ def _without_graph(report: CaptureReport) -> Iterator[str]:
         yield f"{counted(report.waiting, 'key')} waiting for a batch: neither predicted nor measured here"
 
 
-def _totals(report: CaptureReport) -> list[tuple[str, str]]:
+def _totals(report: CaptureReport) -> list[Fact]:
     keys, graphs = len(report.records), sum(r.graphs for r in report.records)
     parts = [("pool", report.pool_bytes), ("static buffers", report.static_bytes), ("driver", report.driver_bytes)]
     if report.workspace_bytes:
@@ -223,7 +234,7 @@ def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
     )
 
 
-def budget_rows(budget: BudgetRecord) -> list[tuple[str, str]]:
+def budget_rows(budget: BudgetRecord) -> list[Fact]:
     """Limits and how much of them was used, and the keys that have no graph."""
     limits = []
     if budget.memory is not None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 TEXT_WIDTH = 100
+Fact = tuple[str, str]  # a label, and what stands beside it
 
 
 @singledispatch
@@ -121,7 +122,7 @@ class Grid:
         return titles, least, gap
 
 
-def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
+def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
     """A title over labelled lines; a line that is too long goes on under its own beginning."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)

@@ -20,6 +20,7 @@ from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import (
     Column,
     Drawing,
+    Fact,
     Grid,
     TextColumn,
     describe_sizes,
@@ -76,7 +77,7 @@ def _plan(plan: Plan) -> RenderableType:
     return stacked(head, _padding(plan) if plan.keys else None, why)
 
 
-def head_rows(plan: Plan) -> list[tuple[str, str]]:
+def head_rows(plan: Plan) -> list[Fact]:
     """The model's target, the mode or each step from the requested one to it, and the sizes with their source."""
     target = ((plan.config or {}).get("model") or {}).get("target")
     changes = [("mode", f"{change.requested} -> {change.resolved}: {change.reason}") for change in plan.changes]
@@ -101,7 +102,7 @@ def _served_by(plan: Plan) -> str:
     return f"uniform decode: {modes.get(True, mixed)}; mixed: {mixed}"
 
 
-def _predicted_rows(plan: Plan) -> list[tuple[str, str]]:
+def _predicted_rows(plan: Plan) -> list[Fact]:
     if (cost := plan.predicted) is None:
         return []
     parts = {
@@ -241,7 +242,7 @@ def padding_bars(evidence: Evidence) -> list[Bar]:
     ]
 
 
-def _evidence_rows(evidence: Evidence) -> Iterator[tuple[str, str]]:
+def _evidence_rows(evidence: Evidence) -> Iterator[Fact]:
     expected, worth = evidence.expected_us, evidence.next_graph
     yield "verdict", evidence.verdict
     yield from (("warning", text) for text in evidence.warnings)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cgplan.buffers.batch import Batch
 from cgplan.errors import DispatchMissError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+from cgplan.planning.dispatcher import Modes
 
-Modes = Collection[CUDAGraphMode] | None
 _REMEDIES = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
     MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",

@@ -23,12 +23,12 @@ from cgplan.graphs.pools import PoolUse
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.dispatcher import set_of_modes
+from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
 from cgplan.runner.replan import OnDemand
-from cgplan.runner.routing import BatchRouter, Modes, RoutedBatch
+from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
 from cgplan.traffic.histogram import Traffic

@@ -343,7 +343,7 @@ def test_state_without_tensors_is_told(backend: GraphBackend) -> None:
     inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
     options: Any = {"compilation": {"cudagraph_capture_sizes": [4]}, "device": backend.device.type}
     with closing(cgplan.capture(lambda x: x + 1, inputs, state=[Counts(backend.device), 3], **options)) as runner:
-        assert any(text.startswith("state[1], a int, holds no") for text in runner.report.warnings)
+        assert any(text.startswith("state[1] (int) holds no") for text in runner.report.warnings)
 
 
 def test_state_says_what_is_looked_at(backend: GraphBackend) -> None:
