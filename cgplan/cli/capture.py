@@ -27,13 +27,13 @@ from cgplan.distributed import (
     open_all_reduce,
     open_ranks,
 )
-from cgplan.errors import ConfigError, PlanMismatchError
+from cgplan.errors import CaptureError, ConfigError, PlanMismatchError
 from cgplan.measure.bench import bench
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import fitted, unused_settings
-from cgplan.planning.plan import budget_of
+from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import Report
 from cgplan.reports.records import check_baselines
 from cgplan.runner.auto import check_up, choose_mode
@@ -115,15 +115,25 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         with _captured_on_ranks(command, config, plan, request, load) as runner:
             yield runner
     else:
-        backend = select_backend(config.device)
-        if is_auto:
-            model = load(backend)
-            config, plan = choose_mode(config, model, backend)
+        backend, changes = select_backend(config.device), tuple[PlanChange, ...]()
+        if not is_auto:
             plan = _fitted(plan, config, backend, request)
-        else:
-            plan = _fitted(plan, config, backend, request)
-            model = load(backend)
-        yield _run(config, plan, model, backend)
+        model = load(backend)
+        if not is_auto:
+            try:
+                runner = _run(config, plan, model, backend)
+            except CaptureError as error:
+                if command != "doctor":
+                    raise
+                reason = f"the capture failed: {error.message}"
+                changes = (PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason),)
+                auto = config.compilation.model_copy(update={"cudagraph_mode": CUDAGraphMode.AUTO})
+                config = config.model_copy(update={"compilation": auto})
+        if is_auto or changes:
+            config, plan = choose_mode(config, model, backend, anyway=not is_auto)
+            plan = plan.model_copy(update={"changes": (*changes, *plan.changes)})
+            runner = _run(config, _fitted(plan, config, backend, request), model, backend)
+        yield runner
 
 
 @contextmanager

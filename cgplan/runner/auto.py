@@ -39,14 +39,20 @@ Gains = Mapping[int, float]  # eager time / graph time, by tokens
 
 
 def choose_mode(
-    config: Config, model: Callable[..., Any], backend: GraphBackend, state: Sequence[object] | None = None
+    config: Config,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    state: Sequence[object] | None = None,
+    *,
+    anyway: bool = False,
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
     FULL comes first; where it fails, the innermost module that failed runs eagerly, until the rest can be captured.
     Beside it PIECEWISE by operators and, on a GPU, inductor are captured at a few sizes, as far as
     ``budget.capture_time`` lasts and the configuration leaves open. Each is timed against eager steps; the plan ends at
-    the largest size at which the fastest brings 2%. All memory is given back, and the model is as it was.
+    the largest size at which the fastest brings 2%. All memory is given back, and the model is as it was. With
+    ``anyway`` the fastest is chosen where it brings less, too.
 
     Returns:
         The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
@@ -87,7 +93,7 @@ def choose_mode(
             name = f"PIECEWISE without {', '.join(modules)}"
             by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
             compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
-    chosen, reason = _fastest(config.compilation, gains, sizes)
+    chosen, reason = _fastest(config.compilation, gains, sizes, anyway=anyway)
     settings = ", ".join(f"{key}: {value}" for key, value in chosen.model_dump(mode="json", include=_CHOSEN).items())
     notes.append(f"AUTO: to keep this choice, write compilation: {{{settings}}}")
     config = config.model_copy(update={"compilation": chosen})
@@ -147,7 +153,11 @@ def _gains(runner: GraphRunner) -> Gains:
 
 
 def _fastest(
-    asked: CompilationConfig, gains: Mapping[str, tuple[CompilationConfig, Gains]], sizes: Sequence[int]
+    asked: CompilationConfig,
+    gains: Mapping[str, tuple[CompilationConfig, Gains]],
+    sizes: Sequence[int],
+    *,
+    anyway: bool,
 ) -> tuple[CompilationConfig, str]:
     """The settings, and why: the way with the highest gain on average, up to the last size where it is worth it."""
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
@@ -161,7 +171,7 @@ def _fastest(
     said = f"{best}, against eager steps {_figures(found)}"
     worth = max((size for size, gain in found.items() if gain >= LEAST_GAIN), default=0)
     if not worth:
-        return none, f"graphs bring less than 2%: {said}"
+        return chosen if anyway else none, f"graphs bring less than 2%: {said}"
     if worth < max(found):
         kept = tuple(size for size in sizes if size <= worth)
         chosen = chosen.model_copy(update={"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None})
