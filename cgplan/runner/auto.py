@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import statistics
@@ -30,6 +31,7 @@ from cgplan.runner.replan import REPEATS, time_on_padding
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
+logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
@@ -94,6 +96,7 @@ def choose_mode(
             by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
             compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
     chosen, reason = _fastest(config.compilation, gains, sizes, anyway=anyway)
+    logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
     settings = ", ".join(f"{key}: {value}" for key, value in chosen.model_dump(mode="json", include=_CHOSEN).items())
     notes.append(f"AUTO: to keep this choice, write compilation: {{{settings}}}")
     config = config.model_copy(update={"compilation": chosen})

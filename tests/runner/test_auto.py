@@ -1,7 +1,8 @@
-"""cudagraph_mode AUTO what is tried, and what is chosen."""
+"""cudagraph_mode AUTO: what is tried, and what is chosen."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from typing import Any
 
@@ -106,14 +107,22 @@ def test_modules_that_fail_stay_out_of_the_graphs(backend: GraphBackend, monkeyp
 
 
 @pytest.mark.parametrize(("gain", "said"), [(1.01, "graphs bring less than 2%"), (None, "no way to capture the model")])
+@pytest.mark.filterwarnings("error")
 def test_nothing_is_captured_where_it_brings_nothing(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, gain: float | None, said: str
+    backend: GraphBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gain: float | None,
+    said: str,
 ) -> None:
     model: nn.Module = ReadsTheHost() if gain is None else Net(nn.ReLU)
     as_timed(monkeypatch, *(() if gain is None else (gain, gain)))
-    with closing(open_runner(backend, model)) as runner:
+    with caplog.at_level(logging.INFO, "cgplan"), closing(open_runner(backend, model)) as runner:
         assert runner.plan.mode is NONE
-        assert said in runner.plan.changes[0].reason
+        assert f"AUTO -> NONE: {said}" in str(runner.report)
+        (line,) = caplog.messages
+        assert f"AUTO -> NONE: {said}" in line
+        assert gain is None or "1.01x at 2" in line
         x = torch.ones(2, 4, device=backend.device)
         assert runner(x=x).shape == (2, 4)
 
