@@ -32,6 +32,7 @@ from cgplan.measure.bench import bench
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import Report
@@ -91,6 +92,8 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     """A block with the runner; at its end everything that ranks share is taken down."""
     loaded = read_config(request.config, request.overrides)
     config = loaded.config
+    if request.plan is not None or has_ranks():
+        refuse_auto(config)
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
     target, kwargs = loaded.model_for(str(request.config))
     specs = (*config.inputs.values(), *config.metadata.values())
@@ -105,16 +108,11 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
         return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
 
-    is_auto = config.compilation.cudagraph_mode is CUDAGraphMode.AUTO and request.plan is None
-    if is_auto and has_ranks():
-        raise ConfigError(
-            "cudagraph_mode is AUTO, and torchrun has started several processes, which must capture the same graphs",
-            remedy="Run `cgplan doctor` on a model of one process, and write the settings that it chose into the file.",
-        )
     if has_ranks():
         with _captured_on_ranks(command, config, plan, request, load) as runner:
             yield runner
     else:
+        is_auto = config.compilation.cudagraph_mode is CUDAGraphMode.AUTO
         backend, changes = select_backend(config.device), tuple[PlanChange, ...]()
         if not is_auto:
             plan = _fitted(plan, config, backend, request)

@@ -18,6 +18,7 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.planning.build import refuse_auto
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.runner import GraphRunner
 
@@ -33,6 +34,9 @@ class CaptureSession:
         together: The sessions of other ranks, where several processes capture one model.
         state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one;
             absent: the model.
+
+    Raises:
+        ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class CaptureSession:
         together: Together = ALONE,
         state: Sequence[object] | None = None,
     ) -> None:
+        refuse_auto(config)
         self._plan, self._model, self._backend, self._config = plan, model, backend, config
         self._progress, self._pool, self._name = progress, pool, name
         self._together, self._state = together, state

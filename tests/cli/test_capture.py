@@ -182,3 +182,10 @@ def test_the_doctor_outlives_a_model_of_which_nothing_can_be_captured() -> None:
 def test_auto_says_what_it_tried_and_measured() -> None:
     found = " ".join(good("capture", *GOOD, *settings("compilation.cudagraph_mode=AUTO")).stdout.split())
     assert re.search(r"AUTO -> (NONE|FULL|PIECEWISE): .*against eager steps \S+x at", found)
+
+
+@pytest.mark.parametrize("arguments", [("plan",), ("capture", "--plan", "plan.json")], ids=["plan", "saved plan"])
+def test_what_has_to_know_the_graphs_refuses_auto(home: Path, arguments: tuple[str, ...]) -> None:
+    (home / "plan.json").write_text(saved_plan().model_dump_json())
+    message = refused(errors.ConfigError, *arguments, *GOOD, *settings("compilation.cudagraph_mode=AUTO"))
+    assert "cudagraph_mode is AUTO" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import CUDAGraphMode, GraphRunner, Input
 from cgplan.backends import GraphBackend
+from cgplan.config import validate_config
 from cgplan.runner import auto
+from cgplan.speculative.plan import plan_speculation
 
 NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -137,6 +140,31 @@ def test_a_budget_that_leaves_all_graphs_out_captures_nothing(backend: GraphBack
     with closing(open_runner(backend, Net(nn.ReLU), budget={"memory": "1B"})) as runner:
         assert runner.plan.mode is NONE
         assert any("AUTO: FULL has no graphs: the budget leaves all of them out" in note for note in runner.plan.notes)
+
+
+def test_a_session_or_manager_needs_a_mode_that_is_decided(backend: GraphBackend) -> None:
+    auto_config = validate_config(
+        {
+            "model": {},
+            "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+            "compilation": {"cudagraph_mode": "AUTO", "cudagraph_capture_sizes": [1, 2], "compiler": "eager"},
+            "speculative": {"num_speculative_tokens": 1},
+        }
+    )
+    model = Net(nn.ReLU).to(backend.device).eval()
+    plan = cgplan.build_plan(auto_config)
+    makers: list[Callable[[], object]] = [
+        lambda: cgplan.CaptureSession(plan, model, backend, auto_config),
+        lambda: cgplan.CudaGraphManager(auto_config, model, backend),
+        lambda: plan_speculation(auto_config),
+    ]
+    for make in makers:
+        with pytest.raises(cgplan.ConfigError, match="cudagraph_mode is AUTO") as raised:
+            make()
+        assert "choose_mode" in raised.value.remedy
+    config, plan = cgplan.choose_mode(auto_config, model, backend)
+    with cgplan.CudaGraphManager(config, model, backend, plan=plan) as manager:
+        assert manager.capture().plan.requested_mode is CUDAGraphMode.AUTO
 
 
 def test_steps_are_timed_without_hooks(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
