@@ -16,6 +16,8 @@ import cgplan
 from cgplan import CUDAGraphMode, GraphRunner, Input
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
+from cgplan.modes import Key
+from cgplan.reports import CaptureReport
 from cgplan.runner import auto
 from cgplan.speculative.plan import plan_speculation
 
@@ -47,19 +49,27 @@ class Net(nn.Module):
         return found
 
 
-def as_timed(patch: pytest.MonkeyPatch, *gains: float) -> None:
-    """Each way that is captured is timed: its graphs of 2 and 8 tokens take an eager step's time by the next gain."""
-    left = list(gains)
+def as_timed(patch: pytest.MonkeyPatch, *gains: float, spread: float = 0.0) -> list[int]:
+    """Each way that is captured gets the next of these gains for one token, and its root for more; rounds lie around.
+    Returns the list of the sizes that are timed.
+    """
+    left, sizes = list(gains), list[int]()
 
-    def timed(graphed: Any) -> Any:
-        gain, (mode, _) = left.pop(0), graphed.plan.keys[0]
-        return {(mode, 0): {2: 100 / gain, 8: 100.0}, (NONE, 0): {2: 100.0, 8: 100.0 * gain**0.5}}
+    def timed(graphed: Any, keys: list[Key]) -> Any:
+        gain = left.pop(0)
+        sizes.extend(descriptor.num_tokens for _, descriptor in keys)
+        rounds = [1 + spread, 1.0, 1.0, 1.0, 1 - spread]
+        return {
+            key: ([100.0 * gain ** (1.0 if key[1].num_tokens == 1 else 0.5) * part for part in rounds], 5 * [100.0])
+            for key in keys
+        }
 
     patch.setattr(auto, "time_on_padding", timed)
+    return sizes
 
 
 def open_runner(
-    backend: GraphBackend, model: nn.Module, budget: dict[str, Any] | None = None, **compilation: Any
+    backend: GraphBackend, model: nn.Module, sections: dict[str, Any] | None = None, **compilation: Any
 ) -> GraphRunner:
     return cgplan.capture(
         model.to(backend.device).eval(),
@@ -71,8 +81,8 @@ def open_runner(
             "outputs": "clone",
             **compilation,
         },
-        budget=budget or {},
         device=backend.device.type,
+        **(sections or {}),
     )
 
 
@@ -93,7 +103,8 @@ def test_a_model_that_can_be_captured_whole_is(backend: GraphBackend, monkeypatc
     runner = open_runner(backend, model)
     assert (runner.plan.requested_mode, runner.plan.mode) == (CUDAGraphMode.AUTO, FULL)
     assert runner.plan.capture_sizes == (1, 2, 4, 8)
-    assert "FULL, against eager steps 4x at 2, 2x at 8 tokens" in str(runner.report).replace("\n            ", " ")
+    said = "FULL, against eager steps 4x at 1 (4 to 4), 2x at 8 (2 to 2) tokens, in 5 rounds"
+    assert said in " ".join(str(runner.report).split())
     assert all(int(block.n) == 0 for block in model.layers)  # the runs that were timed left nothing
     serves_right(runner, model)
 
@@ -125,7 +136,7 @@ def test_nothing_is_captured_where_it_brings_nothing(
         assert f"AUTO -> NONE: {said}" in str(runner.report)
         (line,) = caplog.messages
         assert f"AUTO -> NONE: {said}" in line
-        assert gain is None or "1.01x at 2" in line
+        assert gain is None or "1.01x at 1" in line
         x = torch.ones(2, 4, device=backend.device)
         assert runner(x=x).shape == (2, 4)
 
@@ -133,11 +144,37 @@ def test_nothing_is_captured_where_it_brings_nothing(
 def test_large_sizes_that_bring_nothing_are_left_out(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     as_timed(monkeypatch, 1.03, 1.03)  # 1.015 at 8 tokens
     with closing(open_runner(backend, Net(nn.ReLU))) as runner:
-        assert runner.plan.capture_sizes == (1, 2)
+        assert runner.plan.capture_sizes == (1,)
+
+
+@pytest.mark.parametrize(("spread", "chosen"), [(0.0, FULL), (0.2, PIECEWISE)])
+def test_of_ways_within_the_spread_the_one_with_the_least_memory_is_taken(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, spread: float, chosen: CUDAGraphMode
+) -> None:
+    monkeypatch.setattr(CaptureReport, "graph_driver_bytes", property(lambda report: (report.plan.mode is FULL) << 40))
+    as_timed(monkeypatch, 4.0, 3.5, spread=spread)
+    with closing(open_runner(backend, Net(nn.ReLU))) as runner:
+        assert runner.plan.mode is chosen
+        reason = runner.plan.changes[0].reason
+        assert ("a tie with FULL: it takes no more memory" in reason) == (spread > 0)
+        assert spread == 0 or "3.5x at 1 (2.8 to 4.2)" in reason
+
+
+@pytest.mark.parametrize(
+    ("sections", "timed"),
+    [({}, {1, 8}), ({"scheduler": {"max_num_seqs": 4}}, {1, 4, 8}), ({"report": {"sizes": [2, 3, 9]}}, {2, 4})],
+    ids=["ends", "all requests", "asked for"],
+)
+def test_a_few_sizes_are_timed_or_those_of_the_report_section(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], timed: set[int]
+) -> None:
+    sizes = as_timed(monkeypatch, 4.0, 4.0)
+    open_runner(backend, Net(nn.ReLU), sections).close()
+    assert set(sizes) == timed
 
 
 def test_a_budget_that_leaves_all_graphs_out_captures_nothing(backend: GraphBackend) -> None:
-    with closing(open_runner(backend, Net(nn.ReLU), budget={"memory": "1B"})) as runner:
+    with closing(open_runner(backend, Net(nn.ReLU), {"budget": {"memory": "1B"}})) as runner:
         assert runner.plan.mode is NONE
         assert any("AUTO: FULL has no graphs: the budget leaves all of them out" in note for note in runner.plan.notes)
 
@@ -171,9 +208,9 @@ def test_steps_are_timed_without_hooks(backend: GraphBackend, monkeypatch: pytes
     hooks = list[int]()
     time_on_padding = auto.time_on_padding
 
-    def timed(graphed: Any) -> Any:
+    def timed(graphed: Any, keys: list[Key]) -> Any:
         hooks.append(len(nn.modules.module._global_forward_hooks))
-        return time_on_padding(graphed)
+        return time_on_padding(graphed, keys)
 
     monkeypatch.setattr(auto, "time_on_padding", timed)
     with closing(open_runner(backend, Net(nn.ReLU))):
