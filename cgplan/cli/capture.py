@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         backend, changes = select_backend(config.device), tuple[PlanChange, ...]()
         if not is_auto:
             plan = _fitted(plan, config, backend, request)
-        model = load(backend)
+        model, began = load(backend), time.perf_counter()
         if not is_auto:
             try:
                 runner = _run(config, plan, model, backend)
@@ -130,7 +131,7 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         if is_auto or changes:
             config, plan = choose_mode(config, model, backend, anyway=not is_auto)
             plan = plan.model_copy(update={"changes": (*changes, *plan.changes)})
-            runner = _run(config, _fitted(plan, config, backend, request), model, backend)
+            runner = _run(config, _fitted(plan, config, backend, request), model, backend, began=began)
         yield runner
 
 
@@ -167,14 +168,19 @@ def _captured_on_ranks(
 
 
 def _run(
-    config: Config, plan: Plan, model: Callable[..., Any], backend: GraphBackend, together: Together = ALONE
+    config: Config,
+    plan: Plan,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    together: Together = ALONE,
+    began: float | None = None,
 ) -> GraphRunner:
     with progress("capture" if is_first_rank() else "") as step:
 
         def show(at: CaptureProgress) -> None:
             step(at.index, at.total, f"{at.mode} {at.descriptor}")
 
-        return CaptureSession(plan, model, backend, config, progress=show, together=together).run()
+        return CaptureSession(plan, model, backend, config, progress=show, together=together, began=began).run()
 
 
 def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -30,12 +31,12 @@ from cgplan.reports.records import CoverageRecord, DoctorReport
 from cgplan.runner.replan import REPEATS, time_on_padding
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
+from cgplan.units import format_seconds
 
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
-_CHOSEN = {"cudagraph_mode", "compiler", "piecewise", "splitting_modules"}
 
 
 class _Way(NamedTuple):
@@ -128,8 +129,10 @@ def choose_mode(
             compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
     chosen, reason = _fastest(config.compilation, ways, plan.capture_sizes, anyway=anyway)
     logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
-    settings = ", ".join(f"{key}: {value}" for key, value in chosen.model_dump(mode="json", include=_CHOSEN).items())
-    notes.append(f"AUTO: to keep this choice, write compilation: {{{settings}}}")
+    asked, settings = (part.model_dump(mode="json") for part in (config.compilation, chosen))
+    changed = json.dumps({name: value for name, value in settings.items() if value != asked[name]})
+    took = format_seconds(time.perf_counter() - start)
+    notes.append(f"AUTO took {took}. To keep this choice without it, write into compilation: {changed}")
     config = config.model_copy(update={"compilation": chosen})
     plan = build_plan(config)
     change = PlanChange(requested=AUTO, resolved=chosen.cudagraph_mode, reason=reason)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from checks import same
 from torch import Tensor, nn
 
@@ -177,6 +180,44 @@ def test_a_budget_that_leaves_all_graphs_out_captures_nothing(backend: GraphBack
     with closing(open_runner(backend, Net(nn.ReLU), {"budget": {"memory": "1B"}})) as runner:
         assert runner.plan.mode is NONE
         assert any("AUTO: FULL has no graphs: the budget leaves all of them out" in note for note in runner.plan.notes)
+
+
+@pytest.mark.parametrize("given", ["note", "file"])
+def test_the_choice_can_be_kept(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    model = Net(ReadsTheHost)
+    as_timed(monkeypatch, 1.03)  # not worth it at 8 tokens
+    runner = open_runner(backend, model, max_cudagraph_capture_size=8)
+    (note,) = (note for note in runner.plan.notes if "To keep this choice" in note)
+    if given == "note":
+        again = open_runner(backend, model, **yaml.safe_load(note.partition("write into compilation: ")[2]))
+    else:
+        (tmp_path / "kept.yaml").write_text(runner.config.model_dump_json())
+        again = cgplan.capture(model, config=tmp_path / "kept.yaml")
+    with closing(runner), closing(again):
+        assert again.plan.keys == runner.plan.keys
+        assert again.config.compilation.splitting_modules == ("layers.*.inner",)
+        assert again.plan.capture_sizes == (1,)
+        assert not again.plan.notes
+
+
+def test_the_capture_time_that_is_shown_counts_the_trials_once(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def timed(graphed: Any, keys: list[Key]) -> Any:
+        now[0] += 50
+        return {key: ([4.0] * 5, [1.0] * 5) for key in keys if graphed}
+
+    monkeypatch.setattr(auto, "time_on_padding", timed)
+    with closing(open_runner(backend, Net(nn.ReLU))) as runner:
+        assert runner.report.session_seconds == 100.0
+        assert any(note.startswith("AUTO took 100") for note in runner.plan.notes)
+        runner.recapture()
+        assert runner.report.session_seconds == 0.0
 
 
 def test_a_session_or_manager_needs_a_mode_that_is_decided(backend: GraphBackend) -> None:
