@@ -126,8 +126,6 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
                     raise
                 reason = f"the capture failed: {error.message}"
                 changes = (PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason),)
-                auto = config.compilation.model_copy(update={"cudagraph_mode": CUDAGraphMode.AUTO})
-                config = config.model_copy(update={"compilation": auto})
         if is_auto or changes:
             config, plan = choose_mode(config, model, backend, anyway=not is_auto)
             plan = plan.model_copy(update={"changes": (*changes, *plan.changes)})

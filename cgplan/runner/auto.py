@@ -83,8 +83,8 @@ def choose_mode(
     ``budget.capture_time`` lasts and the configuration leaves open: those that serve ``report.sizes``, else the
     smallest, the largest, and that for all requests. Each is timed against eager steps. Of ways that are as fast within
     2%, or within the spread of their rounds, the one with the least memory is chosen; the plan ends at the largest size
-    at which it brings 2%. All memory is given back, and the model is as it was. With
-    ``anyway`` the fastest is chosen where it brings less, too.
+    at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and the
+    model is as it was.
 
     Returns:
         The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
@@ -116,7 +116,7 @@ def choose_mode(
                     ways.append(way)
                     notes.append(f"AUTO: {way}")
                 else:
-                    notes.append(f"AUTO: {name} has no graphs: the budget leaves all of them out")
+                    notes.append(f"AUTO: {name} has no graphs: the configuration or its budget leaves all of them out")
                 break
             except (CaptureError, ModeError, PlanError) as error:
                 drop_locals(error)
