@@ -206,11 +206,12 @@ class GraphBackend(ABC):
 
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
-    """A block with autocast's cache of cast weights on or off. Code that Dynamo compiled in one state is compiled again
-    in the other, so graph code is warmed up with it off, and code between graphs is captured with it on.
+    """A block with autocast's cache of cast weights on or off, where autocast is on. Code that Dynamo compiled in one
+    state is compiled again in the other, so graph code is warmed up with it off, and code between graphs is captured
+    with it on. Where autocast is off, what was compiled before cgplan came is used.
     """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(on)
+    torch.set_autocast_cache_enabled(on if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else before)
     try:
         yield
     finally:
@@ -223,10 +224,10 @@ _lock, _depth = threading.RLock(), 0
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures: one garbage collection, then none. Blocks may be nested; those of other threads wait.
-
-    A collection may free a CUDA tensor in the middle of a capture. Raises CaptureError where a block of another thread
-    does not end within SESSION_SECONDS.
+    """A block of captures without garbage collections, which may free a CUDA tensor in the middle of a capture. Young
+    garbage is collected before; to collect all takes a third of a second in a process that has compiled. Blocks may be
+    nested; those of other threads wait. Raises CaptureError where a block of another thread does not end within
+    SESSION_SECONDS.
     """
     global _depth
     if not _lock.acquire(timeout=SESSION_SECONDS):
@@ -236,7 +237,7 @@ def gc_paused() -> Iterator[None]:
         )
     try:
         if outermost := not _depth:
-            gc.collect()
+            gc.collect(1)
         was_enabled, _depth = gc.isenabled(), _depth + 1
         gc.disable()
         try:

@@ -29,6 +29,7 @@ class CaptureScope:
         entries: The entries that were captured since the session last took them.
         wrappers: The wrappers that captured; they may outlive the scope, their graphs must not.
         address_check: The runner's policy, which overrides that of wrappers inside the model; None leaves them theirs.
+        mark: By which entries know their scope: were they to hold it, only a garbage collection would free graphs.
     """
 
     pool: Any
@@ -37,6 +38,7 @@ class CaptureScope:
     entries: list[Any] = field(default_factory=list)
     wrappers: list[Any] = field(default_factory=list)
     address_check: AddressPolicy | None = None
+    mark: object = field(default_factory=object, repr=False)
 
 
 class WatchedMetadata(Mapping[str, Any]):

@@ -305,7 +305,8 @@ def names_of(func: Any) -> frozenset[str]:
     return frozenset((func._schema.name, f"{func._schema.name}.{func._overloadname}"))
 
 
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
     schema = func._schema
     found = []
     for index, argument in enumerate(schema.arguments):
@@ -313,8 +314,13 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         # Of batch norm, some overloads write running statistics although their schema does not say so.
         silently = not schema.is_mutable and argument.name in ("running_mean", "running_var")
         if marked or silently or func.namespace == "c10d":  # nor do those of collectives
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+            found.append((index, argument.name))
     return found
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    places = _written_arguments(func)
+    return [t for i, name in places for t in tensors_in(args[i] if i < len(args) else kwargs.get(name))]
 
 
 def count_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -326,4 +332,12 @@ def count_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors among the leaves of nested arguments."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of an operator's arguments, which hold lists at most."""
+    values = (*args, *kwargs.values())
+    return [leaf for value in values for leaf in (value if type(value) in (list, tuple) else (value,))]

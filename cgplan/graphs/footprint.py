@@ -13,6 +13,12 @@ Note [Rebound state]
     self.table.to(device)``). A number is taken as read if it changes on each run and the numbers that operators are
     given differ from run to run; else the report warns. Results that are only kept (``self.last = y``) are allowed.
 
+Note [State made of inputs]
+    A cache of cross attention, or the statistics of a first batch, are computed from the inputs on first use and only
+    read afterwards. In a capture the inputs are padding, and what is made of them would stay. So the look follows what
+    is computed from inputs, but not through operators that take their shape alone; a tensor of the model that was made
+    so by the first look, and that the second one reads and does not make again, is refused.
+
 Note [Random state]
     A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A generator that is not where
     the last operator left it was set by the forward.
@@ -29,9 +35,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.capture_answers import answering
@@ -44,10 +51,12 @@ from cgplan.backends.host_sync import (
     count_writes,
     implemented_in_python,
     is_composite,
+    leaves_of,
     names_of,
     probing,
     refuse_host,
     tensors_in,
+    written_tensors,
 )
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import number_of, random_state_kept
@@ -91,6 +100,8 @@ class Footprint:
         error: The first line of what the forward raised.
         asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
         told: The host sync for which these packages are told of the capture; absent: they are told that there is none.
+        computed: Storages that hold what was computed from inputs, and that are still there, by address.
+        used: Addresses of storages that operators were given.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -108,6 +119,8 @@ class Footprint:
     error: str | None = None
     asked: set[str] = field(default_factory=set)
     told: CaptureError | None = None
+    computed: dict[int, StorageWeakRef] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
 
     @property
     def checks(self) -> str | None:
@@ -128,6 +141,7 @@ class Look(TorchDispatchMode):
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
         now: A later record, by which tensors are named and changes of numbers noted; absent: ``state``, and none are.
+        inputs: Tensors of which is followed what is computed from them.
         hidden_from: Packages that are told of a capture in graph code if there is a reason, ``told``, else nowhere.
     """
 
@@ -142,6 +156,7 @@ class Look(TorchDispatchMode):
         *,
         is_whole: bool = False,
         now: ModelState | None = None,
+        inputs: Sequence[torch.Tensor] = (),
         hidden_from: Collection[str] = (),
         told: CaptureError | None = None,
     ) -> None:
@@ -155,6 +170,8 @@ class Look(TorchDispatchMode):
         self._eager_ops, self._key = frozenset(eager_ops), state.device.type.upper()
         # elsewhere the dispatcher sees what moves values to the host
         self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
+        self._inputs = _storages_of(inputs)
+        self.found.computed |= self._inputs
         self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
@@ -162,6 +179,7 @@ class Look(TorchDispatchMode):
         self._given: set[int] = set()  # to the eager piece
         self._bound: dict[str, object] = {}  # by graph code, by path
         self._seen = self._rebound()
+        self._has_drawn = False
         self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
         cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
         self._default = cuda[state.device.index or 0] if cuda else torch.default_generator
@@ -169,6 +187,7 @@ class Look(TorchDispatchMode):
             self._know(generator)
             generator.manual_seed(_SEED)  # where no forward would set it
         self._note_states()
+        self._has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -198,32 +217,50 @@ class Look(TorchDispatchMode):
         if is_composite(func, self._key):  # in inference mode these come whole
             with self.in_part(part), self:
                 return as_its_caller(func, func.decompose, self._key.lower())(*args, **kwargs)
+        # A torch function mode, such as a default device of the user's, would see each attribute that is asked for.
+        with self.in_part(part), torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._state.save_written(func, args, kwargs, self._limit)
         if (generator := kwargs.get("generator")) is not None:
             self._know(generator)
-        with self.in_part(part):
-            self._count(func)
-            if self._part == "segment":
-                self._note(func, args, kwargs)
+        leaves = leaves_of(args, kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim")
+        self._count(func)
+        if self._part == "segment":
+            self._note(func, args, kwargs, leaves)
+            if draws or self._has_drawn:
                 self._compare()
-            try:
-                result = func(*args, **kwargs)
-            finally:
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            if draws:
                 self._note_states()
-        if func._schema.name in _MAKES_INDICES:
-            has_floats = any(t.is_floating_point() for t in tensors_in((args, kwargs)))
-            self.found.rounds |= has_floats and any(t.dtype in (torch.int32, torch.int64) for t in tensors_in(result))
         self.refusals.follow(func, args, kwargs, result)
+        self._follow(func, tensors, [*tensors_in(result), *written_tensors(func, args, kwargs)])
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
-        if self._is_aside:
-            read = {id(t) for t in tensors_in((args, kwargs))} - self._given
-            self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}
-            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if id(t) not in self._made}
-            for t in tensors_in(result):
-                if t.untyped_storage()._cdata not in given:
-                    self._made[id(t)] = weakref.ref(t)
         return result
+
+    def _follow(self, func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Note what an operator computed of the tensors that it was given."""
+        if func._schema.name in _MAKES_INDICES and any(t.is_floating_point() for t in given):
+            self.found.rounds |= any(t.dtype in (torch.int32, torch.int64) for t in results)
+        takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
+        if self._inputs and not takes_shape:
+            used = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
+            self.found.used |= used
+            if not used.isdisjoint(self.found.computed):
+                self.found.computed |= _storages_of(results)
+        if self._is_aside:
+            read = set(map(id, given)) - self._given
+            self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}
+            known = {t.untyped_storage()._cdata for t in given if id(t) not in self._made}
+            for t in results:
+                if t.untyped_storage()._cdata not in known:
+                    self._made[id(t)] = weakref.ref(t)
 
     def answer(self, package: str) -> bool:
         """What code of one of ``hidden_from`` is told that asks whether a capture is under way."""
@@ -233,10 +270,10 @@ class Look(TorchDispatchMode):
     def _rebound(self) -> dict[str, object]:
         return {path: now for path, (now, _) in self._state.rebound().items()}
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._key == "CPU" or any(t.device.type != "cpu" for t in tensors_in((args, kwargs))):
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any]) -> None:
+        if self._key == "CPU" or any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in leaves):
             refuse_host(func, args, kwargs, self.refusals)
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 if isinstance(leaf, bool | int | float | complex):
                     self.found.numbers.append(repr(leaf))
@@ -330,7 +367,8 @@ class Look(TorchDispatchMode):
 
     def _note_states(self) -> None:
         for known in self._random.values():
-            known[2] = known[0].get_state()
+            before, known[2] = known[2], known[0].get_state()
+            self._has_drawn |= not torch.equal(before, known[2])
 
     def _compare(self) -> None:
         """Note a generator that is not where the last operator left it."""
@@ -349,7 +387,14 @@ class Look(TorchDispatchMode):
         for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync = self.refusals.first
+        live = {key: ref for key, ref in found.computed.items() if not ref.expired()}
+        found.computed = {key: ref for key, ref in live.items() if key not in self._inputs}
         return found
+
+
+def _storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, StorageWeakRef]:
+    dense = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    return {storage._cdata: StorageWeakRef(storage) for storage in dense}
 
 
 def modules_reached(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Module]:
@@ -409,20 +454,22 @@ def examine(
 
     Raises:
         CaptureError: graph code reads state that it binds again or a list that it adds to, or sets the state of a
-            random generator; or an eager piece reads what graph code binds.
+            random generator; an eager piece reads what graph code binds; or the model keeps what it computed from
+            inputs on first use.
     """
+    options["inputs"] = inputs
     found, before = look_as_captured(call, state, limit, **options)
-    options |= {"told": found.told}
+    options["told"] = found.told
     if found.random is not None:
         raise CaptureError(
             f"the forward sets the state of {found.random}; a replay would not",
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
-    first = _later(before)
+    first = ModelState.of(before.roots, before.device) if found.computed else _later(before)
     numbers = first.numbers
     differ = any(numbers.get(path, value) != value for path, value in before.numbers.items())
     lists = before.grown()
-    unsure = found.unreturned or found.stale or differ or lists or state.has_blind_writes()
+    unsure = found.unreturned or found.stale or differ or lists or found.computed or state.has_blind_writes()
     if not (unsure or _lost(found, before, first, inputs)):
         return found, []
     again = look(call, state, limit, now=first, **options)
@@ -453,6 +500,14 @@ def examine(
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
             "do it outside of the forward.",
         )
+    kept = (found.computed.keys() & again.used) - again.computed.keys()
+    tensors = {path: value for path, value in _stayed(first, second).items() if isinstance(value, torch.Tensor)}
+    if made := [path for path, tensor in tensors.items() if not kept.isdisjoint(_storages_of([tensor]))]:
+        raise CaptureError(
+            f"the forward computes {_listed(made)} on first use, from inputs that are padding here, and goes on with "
+            "the result",
+            remedy="Run the model on one real batch before the capture.",
+        )
     return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []
 
 
@@ -462,11 +517,14 @@ def _later(state: ModelState) -> ModelState:
 
 def _lost(found: Footprint, before: ModelState, now: ModelState, inputs: Sequence[torch.Tensor]) -> list[str]:
     """Paths of tensors that graph code read and that are gone from the model."""
-    stay = set(map(id, inputs))
-    stay |= {
-        id(p.value) for path, p in before.places.items() if path in now.places and now.places[path].value is p.value
-    }
+    stay = {*map(id, inputs), *map(id, _stayed(before, now).values())}
     return [path for path in found.reads if id(before.places[path].value) not in stay]
+
+
+def _stayed(before: ModelState, now: ModelState) -> dict[str, Any]:
+    """What is where it was, by path."""
+    there = now.places
+    return {path: p.value for path, p in before.places.items() if path in there and there[path].value is p.value}
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -91,7 +91,8 @@ class CUDAGraphEntry:
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
         backend: Captured it, and replays it.
-        scope: The session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no use there.
+        scope: The mark of the session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no
+            use there.
         metadata: Names that its graphs read of the context's metadata, outside of runners; theirs is checked whole.
         segments: The backend's graphs that it consists of, in order.
         eager_pieces: How many functions run eagerly between them.
@@ -107,7 +108,7 @@ class CUDAGraphEntry:
     manifest: ModelState | None
     capture_seconds: float
     backend: GraphBackend = field(repr=False)
-    scope: CaptureScope | None = field(repr=False)
+    scope: object = field(repr=False)
     metadata: frozenset[str] = frozenset()
     segments: tuple[Any, ...] = ()
     eager_pieces: int = 0
@@ -183,7 +184,7 @@ class CUDAGraphWrapper:
             return self.runnable(*args, **kwargs)
         key = self._key(context.descriptor, args, kwargs)
         entry = self.entries.get(key)
-        if entry is None or entry.scope is not context.scope:
+        if entry is None or entry.scope is not (context.scope and context.scope.mark):
             entry, output = self._capture(key, context, args, kwargs)
             # A capture on a GPU computes nothing: replay where the output is read, which FULL's in a session is not.
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
@@ -229,7 +230,7 @@ class CUDAGraphWrapper:
 
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
-        for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope]:
+        for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark]:
             self._free(entry)
             del self.entries[key]
             self._checked.discard(key)
@@ -240,7 +241,7 @@ class CUDAGraphWrapper:
         """Forget the graphs of these batches of one scope; for each its output's tensors in the pool, and a function
         that frees it.
         """
-        taken = [key for key, e in self.entries.items() if e.scope is scope and e.descriptor in descriptors]
+        taken = [key for key, e in self.entries.items() if e.scope is scope.mark and e.descriptor in descriptors]
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
         gone = partial(replace, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)
@@ -401,7 +402,7 @@ class CUDAGraphWrapper:
             manifest=None,
             capture_seconds=seconds,
             backend=backend,
-            scope=scope,
+            scope=scope and scope.mark,
             metadata=frozenset(watched.read),
             segments=segments,
             eager_pieces=pieces,

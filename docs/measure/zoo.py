@@ -1,24 +1,32 @@
 """The models of zoo.yaml with random weights, each captured in every way, beside eager code and what torch offers.
 
     python docs/measure/zoo.py [--scale tiny|real] [--only bert,qwen*] [--ways FULL,PIECEWISE] [--out FOLDER] [--resume]
-                               [--sizes 1,4,8] [--jobs 2] [--devices 0,1] [--timeout 900] [--report docs/zoo.md]
-    python docs/measure/zoo.py --out FOLDER --only "" --report FILE     the page alone, from the JSONs there
+                               [--sizes 1,4,8] [--jobs 14] [--devices 0,1] [--timeout 900] [--limit 500]
+                               [--report docs/zoo.md]
+    python docs/measure/zoo.py --out FOLDER --only "" --report FILE     the page alone, from all.json there
 
 Nothing is downloaded: configurations alone make the models. A row of a batch is one sequence, image or molecule. Each
-model runs in a process of its own and writes FOLDER/NAME.json and NAME.log, so a crash ends that model alone. All ways
-of a model stand ready in one process and are timed in turns. Medians; device time with calls queued behind one another,
-host time until a call on an idle device returned. On a CPU graphs are those of the tape: what is captured and whether
-it is right is of interest then, times are not.
+model runs in a process of its own and writes FOLDER/NAME.json and NAME.log, so a crash ends that model alone; all.json
+there has all of them. All ways of a model stand ready in one process and are timed in turns. With several jobs, models
+compile side by side, and one at a time is timed on each device. Medians; device time with calls queued behind one
+another, host time until a call on an idle device returned. On a CPU graphs are those of the tape: what is captured and
+whether it is right is of interest then, times are not.
 """
 
 import argparse
+import difflib
+import fcntl
 import fnmatch
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import re
+import statistics
+import tempfile
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +45,7 @@ from cgplan.captures.environment import describe_environment
 from cgplan.measure.baselines import BenchBatch, Comparison, Way, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
 from cgplan.reports.records import WayRecord
+from cgplan.runner import auto
 
 TOLERANCES = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value of eager's output
 
@@ -181,11 +190,13 @@ def read_models():
 
 
 def graphed(**compilation):
-    """A way that captures the model with cgplan."""
+    """A way that captures the model with cgplan, for the sizes of its batches."""
 
     def prepare(bench, way):
         split = bench.zoo.model.split if compilation.get("cudagraph_mode") == "PIECEWISE" else {}
-        runner = bench.zoo.runners[way.record.name] = bench.zoo.capture(bench.runner.model, **compilation, **split)
+        sizes = [batch.size for batch in bench.batches]
+        runner = bench.zoo.capture(bench.runner.model, sizes, **compilation, **split)
+        bench.zoo.runners[way.record.name] = runner
         way.undo.callback(runner.close)
         bench.first_calls(way, lambda batch: lambda: runner(**batch.tensors))
 
@@ -196,12 +207,29 @@ WAYS = {
     "eager": eager,
     "FULL": graphed(),
     "PIECEWISE": graphed(cudagraph_mode="PIECEWISE"),
-    "inductor": graphed(compiler="inductor"),
     "dynamic": graphed(compiler="inductor", compile_shapes="dynamic"),
+    "inductor": graphed(compiler="inductor"),
+    "AUTO": graphed(cudagraph_mode="AUTO"),
     "bare": bare,
     "reduce-overhead": reduce_overhead,
 }
 GRAPHED = [name for name in WAYS if name != "eager"]
+BY_SIZE = {"inductor", "bare", "reduce-overhead"}  # each of their sizes costs as much: they get those that are timed
+
+
+@contextmanager
+def alone(path, waits):
+    """A block that one process at a time is in. A process that dies in it frees it, which a semaphore would not do.
+
+    Args:
+        path: A file, the same for all that share a device.
+        waits: Shared memory, 1 while this process waits.
+    """
+    with path.open("a") as file:
+        waits.value = 1
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waits.value = 0
+        yield
 
 
 class Zoo:
@@ -210,16 +238,18 @@ class Zoo:
     Attributes:
         record: What becomes its JSON; written before each step, so that a crash leaves what was known.
         runners: Of the ways that cgplan captured.
+        turn: A block in which no other model is timed on the device.
+        caches: Those of inductor for the way that is prepared.
     """
 
-    def __init__(self, model, options):
-        self.model, self.options, self.runners = model, options, {}
+    def __init__(self, model, options, turn):
+        self.model, self.options, self.turn, self.runners, self.caches = model, options, turn, {}, ExitStack()
         self.path, self.backend = options.out / f"{model.name}.json", select_backend(options.device)
         self.dtype = at(model.dtype, options.scale)
         self.record = {"name": model.name, "family": model.family, "scale": options.scale, "dtype": self.dtype}
         environment = describe_environment(self.backend, "")
         self.record |= {key: getattr(environment, key) for key in ("backend", "device", "torch", "cgplan", "date")}
-        self.record |= {"sizes": options.sizes, "ways": {}}
+        self.record |= {"sizes": options.sizes, "timed": options.timed, "jobs": options.jobs, "ways": {}}
 
     def save(self, step=None, **more):
         """Write what is known, with the step that is about to begin."""
@@ -227,14 +257,13 @@ class Zoo:
         self.record |= {"error": step and f"ended during: {step}", **more}
         self.path.write_text(json.dumps(self.record, indent=1))
 
-    def capture(self, module, **compilation):
+    def capture(self, module, sizes, **compilation):
         inputs = {name: self.model.input(text, self.options.scale) for name, text in self.model.inputs.items()}
-        top = max(self.options.sizes)
         return cgplan.capture(
             module,
             inputs,
-            compilation={"cudagraph_capture_sizes": self.options.sizes, **compilation},
-            scheduler={"max_num_seqs": top, "max_num_batched_tokens": top},
+            compilation={"cudagraph_capture_sizes": sizes, **compilation},
+            scheduler={"max_num_seqs": max(sizes), "max_num_batched_tokens": max(sizes)},
             device=str(self.backend.device),
         )
 
@@ -265,22 +294,42 @@ class Zoo:
         self.save("building the model")
         module = self.build()
         self.save("eager code")
-        self.runners["eager"] = self.capture(module, cudagraph_mode="NONE")
+        self.runners["eager"] = self.capture(module, options.sizes, cudagraph_mode="NONE")
         batches = [self.batch(size) for size in options.sizes]
         self.record["largest_output"] = max(float(leaf.abs().max()) for leaf in tree_leaves(batches[-1].run(module)))
-        bench = Comparison(self.runners["eager"], batches, 0, options.repeats)
-        bench.zoo = self
+        timed = [batch for batch in batches if batch.size in options.timed]
+        benches = {is_by_size: Comparison(self.runners["eager"], timed if is_by_size else batches)
+                   for is_by_size in (False, True)}  # fmt: skip
         # Note [Graphs of several baselines in one process] says why reduce-overhead is the first.
         ways = [Way(WayRecord(name=name)) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
+        for bench in benches.values():
+            bench.zoo = self
+        auto.time_on_padding = self.turn()(auto.time_on_padding)  # AUTO decides by times
         for way in ways:
-            self.attempt(way, "capture", self.price, bench)
-        for number in range(options.rounds):
-            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                for size in options.sizes:
-                    self.attempt(way, "timing", lambda way, size: bench.measure(way, size), size)
+            self.attempt(way, "capture", self.price, benches[way.record.name in BY_SIZE])
+        self.caches.close()
+        self.save("a turn on the device")
+        with self.turn():
+            self.record["timed_at"] = [time.time()]
+            self.time_in_turns(ways, timed, benches[True])
+            self.record["timed_at"].append(time.time())
         for way in ways:
-            self.attempt(way, "comparison", self.compare, bench)
+            self.attempt(way, "comparison", self.compare, benches[way.record.name in BY_SIZE])
         self.save(seconds=time.perf_counter() - start)
+
+    def time_in_turns(self, ways, batches, bench):
+        """Time all ways on some batches, about ``options.seconds`` together: fewer calls of a slow model."""
+        options, end = self.options, time.perf_counter() + self.options.seconds
+        bench.restore()
+        each = sum(sum(self.backend.time_calls(lambda: batch.run(bench.runner.model), 1)[0]) for batch in batches) / 1e6  # noqa: B023
+        bench.repeats = int(options.seconds / (options.rounds * len(ways) * 2 * each)) - 1
+        bench.repeats = self.record["repeats"] = max(2, min(bench.repeats, options.repeats))
+        for number in range(options.rounds):
+            if number < 2 or time.perf_counter() < end:
+                self.record["rounds"] = number + 1
+                for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                    for batch in batches:
+                        self.attempt(way, "timing", bench.measure, batch.size)
 
     def attempt(self, way, step, action, *args):
         """A step of a way; its error becomes the way's record, with its type and its whole text."""
@@ -301,24 +350,45 @@ class Zoo:
 
     def price(self, way, bench):
         """Prepare a way: seconds until it is ready, and the memory that it takes beside those that are there."""
-        name, before, start = way.record.name, used_bytes(self.backend), time.perf_counter()
+        name, before, start = way.record.name, self.used_bytes(), time.perf_counter()
         bench.restore()
-        with fresh_inductor_cache():  # a cold start, whatever ran before
-            WAYS[name](bench, way)
+        if name != "AUTO":  # a cold start, whatever ran before; AUTO comes after inductor and compiles the same again
+            self.caches.close()
+            self.caches.enter_context(fresh_inductor_cache())
+        WAYS[name](bench, way)
         seconds, entry = time.perf_counter() - start, self.record["ways"][name]
         entry |= {"captured": way.note is None, "note": way.note, "ready_seconds": seconds}
-        entry["memory_bytes"] = used_bytes(self.backend) - before
+        entry["memory_bytes"] = self.used_bytes() - before
+        if name == "AUTO":
+            entry |= self.chosen(self.runners[name])
         if name in self.runners and (report := self.runners[name].report).records:
             entry |= {"graphs": report.records[0].graphs, "warnings": list(report.warnings)}
             entry |= {"reported_bytes": report.total_bytes, "capture_seconds": report.session_seconds}
             entry["compile_seconds"] = sum(graph.compile_seconds for graph in report.records)
 
+    def used_bytes(self):
+        """Memory that is taken; beside other models that of torch's allocator alone."""
+        taken = used_bytes(self.backend)
+        return taken if self.options.jobs == 1 else self.backend.memory().reserved
+
+    def chosen(self, runner):
+        """What AUTO took for each size, and what it says about that."""
+        made, plan = runner.config.compilation, runner.report.plan
+        name = made.cudagraph_mode.name + "".join(f" without {module}" for module in made.splitting_modules)
+        name += f" with {made.compiler}" if made.compiler != "eager" else ""
+        largest = max((graph.descriptor.num_tokens for graph in runner.report.records), default=0)
+        by_size = {size: name if size <= largest else "eager" for size in self.options.sizes}
+        return {"chosen": by_size, "reason": plan.changes[0].reason, "notes": list(plan.notes)}
+
     def compare(self, way, bench):
         """Compare with eager code: batches of the sizes, and one between them, which a runner pads, on its padding."""
+        for batch in bench.batches:
+            way.times.setdefault(batch.size, ([math.nan],) * 3)  # compared, and not timed
         bench.compare(way)
         entry, runner = self.record["ways"][way.record.name], self.runners.get(way.record.name)
         for size, found in way.results.items():
-            medians = {f"{key}_us": getattr(found, key).median for key in ("device", "latency", "host")}
+            keys = ("device", "latency", "host") if size in self.options.timed else ()
+            medians = {f"{key}_us": getattr(found, key).median for key in keys}
             difference = {"difference": found.deviation, "not_comparable": found.not_comparable}
             entry["sizes"][size] = {**medians, "first_call_seconds": found.first_call_seconds, **difference}
         between = max(self.options.sizes) - 1
@@ -331,7 +401,7 @@ class Zoo:
             entry["padded"] = {"size": between, "difference": deviation(*results)}
 
 
-def run_one(model, options, device):
+def run_one(model, options, device, turns, waits):
     """The body of a model's process: all that is printed goes into its log."""
     log = os.open(options.out / f"{model.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -339,7 +409,7 @@ def run_one(model, options, device):
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     torch.set_num_threads(options.threads)
-    zoo = Zoo(model, options)
+    zoo = Zoo(model, options, partial(alone, turns / str(device), waits))
     with torch.no_grad():
         try:
             zoo.run()
@@ -353,39 +423,76 @@ def run_one(model, options, device):
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Running:
+    """The process of a model.
+
+    Attributes:
+        waits: Shared memory, 1 while it waits for its turn to be timed.
+        left: Seconds that it may still take; those in which it waits do not count.
+    """
+
+    model: Model
+    device: str | None
+    waits: object
+    left: float
+    process: multiprocessing.Process
+
+
 def run_all(models, options):
-    """Run each model in a process; one that crashes or takes too long leaves a JSON that says so. Yields the JSONs."""
+    """Run each model in a process; one that crashes or takes too long leaves a JSON that says so. Yields the JSONs.
+
+    A model that waits for its turn on the device leaves its place to another, which compiles meanwhile.
+    """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what is asked of CUDA before a fork must not start CUDA
+    devices = options.devices or [None]
+    if (jobs := options.jobs * len(devices)) > 1:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     context = multiprocessing.get_context(options.start)
     if options.start == "forkserver":
         context.set_forkserver_preload(["torch", "transformers", "cgplan.models.hf", "torch._inductor.utils"])
-    waiting, running = list(models), {}
-    free = [device for _ in range(options.jobs) for device in options.devices or [None]]
-    while waiting or running:
-        while waiting and free:
-            model, device = waiting.pop(0), free.pop(0)
-            process = context.Process(target=run_one, args=(model, options, device))
-            process.start()
-            running[process] = model, device, time.monotonic() + options.timeout
-        time.sleep(0.1)
-        for process, (model, device, end) in list(running.items()):
-            is_late = process.is_alive() and time.monotonic() > end
-            if is_late:
-                process.kill()
-                process.join()
-            if not process.is_alive():
-                del running[process]
-                free.append(device)
-                yield finish(model, options.out, "took too long" if is_late else f"exit code {process.exitcode}")
+    waiting, running, start, now = list(models), [], time.monotonic(), time.monotonic()
+    with tempfile.TemporaryDirectory() as turns:
+        while waiting or running:
+            if now - start >= options.limit:
+                for model in waiting:
+                    yield finish(model, options.out, "not begun before --limit", limited=True)
+                waiting = []
+            for device in devices:
+                here = [one for one in running if one.device == device]
+                busy = sum(not one.waits.value for one in here)
+                if waiting and busy < options.jobs and len(here) < options.jobs + options.jobs // 2:
+                    model, waits = waiting.pop(0), context.RawValue("b", 0)
+                    arguments = model, options, device, Path(turns), waits
+                    process = context.Process(target=run_one, args=arguments)
+                    process.start()
+                    running.append(Running(model, device, waits, options.timeout, process))
+            time.sleep(0.05)
+            before, now = now, time.monotonic()
+            is_over = now - start > options.limit + 60
+            for one in list(running):
+                one.left -= 0 if one.waits.value else now - before
+                is_late = one.left < 0
+                if one.process.is_alive() and (is_late or is_over):
+                    one.process.kill()
+                    one.process.join()
+                    how = "took too long" if is_late else "stopped by --limit"
+                    more = {} if is_late else {"limited": True}
+                elif not one.process.is_alive():
+                    how, more = f"exit code {one.process.exitcode}", {}
+                else:
+                    continue
+                running.remove(one)
+                yield finish(one.model, options.out, how, **more)
 
 
-def finish(model, folder, how):
+def finish(model, folder, how, **more):
     """The JSON of a model whose process has ended; an unfinished one is completed by how it ended."""
     path = folder / f"{model.name}.json"
     record = {"name": model.name, "family": model.family, "ways": {}, "error": "ended before it began"}
     record = json.loads(path.read_text()) if path.exists() else record
     if record["error"]:
-        record["error"] += f" ({how}; {model.name}.log)"
+        record |= {"error": f"{record['error']} ({how}; {model.name}.log)", **more}
         path.write_text(json.dumps(record, indent=1))
     return record
 
@@ -394,7 +501,7 @@ def finish(model, folder, how):
 
 
 def verdict(record, name):
-    """What became of a way; FAILED is a way that failed after its capture."""
+    """What became of a way; FAILED is a way that failed after its capture, eager an AUTO that captured nothing."""
     way = record["ways"].get(name)
     if way is None:
         return "-"
@@ -406,43 +513,111 @@ def verdict(record, name):
         return "WRONG form" if found else "no basis"
     worst, bound = max(found), TOLERANCES[record["dtype"]] * max(1.0, record["largest_output"])
     word = "equal" if worst == 0 else f"~{worst:.0e}" if worst <= bound else f"WRONG {worst:.0e}"
+    if set(way.get("chosen", {}).values()) == {"eager"} and not word.startswith("WRONG"):
+        return "eager"
     return word if way["captured"] else f"part {word}"
+
+
+def figure(record, name, size, key):
+    """A figure of a way at a size; None where it is not known."""
+    return record["ways"].get(name, {}).get("sizes", {}).get(str(size), {}).get(key)
+
+
+def ratio(record, size, key, way, base):
+    """A figure of a way over that of another; None where one of them is not known."""
+    over, under = (figure(record, name, size, key) for name in (way, base))
+    return over / under if over and under else None
+
+
+def kernels(record, size, base):
+    """Device time of FULL over that of ``base``; None where eager code is held up by the host."""
+    device, host = (figure(record, base, size, key) for key in ("device_us", "host_us"))
+    is_held_up = base == "eager" and device is not None and device < 1.2 * host
+    return None if is_held_up else ratio(record, size, "device_us", "FULL", base)
+
+
+def compiling(record, size, way):
+    """Compile seconds of a way for all its sizes, over those of one size of reduce-overhead until it is ready."""
+    seconds, base = (record["ways"].get(name, {}) for name in (way, "reduce-overhead"))
+    one = base.get("sizes", {}).get(str(size), {}).get("first_call_seconds")
+    return seconds["compile_seconds"] / one if seconds.get("compile_seconds") and one else None
+
+
+def comparisons(sizes):
+    """Tables of ratios: their titles, and of each column the head, the ratio of a record, and the aim, if any."""
+    beside, full = [], []
+    for size in sizes:
+        for way, aim in (("inductor", 1.02), ("dynamic", 1.15)):
+            for key, most in (("device", aim), ("host", 0.2)):
+                found = partial(ratio, size=size, key=f"{key}_us", way=way, base="reduce-overhead")
+                beside.append((f"{way}, {key}, {size}", found, most))
+        full += [(f"{base}, {size}", partial(kernels, size=size, base=base), 1.02) for base in ("eager", "bare")]
+    for way, aim in (("inductor", None), ("dynamic", 1.3)):
+        beside.append((f"{way}, compiling", partial(compiling, size=sizes[-1], way=way), aim))
+    return {"Beside reduce-overhead": beside, "FULL against the kernels of eager": full}
+
+
+def medians(records, head, found, aim):
+    """The median of a column, and the models that miss its aim."""
+    known = {record["name"]: value for record in records if (value := found(record)) is not None}
+    text = f"{head}: median {statistics.median(known.values()):.2f} of {len(known)} models"
+    if aim is None:
+        return text
+    missed = [f"{name} {value:.2f}" for name, value in known.items() if value > aim]
+    return f"{text}, above {aim}: {', '.join(missed) or 'none'}"
 
 
 def cells(record, what, names):
     """A row of a table: the verdicts of some ways, a figure of each at a size, or what it costs."""
     if what == "verdicts":
         return [record.get("skipped") or record["error"] or verdict(record, name) for name in names]
-    ways = [record["ways"].get(name, {}) for name in names]
     if what == "costs":
-        known = [way if "ready_seconds" in way else None for way in ways]
+        known = [way if "ready_seconds" in way else None for way in (record["ways"].get(name, {}) for name in names)]
         return [f"{way['ready_seconds']:.1f} s, {way['memory_bytes'] >> 20} MiB" if way else "-" for way in known]
-    size, key = what
-    found = [way.get("sizes", {}).get(str(size)) for way in ways]
-    return [f"{figures[key]:.0f}" if figures else "-" for figures in found]
+    found = [figure(record, name, *what) for name in names]
+    return [f"{value:.0f}" if value else "-" for value in found]
 
 
 def line(record):
-    """A row for the terminal: the verdicts, and microseconds of the device at the largest size."""
+    """A row for the terminal: the verdict of each way, and its device time over that of eager code."""
     words = cells(record, "verdicts", GRAPHED)
     if record.get("skipped") or record["error"]:
         return f"{record['name']:21} {words[0]}"[:158]
-    times = cells(record, (record["sizes"][-1], "device_us"), WAYS)
-    head = f"{record['name']:21} " + " ".join(f"{word:11.11}" for word in words)
-    return head + "".join(f"{time:>8.7}" for time in times) + f"{record['seconds']:5.0f} s"
+    times = [ratio(record, record["timed"][-1], "device_us", name, "eager") for name in GRAPHED]
+    both = [f"{word:.11} {time:.2f}" if time else word for word, time in zip(words, times, strict=True)]
+    return f"{record['name']:21} " + "".join(f"{text:17.16}" for text in both) + f"{record['seconds']:4.0f} s"
 
 
 def summary(records):
-    """One line for each way: how many models it captured, and how many of those are right."""
+    """One line for each way: how many models it captured, and how many of those are right; then what AUTO took."""
     ran = [record for record in records if not record.get("skipped") and not record["error"]]
     yield f"{len(records)} models, {len(ran)} of them ran"
     for name in GRAPHED:
         words = [verdict(record, name) for record in ran]
-        taken = [word for word in words if word not in ("-", "refused")]
+        taken = [word for word in words if word not in ("-", "refused", "eager")]
         if taken:
             equal, near = words.count("equal"), sum(word.startswith("~") for word in words)
             rest = len(taken) - equal - near
             yield f"{name}: captured {len(taken)}, equal {equal}, within rounding {near}, else {rest}"
+    steps = {}
+    for record in ran:
+        for size in record["timed"]:
+            for way in ("AUTO", "FULL"):
+                if (found := ratio(record, size, "latency_us", way, "eager")) is not None:
+                    steps.setdefault(way, {}).setdefault(record["name"], {})[size] = found
+    if auto := steps.get("AUTO"):
+        slow = [f"{name} {by[size]:.2f} at {size}" for name, by in auto.items() for size in by if by[size] > 1.01]
+        gained = [name for name, by in steps.get("FULL", {}).items() if name in auto and min(by.values()) <= 1 / 1.02]
+        left = [record["name"] for record in ran if record["name"] in gained and verdict(record, "AUTO") == "eager"]
+        yield f"AUTO: steps of {len(auto)} models timed, slower than eager by more than 1%: {', '.join(slow) or 'none'}"
+        yield (f"AUTO: of {len(gained)} models on which FULL gains 2%, {len(gained) - len(left)} are captured; "
+               f"left out: {', '.join(left) or 'none'}")  # fmt: skip
+
+
+def table(title, head, rows):
+    """Lines of a table with a title; the first of its columns are names of models."""
+    yield from ("", f"## {title}", "", f"| model | {' | '.join(head)} |", f"|---|{'---|' * len(head)}")
+    yield from (f"| {name} | {' | '.join(texts)} |" for name, texts in rows)
 
 
 def markdown(records):
@@ -451,27 +626,57 @@ def markdown(records):
     first, names = ran[0], [name for name in WAYS if any(name in record["ways"] for record in ran)]
     tables = [("Captured, and equal to eager", "verdicts", names[1:])]
     if first["backend"] == "cuda":
-        for size in first["sizes"]:
+        for size in first["timed"]:
             tables.append((f"Device time at {size} rows, microseconds", (size, "device_us"), names))
             tables.append((f"Host time at {size} rows, microseconds", (size, "host_us"), names))
         tables.append(("Seconds until ready, and memory", "costs", names))
+    beside = (
+        f" {first['jobs']} models at a time ran on each device: others compiled, and "
+        "inductor chose kernels, while one was timed. Memory is that of torch's allocator alone; AUTO times its ways "
+        "in its turn, too, and its seconds have the waits."
+        if first["jobs"] > 1
+        else ""
+    )
     lines = [
         "# The model zoo",
         "",
         f"Models with random weights, each captured in every way by `docs/measure/zoo.py --scale {first['scale']} "
         f"--report docs/zoo.md`, which wrote this page. {first['device']}, {first['backend']}, torch {first['torch']}, "
-        f"rows of {', '.join(map(str, first['sizes']))}.",
+        f"rows of {', '.join(map(str, first['sizes']))}, timed at {', '.join(map(str, first['timed']))}.{beside}",
+        *(
+            ["", "Shapes are those of published models, most with fewer layers, and scans over 8 tokens."]
+            if first["scale"] == "real"
+            else []
+        ),
         "",
         "`equal`: bit for bit as the model's own code, also for a batch between the sizes, on its padding. `~`: the "
-        "largest difference, within what the dtype lets expect. `part`: torch left out some of its graphs. `bare`: "
-        "`torch.cuda.graph` by hand; `dynamic`: `compiler: inductor` with one trace for all sizes.",
+        "largest difference, within what the dtype lets expect. `part`: torch left out some of its graphs. `eager`: "
+        "AUTO captured nothing. `bare`: `torch.cuda.graph` by hand; `dynamic`: `compiler: inductor` with one trace for "
+        "all sizes. `inductor`, `bare` and `reduce-overhead` have the timed sizes alone.",
         "",
         *(f"- {text}" for text in summary(records)),
     ]
     for title, what, ways in tables:
-        lines += ["", f"## {title}", "", f"| model | {' | '.join(ways)} |", f"|---|{'---|' * len(ways)}"]
         rows = records if what == "verdicts" else ran
-        lines += [f"| {row['name']} | {' | '.join(cells(row, what, ways))} |" for row in rows]
+        lines += table(title, ways, [(row["name"], cells(row, what, ways)) for row in rows])
+    notes = {
+        "Beside reduce-overhead": 'Ratios to `torch.compile(mode="reduce-overhead")`, by size. Compiling: all sizes of '
+        f"the way, over the seconds until reduce-overhead is ready for {first['timed'][-1]} rows alone.",
+        "FULL against the kernels of eager": "Device time of FULL over that of eager code, where that does not wait "
+        "for the host, and over that of graphs by hand.",
+    }
+    for title, columns in comparisons(first["timed"]).items() if first["backend"] == "cuda" else ():
+        known = [column for column in columns if any(column[1](record) is not None for record in ran)]
+        rows = [(record["name"], [found(record) for _, found, _ in known]) for record in ran]
+        texts = [(name, ["-" if value is None else f"{value:.2f}" for value in row]) for name, row in rows if any(row)]
+        if texts:
+            lines += table(title, [head for head, _, _ in known], texts)
+            lines[-len(texts) - 2 : -len(texts) - 2] = [
+                notes[title], "", *(f"- {medians(ran, *column)}" for column in known), "",
+            ]  # fmt: skip
+    chosen = [(record["name"], record["ways"].get("AUTO", {})) for record in ran]
+    if rows := [(name, [*way["chosen"].values(), way["reason"]]) for name, way in chosen if "chosen" in way]:
+        lines += table("What AUTO took, by size", [*map(str, first["sizes"]), "why"], rows)
     refused = {}
     for record in ran:
         for name, way in record["ways"].items():
@@ -483,53 +688,77 @@ def markdown(records):
     return "\n".join(lines) + "\n"
 
 
-def parse(arguments=None):
+def parse(arguments, known):
     def words(text):
         return [word for word in text.split(",") if word]
+
+    def numbers(text):
+        return sorted(map(int, text.split(",")))
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=["tiny", "real"], help="absent: real on a GPU, else tiny")
     parser.add_argument("--only", type=words, default=["*"], help="names or patterns of models or families")
     parser.add_argument("--ways", type=words, help=f"of {', '.join(WAYS)}; absent: all, on a CPU the first three")
-    parser.add_argument("--sizes", type=lambda text: sorted(map(int, text.split(","))), default=[1, 4, 8])
+    parser.add_argument("--sizes", type=numbers, default=[1, 4, 8], help="rows of batches that are compared")
+    parser.add_argument("--timed", type=numbers, help="those of them that are timed; absent: the ends")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("zoo"))
-    parser.add_argument("--resume", action="store_true", help="leave out models whose JSON is there")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds of a model")
-    parser.add_argument("--jobs", type=int, default=1, help="models at once on each device; times want 1")
+    parser.add_argument("--resume", action="store_true", help="leave out models that all.json has, but for --limit")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of a model, without waits for its turn")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds: no model begins later; 60 more end all")
+    parser.add_argument("--jobs", type=int, default=1, help="models that compile at once for each device")
     parser.add_argument("--devices", type=words, help="GPUs to spread models over, such as 0,1")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--repeats", type=int, help="timed calls in a round")
+    parser.add_argument("--seconds", type=float, default=6, help="about those in which a model is timed")
+    parser.add_argument("--rounds", type=int, help="at most")
+    parser.add_argument("--repeats", type=int, help="timed calls in a round, at most")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
     parser.add_argument("--start", choices=["forkserver", "spawn"], default="forkserver", help="of processes")
-    parser.add_argument("--report", type=Path, help="page to write from all JSONs in --out")
+    parser.add_argument("--report", type=Path, help="page to write from all.json in --out")
     options = parser.parse_args(arguments)
     on_gpu = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
     options.scale = options.scale or ("real" if on_gpu else "tiny")
     options.ways = list(dict.fromkeys(["eager", *(options.ways or (WAYS if on_gpu else list(WAYS)[:3]))]))
+    options.timed = options.timed or sorted({options.sizes[0], options.sizes[-1]})
     options.rounds = options.rounds or (5 if on_gpu else 2)
     options.repeats = options.repeats or (10 if on_gpu else 2)
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no such ways: {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}")
+    if unknown := set(options.timed) - set(options.sizes):
+        parser.error(f"timed, and not among --sizes: {', '.join(map(str, sorted(unknown)))}")
+    names = [*known, *{model.family for model in known.values()}]
+    for pattern in options.only:
+        if not fnmatch.filter(names, pattern):
+            close = difflib.get_close_matches(pattern, names, 5, 0.5)
+            parser.error(f"no model or family is {pattern}; close are {', '.join(close) or 'none, see zoo.yaml'}")
     return options
 
 
 def main(arguments=None):
-    options = parse(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
     known = read_models()
-    paths = {name: options.out / f"{name}.json" for name in known}
+    options = parse(arguments, known)
+    options.out.mkdir(parents=True, exist_ok=True)
+    everything = options.out / "all.json"
+    records = {one["name"]: one for one in json.loads(everything.read_text())} if everything.exists() else {}
+    for path in (options.out / f"{name}.json" for name in known):
+        if path.exists():  # one of a run that was cut off, too
+            records[path.stem] = json.loads(path.read_text())
     models = [m for m in known.values() if any(fnmatch.filter((m.name, m.family), p) for p in options.only)]
-    models = [model for model in models if not (options.resume and paths[model.name].exists())]
+    if options.resume:
+        models = [m for m in models if m.name not in records or records[m.name].get("limited")]
     for model in models:
-        paths[model.name].unlink(missing_ok=True)
-    print(f"{'model':21} " + " ".join(f"{n:11.11}" for n in GRAPHED) + "".join(f"{n:>8.7}" for n in WAYS))
+        records.pop(model.name, None)
+        (options.out / f"{model.name}.json").unlink(missing_ok=True)
+    print(f"each way: is it as eager code, and its device time over that of eager, at {options.timed[-1]} rows")
+    print(f"{'model':21} " + "".join(f"{name:17}" for name in GRAPHED))
     for record in run_all(models, options):
+        records[record["name"]] = record
         print(line(record), flush=True)
-    records = [json.loads(path.read_text()) for path in paths.values() if path.exists()]
-    print("\n".join(summary(records)))
-    if options.report:
-        options.report.write_text(markdown(records))
+        everything.write_text(json.dumps(list(records.values())))  # now: a run may be cut off
+    found = [records[name] for name in known if name in records]
+    everything.write_text(json.dumps(found))
+    print("\n".join(summary(found)))
+    if options.report and any("seconds" in record for record in found):
+        options.report.write_text(markdown(found))
 
 
 if __name__ == "__main__":

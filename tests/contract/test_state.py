@@ -460,6 +460,54 @@ def test_torchscript_models_are_captured(backend: GraphBackend, kind: str) -> No
             torch.testing.assert_close(runner(x=x), plain(x), rtol=0, atol=0)
 
 
+class Made(nn.Module):
+    """State that is computed from the inputs on first use, in one of several ways."""
+
+    def __init__(self, device: torch.device, kind: str) -> None:
+        super().__init__()
+        self.kind, self.scale, self.kept = kind, torch.ones(1, device=device), dict[str, Tensor]()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "statistics of the first batch" and self.last is None:
+            self.scale.data.copy_(x.mean() + 2)
+        elif self.kind == "entry of a dict" and "memory" not in self.kept:
+            self.kept["memory"] = x.mean() + 2
+        elif self.kind == "filled later" and "memory" not in self.kept:
+            self.kept["memory"] = x.new_zeros(1)
+            self.kept["memory"].index_copy_(0, torch.zeros(1, dtype=torch.int64, device=x.device), x.mean()[None] + 2)
+        elif self.kind == "made for its shape" and "memory" not in self.kept:
+            self.kept["memory"] = torch.ones_like(x[:1, :1]) * 2
+        elif self.kind == "written on each run":
+            memory = self.kept.setdefault("memory", x.new_zeros(1))
+            memory.copy_(x.mean()[None] + 2)
+        self.last = x + 1  # it is never read
+        return x * self.kept.get("memory", self.scale)
+
+
+@pytest.mark.parametrize("ops", [(), ("aten::add",), ("aten::mul",)])
+@pytest.mark.parametrize("kind", ["statistics of the first batch", "entry of a dict", "filled later"])
+def test_state_made_of_inputs_on_first_use_is_refused_until_a_real_batch_made_it(
+    backend: GraphBackend, kind: str, ops: tuple[str, ...]
+) -> None:
+    way = {"cudagraph_mode": "PIECEWISE", "piecewise": "modules", "splitting_ops": list(ops)} if ops else {}
+    x = torch.rand(4, 2, device=backend.device)
+    model, plain = Made(backend.device, kind), Made(backend.device, kind)
+    with pytest.raises(CaptureError, match=r"the forward computes (scale|kept\.memory) on first use") as refused:
+        open_runner(backend, model, **way)
+    assert "one real batch" in (refused.value.remedy or "")
+    same(model(x), plain(x))  # the failed capture left nothing
+    with closing(open_runner(backend, model, **way)) as runner:
+        same(runner(x=x * 3), plain(x * 3))
+
+
+@pytest.mark.parametrize("kind", ["made for its shape", "written on each run"])
+def test_state_that_no_padding_stays_in_is_captured_unused(backend: GraphBackend, kind: str) -> None:
+    x = torch.rand(4, 2, device=backend.device)
+    with closing(open_runner(backend, Made(backend.device, kind))) as runner:
+        same(runner(x=x), Made(backend.device, kind)(x))
+
+
 SEEDS: dict[str, Callable[[torch.Generator], Any]] = {
     "manual_seed": lambda _: torch.manual_seed(3),
     "own": lambda g: g.manual_seed(3),

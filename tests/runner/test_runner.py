@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -385,6 +386,31 @@ def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> Non
     gc.collect()
     assert back_at(backend, before)
     assert not model.first.entries
+
+
+class Scaled(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(MIB, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).softmax(-1)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_dropped_runner_frees_model_and_graphs_without_a_garbage_collection(backend: GraphBackend, mode: str) -> None:
+    before = reserved(backend)
+    big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
+    gc.disable()
+    try:
+        model = Scaled(backend.device)
+        runner = open_runner(backend, model, {"x": big}, compilation={"cudagraph_mode": mode})
+        freed = weakref.ref(model.weight)
+        del runner, model
+        assert freed() is None
+        assert back_at(backend, before)
+    finally:
+        gc.enable()
 
 
 def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBackend) -> None:
