@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from cgplan.piecewise.breaks import eager_break_during_capture
     from cgplan.piecewise.trace import compile_piecewise
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
+    from cgplan.runner.auto import choose_mode
     from cgplan.runner.manager import CudaGraphManager, capture_together
     from cgplan.runner.runner import GraphRunner
     from cgplan.runner.session import CaptureSession
@@ -113,6 +114,7 @@ __all__ = [
     "build_plan",
     "capture",
     "capture_together",
+    "choose_mode",
     "compile_piecewise",
     "eager_break_during_capture",
     "forward_context",
@@ -131,6 +133,7 @@ _HOMES = {
     "cgplan.backends": ("select_backend",),
     "cgplan.graphs.pools": ("GraphPool",),
     "cgplan.models.loading": ("load_model",),
+    "cgplan.runner.auto": ("choose_mode",),
     "cgplan.runner.manager": ("CudaGraphManager", "capture_together"),
     "cgplan.speculative.manager": ("SpecDecodeGraphManager",),
     "cgplan.measure.bench": ("bench",),

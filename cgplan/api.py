@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def capture(
         if config.model is None or config.model.target is None:
             raise ModelError("no model was given", remedy="Pass one, or a configuration with model.target.")
         model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=folder).forward
+    began = time.perf_counter()
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         config, plan = choose_mode(config, model, backend, state)
-    return CaptureSession(plan, model, backend, config, progress=progress, state=state).run()
+    return CaptureSession(plan, model, backend, config, progress=progress, state=state, began=began).run()

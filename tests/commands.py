@@ -91,6 +91,15 @@ def syncing():
         return x * x.sum().item()
     return forward
 
+class Syncing(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()
+
+def partly():
+    net = Net()
+    net.down = nn.Sequential(net.down, Syncing())
+    return net
+
 def hungry():
     def forward(x):
         if x.shape[0] == 2:

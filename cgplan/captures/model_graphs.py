@@ -368,7 +368,7 @@ class ModelGraphs:
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
         entry = None if wrapper is None else wrapper.entries.get(descriptor)
-        return entry if entry is not None and entry.scope is self.scope else None
+        return entry if entry is not None and entry.scope is self.scope.mark else None
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.

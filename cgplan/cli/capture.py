@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -27,13 +28,14 @@ from cgplan.distributed import (
     open_all_reduce,
     open_ranks,
 )
-from cgplan.errors import ConfigError, PlanMismatchError
+from cgplan.errors import CaptureError, ConfigError, PlanMismatchError
 from cgplan.measure.bench import bench
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import fitted, unused_settings
-from cgplan.planning.plan import budget_of
+from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import Report
 from cgplan.reports.records import check_baselines
 from cgplan.runner.auto import check_up, choose_mode
@@ -91,6 +93,8 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     """A block with the runner; at its end everything that ranks share is taken down."""
     loaded = read_config(request.config, request.overrides)
     config = loaded.config
+    if request.plan is not None or has_ranks():
+        refuse_auto(config)
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
     target, kwargs = loaded.model_for(str(request.config))
     if plan.keys and all(spec.row_dim is None for spec in config.tensors.values()):
@@ -104,25 +108,28 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
         return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
 
-    is_auto = config.compilation.cudagraph_mode is CUDAGraphMode.AUTO and request.plan is None
-    if is_auto and has_ranks():
-        raise ConfigError(
-            "cudagraph_mode is AUTO, and torchrun has started several processes, which must capture the same graphs",
-            remedy="Run `cgplan doctor` on a model of one process, and write the settings that it chose into the file.",
-        )
     if has_ranks():
         with _captured_on_ranks(command, config, plan, request, load) as runner:
             yield runner
     else:
-        backend = select_backend(config.device)
-        if is_auto:
-            model = load(backend)
-            config, plan = choose_mode(config, model, backend)
+        is_auto = config.compilation.cudagraph_mode is CUDAGraphMode.AUTO
+        backend, changes = select_backend(config.device), tuple[PlanChange, ...]()
+        if not is_auto:
             plan = _fitted(plan, config, backend, request)
-        else:
-            plan = _fitted(plan, config, backend, request)
-            model = load(backend)
-        yield _run(config, plan, model, backend)
+        model, began = load(backend), time.perf_counter()
+        if not is_auto:
+            try:
+                runner = _run(config, plan, model, backend)
+            except CaptureError as error:
+                if command != "doctor":
+                    raise
+                reason = f"the capture failed: {error.message}"
+                changes = (PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason),)
+        if is_auto or changes:
+            config, plan = choose_mode(config, model, backend, anyway=not is_auto)
+            plan = plan.model_copy(update={"changes": (*changes, *plan.changes)})
+            runner = _run(config, _fitted(plan, config, backend, request), model, backend, began=began)
+        yield runner
 
 
 @contextmanager
@@ -158,14 +165,19 @@ def _captured_on_ranks(
 
 
 def _run(
-    config: Config, plan: Plan, model: Callable[..., Any], backend: GraphBackend, together: Together = ALONE
+    config: Config,
+    plan: Plan,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    together: Together = ALONE,
+    began: float | None = None,
 ) -> GraphRunner:
     with progress("capture" if is_first_rank() else "") as step:
 
         def show(at: CaptureProgress) -> None:
             step(at.index, at.total, f"{at.mode} {at.descriptor}")
 
-        return CaptureSession(plan, model, backend, config, progress=show, together=together).run()
+        return CaptureSession(plan, model, backend, config, progress=show, together=together, began=began).run()
 
 
 def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:

@@ -164,7 +164,10 @@ def doctor(
     as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Capture, and say how much of a step runs inside graphs, what runs outside of them, and why."""
+    """Capture, and say how much of a step runs inside graphs, what runs outside of them, and why.
+
+    Where the capture fails, it shows what cudagraph_mode: AUTO captures instead.
+    """
     with failures_reported(show_traceback):
         from cgplan.cli.capture import Request, run_doctor
 

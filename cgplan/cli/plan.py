@@ -18,6 +18,7 @@ from cgplan.config.load import read_text
 from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import compare, machine_changes, named
 from cgplan.planning.engines import Engine, emit
 from cgplan.planning.plan import Machine
@@ -41,6 +42,7 @@ def run_plan(
     as_json: bool,
 ) -> None:
     loaded = read_config(path, overrides)
+    refuse_auto(loaded.config)
     if plot is not None:
         check_plot_path(plot)
     _check_outputs((output, plot), (path, traffic, step_times, costs))

@@ -382,10 +382,12 @@ class SpeculativeConfig(Section):
 
 
 class ReportConfig(Section):
-    """Sizes and repeats of `cgplan bench`, and names for profilers."""
+    """Sizes and repeats of measurements, and names for profilers."""
 
     sizes: tuple[Count, ...] | None = None
-    """Batch sizes to measure, in tokens. Absent: every captured size."""
+    """Batch sizes to measure, in tokens. Absent: bench measures every captured size, `cudagraph_mode: AUTO` and
+    `cgplan doctor` the smallest, the largest, and the one for all requests.
+    """
     repeats: Count = 30
     """Timed calls of each size and way of running."""
     warmups: CountOrZero = 3

@@ -252,7 +252,7 @@ class Look(TorchDispatchMode):
         if self._inputs and not takes_shape:
             used = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
             self.found.used |= used
-            if not used.isdisjoint(self.found.computed):
+            if any(key in self.found.computed for key in used):
                 self.found.computed |= _storages_of(results)
         if self._is_aside:
             read = set(map(id, given)) - self._given

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cgplan.config import Config
-from cgplan.errors import ModeError, PlanError
+from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from cgplan.planning.plan import Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
 
@@ -71,6 +71,17 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
             f"attention_support is {support}, but speculative decoding has {config.query_len} tokens a request",
         )
     return mode, tuple(changes)
+
+
+def refuse_auto(config: Config) -> None:
+    """Raise ConfigError where the mode is AUTO, and has to be known already."""
+    if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
+        raise ConfigError(
+            "cudagraph_mode is AUTO, and the graphs have to be known here before the model is measured",
+            remedy="Let `cgplan capture` decide on one process, without --plan, and write the settings that its report "
+            "notes into the configuration. In Python, cgplan.choose_mode(config, model, backend) gives the "
+            "configuration and the plan.",
+        )
 
 
 def vllm(maximum: int) -> tuple[int, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import json
+import logging
 import re
-import statistics
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from operator import truediv
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -19,34 +22,69 @@ from cgplan.backends import GraphBackend
 from cgplan.captures.failures import drop_locals
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ModeError, PlanError
-from cgplan.modes import CUDAGraphMode
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import representative_keys
 from cgplan.planning.plan import PlanChange
 from cgplan.reports.records import CoverageRecord, DoctorReport
 from cgplan.runner.replan import REPEATS, time_on_padding
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
+from cgplan.units import format_seconds
 
+logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
-_CHOSEN = {"cudagraph_mode", "compiler", "piecewise", "splitting_modules"}
 
-Gains = Mapping[int, float]  # eager time / graph time, by tokens
+
+class _Way(NamedTuple):
+    """A way to capture the model: its settings, times, and the bytes of its graphs."""
+
+    name: str
+    compilation: CompilationConfig
+    gains: dict[int, list[float]]  # eager time / graph time in each round, ascending, by tokens
+    nbytes: int
+
+    def mean(self, pick: Callable[[list[float]], float] = median) -> float:
+        """Of all sizes: the median of the rounds, or another one."""
+        return fmean(map(pick, self.gains.values()))
+
+    @property
+    def worth(self) -> int:
+        """The largest size at which it brings 2%; 0: none."""
+        return max((size for size, gains in self.gains.items() if median(gains) >= LEAST_GAIN), default=0)
+
+    def is_tie(self, other: _Way) -> bool:
+        """Whether this way is less than 2% faster, or the median of each lies inside the other's rounds; and the other
+        is worth it as far.
+        """
+        inside = self.mean(min) <= other.mean() and self.mean() <= other.mean(max)
+        return other.worth >= self.worth and (inside or self.mean() <= LEAST_GAIN * other.mean())
+
+    def __str__(self) -> str:
+        figures = [f"{median(g):.3g}x at {size} ({g[0]:.3g} to {g[-1]:.3g})" for size, g in sorted(self.gains.items())]
+        return f"{self.name}, against eager steps {', '.join(figures)} tokens, in {REPEATS} rounds"
 
 
 def choose_mode(
-    config: Config, model: Callable[..., Any], backend: GraphBackend, state: Sequence[object] | None = None
+    config: Config,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    state: Sequence[object] | None = None,
+    *,
+    anyway: bool = False,
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
     FULL comes first; where it fails, the innermost module that failed runs eagerly, until the rest can be captured.
     Beside it PIECEWISE by operators and, on a GPU, inductor are captured at a few sizes, as far as
-    ``budget.capture_time`` lasts and the configuration leaves open. Each is timed against eager steps; the plan ends at
-    the largest size at which the fastest brings 2%. All memory is given back, and the model is as it was.
+    ``budget.capture_time`` lasts and the configuration leaves open: those that serve ``report.sizes``, else the
+    smallest, the largest, and that for all requests. Each is timed against eager steps. Of ways that are as fast within
+    2%, or within the spread of their rounds, the one with the least memory is chosen; the plan ends at the largest size
+    at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and the
+    model is as it was.
 
     Returns:
         The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
@@ -57,26 +95,28 @@ def choose_mode(
     """
     refuse_unknown_ops(config.compilation.splitting_ops)
     plan, start, notes = build_plan(config), time.perf_counter(), list[str]()
-    sizes = plan.capture_sizes
-    probes = sorted({d.num_tokens for _, d in representative_keys(plan.keys, plan.max_num_seqs)})
-    limit, gains = config.budget.capture_time, dict[str, tuple[CompilationConfig, Gains]]()
+    probes = tuple(sorted(_timed_sizes(plan, config)))
+    limit, ways = config.budget.capture_time, list[_Way]()
     for name, compilation in _ways(config.compilation, backend):
-        if gains and limit is not None and time.perf_counter() - start > limit:
+        if ways and limit is not None and time.perf_counter() - start > limit:
             notes.append(f"AUTO: {name} not tried: budget.capture_time was spent")
             continue
         is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
         for _ in range(_MOST_TRIES):
-            probed = {"cudagraph_capture_sizes": tuple(probes), "max_cudagraph_capture_size": None}
+            probed = {"cudagraph_capture_sizes": probes, "max_cudagraph_capture_size": None}
             tried = compilation.model_copy(update={**probed, "capture_policy": "eager"})
             probe = config.model_copy(update={"compilation": tried})
             try:
                 with _failing_module(model) as failed:
                     runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
-                if found := _gains(runner):  # timed without the hook, which slows eager steps down
-                    gains[name] = compilation, found
-                    notes.append(f"AUTO: {name}, against eager steps {_figures(found)}")
+                with closing(runner):  # timed without the hook, which slows eager steps down
+                    nbytes = runner.report.pool_bytes + runner.report.graph_driver_bytes
+                    way = _Way(name, compilation, _gains(runner), nbytes)
+                if way.gains:
+                    ways.append(way)
+                    notes.append(f"AUTO: {way}")
                 else:
-                    notes.append(f"AUTO: {name} has no graphs: the budget leaves all of them out")
+                    notes.append(f"AUTO: {name} has no graphs: the configuration or its budget leaves all of them out")
                 break
             except (CaptureError, ModeError, PlanError) as error:
                 drop_locals(error)
@@ -87,9 +127,12 @@ def choose_mode(
             name = f"PIECEWISE without {', '.join(modules)}"
             by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
             compilation = compilation.model_copy(update={**by_modules, "splitting_modules": modules})
-    chosen, reason = _fastest(config.compilation, gains, sizes)
-    settings = ", ".join(f"{key}: {value}" for key, value in chosen.model_dump(mode="json", include=_CHOSEN).items())
-    notes.append(f"AUTO: to keep this choice, write compilation: {{{settings}}}")
+    chosen, reason = _fastest(config.compilation, ways, plan.capture_sizes, anyway=anyway)
+    logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
+    asked, settings = (part.model_dump(mode="json") for part in (config.compilation, chosen))
+    changed = json.dumps({name: value for name, value in settings.items() if value != asked[name]})
+    took = format_seconds(time.perf_counter() - start)
+    notes.append(f"AUTO took {took}. To keep this choice without it, write into compilation: {changed}")
     config = config.model_copy(update={"compilation": chosen})
     plan = build_plan(config)
     change = PlanChange(requested=AUTO, resolved=chosen.cudagraph_mode, reason=reason)
@@ -133,44 +176,47 @@ def _failing_module(model: Callable[..., Any]) -> Iterator[list[str]]:
         last.clear()  # its frames hold tensors
 
 
-def _gains(runner: GraphRunner) -> Gains:
-    """Times a runner, and closes it."""
-    try:
-        points = time_on_padding(runner._graphed)
-    finally:
-        runner.close()
-    found = dict[int, float]()
-    for (mode, lora), by_size in points.items():
-        for size, us in by_size.items() if mode is not CUDAGraphMode.NONE else ():
-            found[size] = min(found.get(size, math.inf), points[CUDAGraphMode.NONE, lora][size] / us)
+def _timed_sizes(plan: Plan, config: Config) -> set[int]:
+    """Capture sizes that are timed."""
+    sizes = plan.capture_sizes
+    served = [size for size in sizes if size <= plan.max_num_seqs]
+    asked = {sizes[bisect_left(sizes, size)] for size in config.report.sizes or () if size <= plan.max_capture_size}
+    return asked or {*sizes[:1], *served[-1:], *sizes[-1:]}
+
+
+def _timed(runner: GraphRunner) -> dict[Key, tuple[list[float], list[float]]]:
+    sizes = _timed_sizes(runner.plan, runner.config)
+    return time_on_padding(runner._graphed, [key for key in runner.plan.keys if key[1].num_tokens in sizes])
+
+
+def _gains(runner: GraphRunner) -> dict[int, list[float]]:
+    found = dict[int, list[float]]()
+    for (_, descriptor), times in _timed(runner).items():
+        gains = sorted(map(truediv, *times))
+        found[descriptor.num_tokens] = min(found.get(descriptor.num_tokens, gains), gains, key=median)
     return found
 
 
 def _fastest(
-    asked: CompilationConfig, gains: Mapping[str, tuple[CompilationConfig, Gains]], sizes: Sequence[int]
+    asked: CompilationConfig, ways: Sequence[_Way], sizes: Sequence[int], *, anyway: bool
 ) -> tuple[CompilationConfig, str]:
     """The settings, and why: the way with the highest gain on average, up to the last size where it is worth it."""
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
-    if not gains:
+    if not ways:
         return none, "no way to capture the model was found"
-    best, mean = "", 0.0
-    for name, (_, found) in gains.items():
-        if (own := statistics.fmean(found.values())) > LEAST_GAIN * mean:  # the first of ways that are as fast
-            best, mean = name, own
-    chosen, found = gains[best]
-    said = f"{best}, against eager steps {_figures(found)}"
-    worth = max((size for size, gain in found.items() if gain >= LEAST_GAIN), default=0)
-    if not worth:
-        return none, f"graphs bring less than 2%: {said}"
-    if worth < max(found):
-        kept = tuple(size for size in sizes if size <= worth)
+    best = max(ways, key=_Way.mean)
+    ties = [way for way in ways if best.is_tie(way)]
+    way = min(ties, key=lambda way: way.nbytes >> 20)  # within a MiB the first
+    said, chosen = str(way), way.compilation
+    if not way.worth:
+        return chosen if anyway else none, f"graphs bring less than 2%: {said}"
+    if others := ", ".join(other.name for other in ties if other is not way):
+        said += f"; a tie with {others}: it takes no more memory"
+    if way.worth < max(way.gains):
+        kept = tuple(size for size in sizes if size <= way.worth)
         chosen = chosen.model_copy(update={"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None})
-        said += f"; beyond {worth} tokens graphs bring less than 2%"
+        said += f"; beyond {way.worth} tokens graphs bring less than 2%"
     return chosen, said
-
-
-def _figures(gains: Gains) -> str:
-    return ", ".join(f"{gain:.3g}x at {size}" for size, gain in sorted(gains.items())) + " tokens"
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
@@ -179,12 +225,11 @@ def check_up(runner: GraphRunner) -> DoctorReport:
     Times are medians in microseconds, from an idle device; graphs alone are launched one after the other.
     """
     graphed, backend = runner._graphed, runner.backend
-    times, rows = time_on_padding(graphed), list[CoverageRecord]()
-    outside = Counter[str]()
-    for mode, descriptor in graphed.plan.keys:
-        step = times.get((mode, descriptor.num_active_loras), {}).get(descriptor.num_tokens)
+    rows, outside = list[CoverageRecord](), Counter[str]()
+    for (mode, descriptor), times in _timed(runner).items():
+        eager, step = map(median, times)
         entry = graphed.entry((mode, descriptor))
-        if step is None or entry is None:
+        if entry is None:  # the model's own code runs between its graphs
             continue
         pieces = entry.graph.eager_pieces if isinstance(entry.graph, BreakableCUDAGraphCapture) else ()
         inside = step
@@ -196,8 +241,7 @@ def check_up(runner: GraphRunner) -> DoctorReport:
                 for _ in range(REPEATS):
                     kept.restore(between_keys=True)  # positions do not run past a cache
                     rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
-            inside = min(statistics.median(rounds), step)
-        eager = times[CUDAGraphMode.NONE, descriptor.num_active_loras][descriptor.num_tokens]
+            inside = min(median(rounds), step)
         rows.append(
             CoverageRecord(
                 mode=mode,

@@ -84,6 +84,7 @@ class CudaGraphManager:
         progress: Called before each key.
 
     Raises:
+        ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
         PlanError: no plan follows from the configuration.
         BackendError: the device is not there, or is not the pool's.
         CgplanError: a pool is given, and ``compilation.pool`` asks for several.

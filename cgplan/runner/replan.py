@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -37,14 +37,14 @@ Points = dict[tuple[CUDAGraphMode, int], dict[int, float]]
 Reopen = Callable[[Plan], CapturedKeys]
 
 
-def time_on_padding(graphed: ModelGraphs) -> Points:
-    """Median microseconds of graphs and of eager steps, from an idle device, by (runtime mode, LoRA case) and tokens.
+def time_on_padding(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[Key, tuple[list[float], list[float]]]:
+    """Microseconds of eager steps and of graphs by key, from an idle device, in rounds: both run in turns.
 
-    The representative keys among those that are captured are run on padding; no call is under way. That is what their
-    kernels take, except attention over long sequences: padding has none.
+    The keys, which are captured, are run on padding; no call is under way. That is what their kernels take, except
+    attention over long sequences: padding has none.
     """
-    found: Points = {}
-    backend, keys = graphed.backend, representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
+    found = dict[Key, tuple[list[float], list[float]]]()
+    backend = graphed.backend
     if not keys:
         return found
     random = random_state_kept(backend.device, graphed.generators)
@@ -52,17 +52,16 @@ def time_on_padding(graphed: ModelGraphs) -> Points:
         for mode, descriptor in keys:
             graphed.look(mode, descriptor)
             views = graphed.views(descriptor)
-            ways: dict[CUDAGraphMode, Callable[[], Any]] = {
-                mode: partial(graphed.run_graphed, mode, descriptor, views),
-                CUDAGraphMode.NONE: partial(graphed.run_eager, descriptor, views),
-            }
-            times: dict[CUDAGraphMode, list[float]] = {way: [] for way in ways}
-            for way, call in (1 + REPEATS) * list(ways.items()):  # in turns
+            ways: tuple[Callable[[], Any], ...] = (
+                partial(graphed.run_eager, descriptor, views),
+                partial(graphed.run_graphed, mode, descriptor, views),
+            )
+            times = found[mode, descriptor] = ([], [])
+            for call, rounds in (1 + REPEATS) * list(zip(ways, times, strict=True)):  # in turns
                 kept.restore(between_keys=True)
-                times[way] += backend.time_calls(call, 1)[0]
-            for way in ways:
-                by_size = found.setdefault((way, descriptor.num_active_loras), {})
-                by_size[descriptor.num_tokens] = median(times[way][1:])
+                rounds += backend.time_calls(call, 1)[0]
+            for rounds in times:
+                del rounds[0]  # it warmed up
     return found
 
 
@@ -166,8 +165,12 @@ class OnDemand:
         return plan.model_copy(update={"max_num_batched_tokens": tokens, **made})
 
     def _step_times(self) -> StepTimes:
-        for name, points in time_on_padding(self.live.graphed).items():
-            self._points.setdefault(name, {}).update(points)
+        graphed = self.live.graphed
+        keys = representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
+        for (mode, descriptor), both in time_on_padding(graphed, keys).items():
+            for way, rounds in zip((CUDAGraphMode.NONE, mode), both, strict=True):
+                by_size = self._points.setdefault((way, descriptor.num_active_loras), {})
+                by_size[descriptor.num_tokens] = median(rounds)
         if not self._points:
             return StepTimes.default()
         notes, times = ["attention over real sequences takes longer"], dict(self._points)

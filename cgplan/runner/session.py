@@ -18,6 +18,7 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.planning.build import refuse_auto
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.runner import GraphRunner
 
@@ -33,6 +34,10 @@ class CaptureSession:
         together: The sessions of other ranks, where several processes capture one model.
         state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one;
             absent: the model.
+        began: ``time.perf_counter()`` when the work began that the report's time counts from; absent: now.
+
+    Raises:
+        ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
     """
 
     def __init__(
@@ -47,10 +52,12 @@ class CaptureSession:
         name: str = "runner",
         together: Together = ALONE,
         state: Sequence[object] | None = None,
+        began: float | None = None,
     ) -> None:
+        refuse_auto(config)
         self._plan, self._model, self._backend, self._config = plan, model, backend, config
         self._progress, self._pool, self._name = progress, pool, name
-        self._together, self._state = together, state
+        self._together, self._state, self._began = together, state, began
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
@@ -96,7 +103,7 @@ class CaptureSession:
         graphed: ModelGraphs | None = None
         try:
             backend.release_cached()
-            before, start = backend.memory(), time.perf_counter()
+            before, start, self._began = backend.memory(), self._began or time.perf_counter(), None
             free = together.begin(asked, before.free)
             plan = fitting(asked, config, free) if keys is None else asked
             graphed = ModelGraphs(plan, config, self._model, backend, self._pool, self._state, together)

@@ -10,6 +10,7 @@ from cgplan.config import Config, Input, ModelConfig
 from cgplan.errors import ConfigError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.build import refuse_auto
 from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 
 INPUTS = ("input_ids", "positions")
@@ -64,10 +65,11 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
         draft_tokens: Numbers of draft tokens to capture for, each from 1 to the configuration's. Absent: that alone.
 
     Raises:
-        ConfigError: no draft tokens, LoRA, several pools, or an input that is not among those that speculation fills.
+        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an input that speculation does not fill.
         InputError: a number of draft tokens is below 1 or above the configuration's.
         PlanError: as build_plan.
     """
+    refuse_auto(config)
     most = config.speculative.num_speculative_tokens
     if most < 1:
         raise ConfigError(

@@ -160,6 +160,32 @@ def test_the_doctor_names_what_runs_outside_of_graphs() -> None:
 
 
 @pytest.mark.usefixtures("home")
+def test_the_doctor_says_what_fails_and_measures_the_rest() -> None:
+    found = " ".join(good("doctor", *GOOD, *settings("model.target=models.py:partly")).stdout.split())
+    assert re.search(r"FULL -> AUTO: the capture failed: .*_local_scalar_dense needs the host.*models\.py:\d+", found)
+    assert re.search(r"AUTO -> PIECEWISE: .*PIECEWISE without down\.\*, against eager steps", found)
+    assert re.search(r"outside down\.1, at \S+models\.py:\d+", found)
+    assert "inside graphs" in found
+
+
+@pytest.mark.usefixtures("home")
+def test_the_doctor_outlives_a_model_of_which_nothing_can_be_captured() -> None:
+    syncing = settings("model.target=models.py:syncing")
+    found = " ".join(good("doctor", *GOOD, *syncing).stdout.split())
+    assert re.search(r"AUTO: FULL failed: .*models\.py:\d+", found)
+    assert "AUTO -> NONE: no way to capture the model was found" in found
+    assert "Nothing is captured" in found
+    refused(errors.HostSyncError, "capture", *GOOD, *syncing)
+
+
+@pytest.mark.usefixtures("home")
 def test_auto_says_what_it_tried_and_measured() -> None:
     found = " ".join(good("capture", *GOOD, *settings("compilation.cudagraph_mode=AUTO")).stdout.split())
     assert re.search(r"AUTO -> (NONE|FULL|PIECEWISE): .*against eager steps \S+x at", found)
+
+
+@pytest.mark.parametrize("arguments", [("plan",), ("capture", "--plan", "plan.json")], ids=["plan", "saved plan"])
+def test_what_has_to_know_the_graphs_refuses_auto(home: Path, arguments: tuple[str, ...]) -> None:
+    (home / "plan.json").write_text(saved_plan().model_dump_json())
+    message = refused(errors.ConfigError, *arguments, *GOOD, *settings("compilation.cudagraph_mode=AUTO"))
+    assert "cudagraph_mode is AUTO" in message

@@ -1,19 +1,28 @@
-"""cudagraph_mode AUTO what is tried, and what is chosen."""
+"""cudagraph_mode AUTO: what is tried, and what is chosen."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from checks import same
 from torch import Tensor, nn
 
 import cgplan
 from cgplan import CUDAGraphMode, GraphRunner, Input
 from cgplan.backends import GraphBackend
+from cgplan.config import validate_config
+from cgplan.modes import Key
+from cgplan.reports import CaptureReport
 from cgplan.runner import auto
+from cgplan.speculative.plan import plan_speculation
 
 NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -43,19 +52,27 @@ class Net(nn.Module):
         return found
 
 
-def as_timed(patch: pytest.MonkeyPatch, *gains: float) -> None:
-    """Each way that is captured is timed: its graphs of 2 and 8 tokens take an eager step's time by the next gain."""
-    left = list(gains)
+def as_timed(patch: pytest.MonkeyPatch, *gains: float, spread: float = 0.0) -> list[int]:
+    """Each way that is captured gets the next of these gains for one token, and its root for more; rounds lie around.
+    Returns the list of the sizes that are timed.
+    """
+    left, sizes = list(gains), list[int]()
 
-    def timed(graphed: Any) -> Any:
-        gain, (mode, _) = left.pop(0), graphed.plan.keys[0]
-        return {(mode, 0): {2: 100 / gain, 8: 100.0}, (NONE, 0): {2: 100.0, 8: 100.0 * gain**0.5}}
+    def timed(graphed: Any, keys: list[Key]) -> Any:
+        gain = left.pop(0)
+        sizes.extend(descriptor.num_tokens for _, descriptor in keys)
+        rounds = [1 + spread, 1.0, 1.0, 1.0, 1 - spread]
+        return {
+            key: ([100.0 * gain ** (1.0 if key[1].num_tokens == 1 else 0.5) * part for part in rounds], 5 * [100.0])
+            for key in keys
+        }
 
     patch.setattr(auto, "time_on_padding", timed)
+    return sizes
 
 
 def open_runner(
-    backend: GraphBackend, model: nn.Module, budget: dict[str, Any] | None = None, **compilation: Any
+    backend: GraphBackend, model: nn.Module, sections: dict[str, Any] | None = None, **compilation: Any
 ) -> GraphRunner:
     return cgplan.capture(
         model.to(backend.device).eval(),
@@ -67,8 +84,8 @@ def open_runner(
             "outputs": "clone",
             **compilation,
         },
-        budget=budget or {},
         device=backend.device.type,
+        **(sections or {}),
     )
 
 
@@ -89,7 +106,8 @@ def test_a_model_that_can_be_captured_whole_is(backend: GraphBackend, monkeypatc
     runner = open_runner(backend, model)
     assert (runner.plan.requested_mode, runner.plan.mode) == (CUDAGraphMode.AUTO, FULL)
     assert runner.plan.capture_sizes == (1, 2, 4, 8)
-    assert "FULL, against eager steps 4x at 2, 2x at 8 tokens" in str(runner.report).replace("\n            ", " ")
+    said = "FULL, against eager steps 4x at 1 (4 to 4), 2x at 8 (2 to 2) tokens, in 5 rounds"
+    assert said in " ".join(str(runner.report).split())
     assert all(int(block.n) == 0 for block in model.layers)  # the runs that were timed left nothing
     serves_right(runner, model)
 
@@ -106,14 +124,22 @@ def test_modules_that_fail_stay_out_of_the_graphs(backend: GraphBackend, monkeyp
 
 
 @pytest.mark.parametrize(("gain", "said"), [(1.01, "graphs bring less than 2%"), (None, "no way to capture the model")])
+@pytest.mark.filterwarnings("error")
 def test_nothing_is_captured_where_it_brings_nothing(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, gain: float | None, said: str
+    backend: GraphBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gain: float | None,
+    said: str,
 ) -> None:
     model: nn.Module = ReadsTheHost() if gain is None else Net(nn.ReLU)
     as_timed(monkeypatch, *(() if gain is None else (gain, gain)))
-    with closing(open_runner(backend, model)) as runner:
+    with caplog.at_level(logging.INFO, "cgplan"), closing(open_runner(backend, model)) as runner:
         assert runner.plan.mode is NONE
-        assert said in runner.plan.changes[0].reason
+        assert f"AUTO -> NONE: {said}" in str(runner.report)
+        (line,) = caplog.messages
+        assert f"AUTO -> NONE: {said}" in line
+        assert gain is None or "1.01x at 1" in line
         x = torch.ones(2, 4, device=backend.device)
         assert runner(x=x).shape == (2, 4)
 
@@ -121,22 +147,112 @@ def test_nothing_is_captured_where_it_brings_nothing(
 def test_large_sizes_that_bring_nothing_are_left_out(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     as_timed(monkeypatch, 1.03, 1.03)  # 1.015 at 8 tokens
     with closing(open_runner(backend, Net(nn.ReLU))) as runner:
-        assert runner.plan.capture_sizes == (1, 2)
+        assert runner.plan.capture_sizes == (1,)
+
+
+@pytest.mark.parametrize(("spread", "chosen"), [(0.0, FULL), (0.2, PIECEWISE)])
+def test_of_ways_within_the_spread_the_one_with_the_least_memory_is_taken(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, spread: float, chosen: CUDAGraphMode
+) -> None:
+    monkeypatch.setattr(CaptureReport, "graph_driver_bytes", property(lambda report: (report.plan.mode is FULL) << 40))
+    as_timed(monkeypatch, 4.0, 3.5, spread=spread)
+    with closing(open_runner(backend, Net(nn.ReLU))) as runner:
+        assert runner.plan.mode is chosen
+        reason = runner.plan.changes[0].reason
+        assert ("a tie with FULL: it takes no more memory" in reason) == (spread > 0)
+        assert spread == 0 or "3.5x at 1 (2.8 to 4.2)" in reason
+
+
+@pytest.mark.parametrize(
+    ("sections", "timed"),
+    [({}, {1, 8}), ({"scheduler": {"max_num_seqs": 4}}, {1, 4, 8}), ({"report": {"sizes": [2, 3, 9]}}, {2, 4})],
+    ids=["ends", "all requests", "asked for"],
+)
+def test_a_few_sizes_are_timed_or_those_of_the_report_section(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], timed: set[int]
+) -> None:
+    sizes = as_timed(monkeypatch, 4.0, 4.0)
+    open_runner(backend, Net(nn.ReLU), sections).close()
+    assert set(sizes) == timed
 
 
 def test_a_budget_that_leaves_all_graphs_out_captures_nothing(backend: GraphBackend) -> None:
-    with closing(open_runner(backend, Net(nn.ReLU), budget={"memory": "1B"})) as runner:
+    with closing(open_runner(backend, Net(nn.ReLU), {"budget": {"memory": "1B"}})) as runner:
         assert runner.plan.mode is NONE
-        assert any("AUTO: FULL has no graphs: the budget leaves all of them out" in note for note in runner.plan.notes)
+        said = "AUTO: FULL has no graphs: the configuration or its budget leaves all of them out"
+        assert said in runner.plan.notes
+
+
+@pytest.mark.parametrize("given", ["note", "file"])
+def test_the_choice_can_be_kept(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    model = Net(ReadsTheHost)
+    as_timed(monkeypatch, 1.03)  # not worth it at 8 tokens
+    runner = open_runner(backend, model, max_cudagraph_capture_size=8)
+    (note,) = (note for note in runner.plan.notes if "To keep this choice" in note)
+    if given == "note":
+        again = open_runner(backend, model, **yaml.safe_load(note.partition("write into compilation: ")[2]))
+    else:
+        (tmp_path / "kept.yaml").write_text(runner.config.model_dump_json())
+        again = cgplan.capture(model, config=tmp_path / "kept.yaml")
+    with closing(runner), closing(again):
+        assert again.plan.keys == runner.plan.keys
+        assert again.config.compilation.splitting_modules == ("layers.*.inner",)
+        assert again.plan.capture_sizes == (1,)
+        assert not again.plan.notes
+
+
+def test_the_capture_time_that_is_shown_counts_the_trials_once(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def timed(graphed: Any, keys: list[Key]) -> Any:
+        now[0] += 50
+        return {key: ([4.0] * 5, [1.0] * 5) for key in keys if graphed}
+
+    monkeypatch.setattr(auto, "time_on_padding", timed)
+    with closing(open_runner(backend, Net(nn.ReLU))) as runner:
+        assert runner.report.session_seconds == 100.0
+        assert any(note.startswith("AUTO took 100") for note in runner.plan.notes)
+        runner.recapture()
+        assert runner.report.session_seconds == 0.0
+
+
+def test_a_session_or_manager_needs_a_mode_that_is_decided(backend: GraphBackend) -> None:
+    auto_config = validate_config(
+        {
+            "model": {},
+            "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
+            "compilation": {"cudagraph_mode": "AUTO", "cudagraph_capture_sizes": [1, 2], "compiler": "eager"},
+            "speculative": {"num_speculative_tokens": 1},
+        }
+    )
+    model = Net(nn.ReLU).to(backend.device).eval()
+    plan = cgplan.build_plan(auto_config)
+    makers: list[Callable[[], object]] = [
+        lambda: cgplan.CaptureSession(plan, model, backend, auto_config),
+        lambda: cgplan.CudaGraphManager(auto_config, model, backend),
+        lambda: plan_speculation(auto_config),
+    ]
+    for make in makers:
+        with pytest.raises(cgplan.ConfigError, match="cudagraph_mode is AUTO") as raised:
+            make()
+        assert "choose_mode" in raised.value.remedy
+    config, plan = cgplan.choose_mode(auto_config, model, backend)
+    with cgplan.CudaGraphManager(config, model, backend, plan=plan) as manager:
+        assert manager.capture().plan.requested_mode is CUDAGraphMode.AUTO
 
 
 def test_steps_are_timed_without_hooks(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = list[int]()
     time_on_padding = auto.time_on_padding
 
-    def timed(graphed: Any) -> Any:
+    def timed(graphed: Any, keys: list[Key]) -> Any:
         hooks.append(len(nn.modules.module._global_forward_hooks))
-        return time_on_padding(graphed)
+        return time_on_padding(graphed, keys)
 
     monkeypatch.setattr(auto, "time_on_padding", timed)
     with closing(open_runner(backend, Net(nn.ReLU))):
