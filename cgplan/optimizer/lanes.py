@@ -1,14 +1,19 @@
-"""Lanes: which graphs may run a batch, in which order, and how long traffic takes in a set of graphs."""
+"""Lanes: which graphs may run a batch, in which order, and how long traffic takes in a set of graphs.
+
+And the problem of a search: the sizes that it chooses among, and the batches that want them, as arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.optimizer.paths import Floats, Ints
+from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -151,3 +156,207 @@ class Run:
 def place_of(lane: Lane) -> float:
     """A number that is smaller for the lane that a batch tries first."""
     return float(lane.num_active_loras + (1e9 * (not lane.uniform)) + 2e9 * (lane.mode is not CUDAGraphMode.FULL))
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Sizes that a lane may have, ascending; index 0 stands for none. Arrays are [N + 1].
+
+    Attributes:
+        sizes: In tokens.
+        times: Microseconds of a step at that size.
+        driver: Bytes that the driver takes for each key; 0 without costs, as all below.
+        seconds: Warm-ups and capture of each key.
+        pool, static: Bytes of the pool and of the static buffers, where that size is the largest.
+    """
+
+    lane: Lane
+    sizes: Ints
+    times: Floats
+    driver: Floats
+    seconds: Floats
+    pool: Floats
+    static: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """Batches that try the same lanes. Arrays of sums are cumulative over ``tokens``: [n + 1], 0 first.
+
+    Attributes:
+        lanes: Indices of the lanes that may serve them, in the order in which they are tried.
+        tokens: Sizes of the batches, ascending: [n].
+        slowest: The longest eager step of those sizes: [n].
+        weight: Weights.
+        eager: Weights times the microseconds of eager steps.
+        best: Weights times the least microseconds that any lane or an eager step could take.
+    """
+
+    lanes: tuple[int, ...]
+    tokens: Ints
+    slowest: Floats
+    weight: Floats
+    eager: Floats
+    best: Floats
+
+    def below(self, sizes: Ints) -> Ints:
+        """How many entries of ``tokens`` each size holds."""
+        return np.searchsorted(self.tokens, sizes, side="right")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything that a search needs to know.
+
+    Attributes:
+        lanes: In the order in which they are tried; the last one serves every demand.
+        demands: Batches that a graph may serve.
+        eager_us: Weight times microseconds of the batches that none may serve.
+        weight: Of all batches.
+        workspace, once: Bytes and seconds that the first graph brings with it.
+    """
+
+    lanes: tuple[Candidates, ...]
+    demands: tuple[Demand, ...]
+    eager_us: float
+    weight: float
+    workspace: float = 0.0
+    once: float = 0.0
+
+    @property
+    def infinite_us(self) -> float:
+        """Mean microseconds of a step if every batch had a graph of its own size, and ran in its best mode."""
+        return (self.eager_us + sum(float(demand.best[-1]) for demand in self.demands)) / self.weight
+
+    @property
+    def eager_total(self) -> float:
+        return self.eager_us + sum(float(demand.eager[-1]) for demand in self.demands)
+
+    @cached_property
+    def _cheapest(self) -> tuple[Floats, Floats]:
+        driver, seconds = (
+            np.concatenate([[], *(getattr(lane, cost)[1:] for lane in self.lanes)]) for cost in ("driver", "seconds")
+        )
+        return self.workspace + np.cumsum(np.sort(driver)), self.once + np.cumsum(np.sort(seconds))
+
+    def cheapest(self, graphs: int) -> tuple[float, float]:
+        """Bytes and seconds that 1 or more graphs cost at least, whichever they are; inf if there are not so many."""
+        bytes_, seconds = self._cheapest
+        return (np.inf, np.inf) if graphs > bytes_.size else (float(bytes_[graphs - 1]), float(seconds[graphs - 1]))
+
+    def total_of(self, chosen: Sequence[Sequence[int]]) -> float:
+        """Microseconds, times weight, if these candidates of each lane are captured."""
+        total = self.eager_us
+        for demand in self.demands:
+            passed = 0
+            for index in demand.lanes:
+                lane, picked = self.lanes[index], list(chosen[index])
+                held = np.maximum(demand.below(lane.sizes[picked]), passed)
+                runs = np.diff(demand.weight[held], prepend=demand.weight[passed])
+                total += float(runs @ lane.times[picked])
+                passed = int(held[-1]) if picked else passed
+            total += float(demand.eager[-1] - demand.eager[passed])
+        return total
+
+    def costs_of(self, chosen: Sequence[Sequence[int]]) -> tuple[int, float, float]:
+        """Graphs, bytes and seconds."""
+        picked = [(lane, list(sizes)) for lane, sizes in zip(self.lanes, chosen, strict=True) if sizes]
+        if not picked:
+            return 0, 0.0, 0.0
+        driver = sum(float(lane.driver[sizes].sum()) for lane, sizes in picked)
+        pool = max(float(lane.pool[sizes].max()) for lane, sizes in picked)
+        static = max(float(lane.static[sizes].max()) for lane, sizes in picked)
+        seconds = self.once + sum(float(lane.seconds[sizes].sum()) for lane, sizes in picked)
+        return sum(len(sizes) for _, sizes in picked), self.workspace + driver + pool + static, seconds
+
+
+def problem_of(
+    lanes: Sequence[Lane],
+    traffic: Traffic,
+    times: StepTimes,
+    plan: Plan,
+    costs: GraphCosts | None,
+    without: Collection[Key] = (),
+) -> Problem:
+    """The problem of planning these lanes for this traffic; the keys in ``without`` are no candidates.
+
+    Raises:
+        StepTimeError: step times of a lane's mode, or of eager steps, are missing.
+    """
+    lanes = [lane for lane in lanes if any(may_serve(lane, batch) for batch, _ in traffic.histogram)]
+    groups = grouped(
+        (
+            tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch)),
+            (batch.num_tokens, batch.num_active_loras, weight),
+        )
+        for batch, weight in traffic.histogram
+    )
+    demands = [_demand(served, rows, lanes, times, plan) for served, rows in sorted(groups.items())]
+    found: list[Candidates] = []
+    for index in reversed(range(len(lanes))):  # where a lane may end depends on those after it
+        above = max((float(c.times[-1]) for c in found), default=0.0)
+        wanted = [demand for demand in demands if index in demand.lanes]
+        found.insert(0, _candidates(lanes[index], wanted, times, plan, above, costs, without))
+    return Problem(
+        lanes=tuple(found),
+        demands=tuple(demand for demand in demands if demand.lanes),
+        eager_us=float(sum(demand.eager[-1] for demand in demands if not demand.lanes)),
+        weight=traffic.total,
+        workspace=float(costs.workspace_bytes) if costs is not None else 0.0,
+        once=costs.once_seconds if costs is not None else 0.0,
+    )
+
+
+def _demand(
+    served: tuple[int, ...], rows: list[tuple[int, int, float]], lanes: Sequence[Lane], times: StepTimes, plan: Plan
+) -> Demand:
+    sizes, loras, weights = (np.array(column) for column in zip(*rows, strict=True))
+    eager = np.zeros(sizes.size)
+    for case in np.unique(loras):
+        eager[loras == case] = times.at(CUDAGraphMode.NONE, sizes[loras == case], int(case))
+    best = eager.copy()
+    for lane in (lanes[index] for index in served):
+        rounded = _rounded(sizes, lane, plan)
+        fits = rounded <= largest_of(lane, plan)
+        if fits.any():
+            best[fits] = np.minimum(best[fits], times.at(lane.mode, rounded[fits], lane.num_active_loras))
+    tokens, at = np.unique(sizes, return_inverse=True)
+    slowest = np.zeros(tokens.size)
+    np.maximum.at(slowest, at, eager)
+    sums = (np.cumsum([0.0, *np.bincount(at, values)]) for values in (weights, weights * eager, weights * best))
+    return Demand(served, tokens, slowest, *sums)
+
+
+def _rounded(sizes: Ints, lane: Lane, plan: Plan) -> Ints:
+    stride = stride_of(lane, plan)
+    return -(-sizes // stride) * stride
+
+
+def _candidates(
+    lane: Lane,
+    wanted: Sequence[Demand],
+    times: StepTimes,
+    plan: Plan,
+    above: float,
+    costs: GraphCosts | None,
+    without: Collection[Key],
+) -> Candidates:
+    """Sizes at which a batch sits, up to the last one that can be worth a graph: Note [Candidates] of the optimizer.
+
+    Where other lanes follow (their slowest graph takes ``above``), a batch may fall to one of those.
+    """
+    rounded = np.concatenate([[0], *(_rounded(demand.tokens, lane, plan) for demand in wanted)])
+    sizes, at = np.unique(rounded, return_inverse=True)
+    misses = np.zeros(sizes.size)
+    np.maximum.at(misses, at[1:], np.concatenate([np.maximum(demand.slowest, above) for demand in wanted]))
+    fits = [size <= largest_of(lane, plan) and key_of(lane, int(size), plan) not in without for size in sizes]
+    sizes, misses = sizes[fits], np.maximum.accumulate(misses)[fits]
+    curve = times.at(lane.mode, sizes, lane.num_active_loras)
+    keep = int(np.flatnonzero(curve < misses).max(initial=0)) + 1
+    figures = np.zeros((4, keep))
+    if costs is not None:
+        for index, size in enumerate(sizes[1:keep].tolist(), 1):
+            key = key_of(lane, size, plan)
+            pool, static = costs.pool_bytes(lane.mode, size), costs.static_bytes(size)
+            figures[:, index] = costs.driver_bytes(key), costs.seconds(key), pool, static
+    return Candidates(lane, sizes[:keep], curve[:keep], *figures)

@@ -26,9 +26,8 @@ from cgplan.optimizer.evidence import (
     ParetoPoint,
     SizeUse,
 )
-from cgplan.optimizer.lanes import Run, key_of, lanes_of, largest_of, stride_of
+from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
 from cgplan.optimizer.lint import lint
-from cgplan.optimizer.problem import Problem, problem_of
 from cgplan.optimizer.search import MOST, Best, Limits, Search, best_plan
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts, Record

@@ -32,8 +32,8 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from cgplan.optimizer.lanes import Candidates, Problem
 from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths
-from cgplan.optimizer.problem import Candidates, Problem
 
 MOST = 256  # graphs of a plan
 Chosen = tuple[tuple[int, ...], ...]  # candidates of each lane, ascending, as indices

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from plans import Costs, plan_of
 
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import Run, key_of, lanes_of, largest_of, stride_of
+from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
 from cgplan.optimizer.paths import best_paths
-from cgplan.optimizer.problem import Problem, problem_of
 from cgplan.optimizer.search import Chosen, Limits, Search, best_plan
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
