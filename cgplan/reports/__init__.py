@@ -1,6 +1,6 @@
 """Records of measurements: saved, reloaded and shown as tables."""
 
-from cgplan.reports import bench_tables, capture_tables, plan_tables  # each registers its renderers
+from cgplan.reports import plan_tables, run_tables  # each registers its renderers
 from cgplan.reports.layout import render, render_text
 from cgplan.reports.records import (
     BenchRecord,
@@ -23,10 +23,9 @@ __all__ = [
     "Report",
     "StateRecord",
     "Timing",
-    "bench_tables",
-    "capture_tables",
     "load_report",
     "plan_tables",
     "render",
     "render_text",
+    "run_tables",
 ]
