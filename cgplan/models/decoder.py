@@ -1,4 +1,10 @@
-"""The reference decoder: a Llama or Qwen3 in plain PyTorch over a paged KV cache, made to be captured."""
+"""The reference decoder: a Llama or Qwen3 in plain PyTorch over a paged KV cache, made to be captured. Parameter names
+are those of transformers' Llama and Qwen3.
+
+LoRA is an operator, ``cgplan::add_lora``, which reads each row's adapter from the forward context: ``lora_ids``
+[num_tokens] int64 in the metadata, -1 for none and for padding. So a traced forward holds the operator and no batch,
+and each graph captured from it holds the case of its descriptor.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +14,326 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, pad
-
-from cgplan.backends.context import current_all_reduce
-from cgplan.errors import InputError, ModelError, did_you_mean
-from cgplan.models.layers import (
-    DecoderConfig,
-    DecoderLayer,
-    Projection,
-    RMSNorm,
-    Split,
-    Table,
-    rotary_angles,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
 )
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, pad, rms_norm, silu
+
+import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
+from cgplan.backends.context import current_all_reduce, define_operator, get_forward_context
+from cgplan.errors import InputError, ModelError, did_you_mean
 from cgplan.models.loading import parse_dtype
+
+
+class DecoderConfig(BaseModel):
+    """Shape of a decoder. The defaults make one that a CPU runs in about a millisecond.
+
+    Attributes:
+        vocab_size: Rows of the token embedding.
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides ``num_heads``.
+        head_dim: Size of one head; even.
+        intermediate_size: Width inside the gated MLP.
+        rope_theta: Base of the rotary frequencies.
+        rms_norm_eps: Added to the mean square in every norm.
+        qk_norm: Whether each query and key head is normed before rotation, as in Qwen3.
+        tie_word_embeddings: Whether the output projection is the token embedding.
+        block_size: Tokens per block of the KV cache.
+        num_blocks: Blocks that block tables may name; one more is allocated, for padding.
+        max_loras: Adapter slots; 0 leaves LoRA out.
+        lora_rank: Largest rank of an adapter.
+        logits: Whether ``forward`` returns logits; else hidden states.
+        tensor_parallel: Ranks that the heads and the MLP are split over; 1 for one process.
+        dtype: Of weights and cache: float32, bfloat16 or float16.
+        seed: Of the random weights.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    vocab_size: PositiveInt = 512
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = Field(32, multiple_of=2)
+    intermediate_size: PositiveInt = 256
+    rope_theta: PositiveFloat = Field(10000.0, strict=False)  # YAML 1.1 reads 1e6 as text
+    rms_norm_eps: PositiveFloat = Field(1e-6, strict=False)
+    qk_norm: bool = True
+    tie_word_embeddings: bool = True
+    block_size: PositiveInt = 16
+    num_blocks: PositiveInt = 128
+    max_loras: NonNegativeInt = 0
+    lora_rank: PositiveInt = 8
+    logits: bool = True
+    tensor_parallel: PositiveInt = 1
+    dtype: str = "float32"
+    seed: NonNegativeInt = 0
+
+    @classmethod
+    def parse(cls, kwargs: Mapping[str, Any]) -> DecoderConfig:
+        """Config from plain values. Raises ModelError on an unknown name, a wrong type or an impossible shape."""
+        try:
+            return cls(**kwargs)
+        except ValidationError as error:
+            first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            hint = did_you_mean(name, cls.model_fields)
+            raise ModelError(f"the decoder has no `{name}`", remedy=f"{hint}It takes {', '.join(cls.model_fields)}.")
+        if not name:
+            raise ModelError(first["msg"].removeprefix("Value error, "), remedy="Correct model.kwargs.")
+        raise ModelError(f"the decoder's {name} is {first['input']!r}", remedy=f"{first['msg']}.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> DecoderConfig:
+        split = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
+        for name, by in (("num_heads", "num_kv_heads"), *((name, "tensor_parallel") for name in split)):
+            if getattr(self, name) % getattr(self, by):
+                raise ValueError(f"{by} {getattr(self, by)} does not divide {name} {getattr(self, name)}")
+        if self.tensor_parallel > 1 and self.max_loras:
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel}, and adapters are not split over ranks")
+        return self
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm of x [..., size]."""
+        return rms_norm(x, tuple(self.weight.shape), self.weight, self.eps)
+
+
+class Table(nn.Module):
+    """One weight [rows, columns], for the token embedding and the output projection."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
+
+
+def add_lora(x: Tensor, lora_a: Tensor, lora_b: Tensor, y: Tensor) -> None:
+    """Add each row's adapter to ``y``; the body of ``cgplan::add_lora``.
+
+    A batch whose descriptor has no LoRA launches nothing. Rows without an adapter, or with a number that no slot has,
+    are left as they are.
+
+    Args:
+        x: [num_tokens, in].
+        lora_a: [max_loras, rank, in], contiguous; finite. The model owns it.
+        lora_b: [max_loras, rank, out], likewise.
+        y: [num_tokens, out]; written. The caller owns it.
+
+    Raises:
+        InputError: the batch has LoRA, but its metadata no ``lora_ids`` of one entry a row.
+        CgplanError: no forward context is set.
+    """
+    context = get_forward_context()
+    if not context.descriptor.has_lora:
+        return
+    (num_tokens, _), (slots, rank, _) = x.shape, lora_a.shape
+
+    def other_slots() -> Tensor:
+        """[num_tokens, slots, 1] bool: False where the row's adapter lies in the slot."""
+        ids = context.metadata.get("lora_ids")
+        if not isinstance(ids, Tensor) or ids.shape != (num_tokens,):
+            found = f"has shape {list(ids.shape)}" if isinstance(ids, Tensor) else "is missing"
+            raise InputError(
+                f"the batch has LoRA adapters, but `lora_ids` {found} in the forward context's metadata",
+                remedy=f"Pass lora_ids [{num_tokens}] int64: each row's adapter slot, -1 for none.",
+            )
+        return (ids[:, None] != torch.arange(slots, device=ids.device)).unsqueeze(-1)
+
+    others = context.derive(f"cgplan::add_lora {num_tokens} {slots}", x.device, other_slots)
+    # All slots at once; in between, products with other rows' slots become exactly 0. Gathering each row's matrices
+    # (lora_a[ids]) would move num_tokens * rank * (in + out) elements; this reads slots * rank * (in + out) for any
+    # number of rows. With some tens of slots the products with other slots cost a GPU less than that traffic.
+    low = x @ lora_a.flatten(0, 1).T
+    low.view(num_tokens, slots, rank).masked_fill_(others, 0)
+    y.addmm_(low.to(y.dtype), lora_b.flatten(0, 1).to(y.dtype))  # (under autocast the three may differ)
+
+
+define_operator("add_lora(Tensor x, Tensor lora_a, Tensor lora_b, Tensor(a!) y) -> ()", add_lora, lambda *_: None)
+
+
+def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A buffer that may be written to in any mode: one made in inference mode could be written to only there."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype)
+
+
+class Split(NamedTuple):
+    """How projections are split: number of ranks, this one's rank, and the number of the all-reduce that sums over them
+    (see ``cgplan.distributed.AllReduce``).
+    """
+
+    parts: int = 1
+    rank: int = 0
+    group: int = 0
+
+
+class Projection(nn.Module):
+    """A linear map without bias, with room for LoRA adapters; with several ranks, a part of one.
+
+    The adapters of all slots lie in two stacked tensors whose addresses never change, so that loading an
+    adapter does not disturb captured graphs: ``lora_a`` [max_loras, rank, in] and ``lora_b``
+    [max_loras, rank, out]. A slot without an adapter is zero.
+    """
+
+    split_dim: int  # of the weight [out, in]
+    lora_a: Tensor
+    lora_b: Tensor
+
+    def __init__(self, size_in: int, size_out: int, dtype: torch.dtype, lora: tuple[int, int], split: Split) -> None:
+        super().__init__()
+        shape = [size_out, size_in]
+        shape[self.split_dim] //= split.parts
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.split = split
+        self.max_loras, rank = lora
+        if self.max_loras:
+            for name, size in (("lora_a", size_in), ("lora_b", size_out)):
+                self.register_buffer(name, _zeros(self.max_loras, rank, size, dtype=dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [num_tokens, in] to [num_tokens, out], each row with the adapter that the forward context says."""
+        y = linear(x, self.weight)
+        if self.max_loras:
+            torch.ops.cgplan.add_lora(x, self.lora_a, self.lora_b, y)
+        return y
+
+    def load(self, slot: int, adapter: Mapping[str, Tensor]) -> None:
+        """Copy ``lora_A`` [rank, in] and ``lora_B`` [out, rank] into the slot, also where they are views of it; empty:
+        zero the slot. The rank may be below the slot's.
+        """
+        with torch.no_grad():  # else adapters that require grad would make the slots part of their graph
+            given = (adapter["lora_A"], adapter["lora_B"].T) if adapter else ()
+            copies = [weights.to(self.lora_a, copy=True) for weights in given]
+            for slots in (self.lora_a, self.lora_b):
+                slots[slot].zero_()
+            for slots, weights in zip((self.lora_a, self.lora_b), copies, strict=False):
+                slots[slot, : weights.shape[0]] = weights
+
+
+class ColumnParallel(Projection):
+    """This rank's rows of a projection's weight: it takes the whole input, and gives its part of the output."""
+
+    split_dim = 0
+
+
+class RowParallel(Projection):
+    """This rank's columns of a projection's weight: it takes its part of the input, and the ranks' results are summed.
+
+    Behind a ColumnParallel projection that makes one all-reduce for the two, inside of the graph.
+    """
+
+    split_dim = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [num_tokens, in / parts] to [num_tokens, out], the same on all ranks."""
+        y = super().forward(x)
+        if self.split.parts == 1:
+            return y
+        summed: Tensor = torch.ops.cgplan.all_reduce(y, self.split.group)
+        return summed
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine factors for `rotate`, each [num_tokens, 1, head_dim], of positions [num_tokens].
+
+    Angles are float32, the result has ``dtype``. The first half of the sines is negative.
+    """
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions.float()[:, None, None] * (1.0 / theta ** (steps / head_dim))
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [num_tokens, heads, head_dim]: pairs are (i, i + head_dim // 2)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; owns the layer's KV cache, which never moves. Split over ranks, it has their heads."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
+        super().__init__()
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        lora, kv_size = (config.max_loras, config.lora_rank), config.num_kv_heads * config.head_dim
+        self.q_proj = ColumnParallel(config.hidden_size, config.num_heads * config.head_dim, dtype, lora, split)
+        self.k_proj = ColumnParallel(config.hidden_size, kv_size, dtype, lora, split)
+        self.v_proj = ColumnParallel(config.hidden_size, kv_size, dtype, lora, split)
+        self.o_proj = RowParallel(config.num_heads * config.head_dim, config.hidden_size, dtype, lora, split)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        heads = config.num_kv_heads // split.parts
+        for name in ("key_cache", "value_cache"):
+            cache = _zeros(config.num_blocks + 1, config.block_size, heads, config.head_dim, dtype=dtype)
+            self.register_buffer(name, cache, persistent=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Write the cache and attend; x and the result are [num_tokens, hidden_size]."""
+        heads = (x.shape[0], -1, self.head_dim)
+        query = self.q_proj(x).view(heads)
+        key = self.k_proj(x).view(heads)
+        value = self.v_proj(x).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        output = torch.empty_like(query)
+        torch.ops.cgplan.attention(query, key, value, self.key_cache, self.value_cache, output, self.scale)
+        return self.o_proj(output.view(x.shape[0], -1))  # type: ignore[no-any-return]
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
+        super().__init__()
+        lora = (config.max_loras, config.lora_rank)
+        self.gate_proj = ColumnParallel(config.hidden_size, config.intermediate_size, dtype, lora, split)
+        self.up_proj = ColumnParallel(config.hidden_size, config.intermediate_size, dtype, lora, split)
+        self.down_proj = RowParallel(config.intermediate_size, config.hidden_size, dtype, lora, split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result are [num_tokens, hidden_size]."""
+        gated = silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(gated)  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the gated MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = SelfAttention(config, dtype, split)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = GatedMLP(config, dtype, split)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x and the result are [num_tokens, hidden_size]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):

@@ -16,8 +16,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import InputError, ModelError
 from cgplan.models.adapters import Adapters
-from cgplan.models.decoder import Decoder, first_layers
-from cgplan.models.layers import Projection
+from cgplan.models.decoder import Decoder, Projection, first_layers
 from cgplan.runner.manager import CudaGraphManager
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

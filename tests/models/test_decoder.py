@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cgplan.backends.context import forward_context
 from cgplan.errors import CgplanError, InputError, ModelError
 from cgplan.models import attention
-from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
-from cgplan.models.layers import Projection, add_lora
+from cgplan.models.decoder import Decoder, ExampleBatch, Projection, add_lora, build, example_batch
 from cgplan.modes import BatchDescriptor
 
 SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "head_dim": 16, "block_size": 4, "num_blocks": 64}
