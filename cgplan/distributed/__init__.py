@@ -1,13 +1,12 @@
 """Several processes, one rank each: they meet, agree, share graph buffers, sum tensors, and fail together."""
 
 from cgplan.backends.context import all_reduce_by, current_all_reduce
-from cgplan.distributed.agreement import agree_on_model, agree_on_plan, agree_on_setup
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
 from cgplan.distributed.custom import open_all_reduce
 from cgplan.distributed.data_parallel import DataParallelRunner, in_step
 from cgplan.distributed.ranks import Ranks, open_ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration
-from cgplan.distributed.session import RankedCapture
+from cgplan.distributed.session import RankedCapture, agree_on_model, agree_on_plan, agree_on_setup
 
 __all__ = [
     "AllReduce",

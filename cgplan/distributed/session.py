@@ -1,23 +1,68 @@
-"""RankedCapture: a capture session's meetings with those of the other ranks."""
+"""A capture session's meetings with those of the other ranks: comparisons before it, and RankedCapture."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
+import torch
+from torch import nn
+
+from cgplan.backends import GraphBackend
+from cgplan.captures.environment import describe_environment
 from cgplan.captures.together import Together
 from cgplan.config import Config
-from cgplan.distributed.agreement import compare
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import CgplanError, DistributedError, RegistrationError
+from cgplan.errors import CgplanError, DistributedError, RankMismatchError, RegistrationError
 from cgplan.planning import Plan
+from cgplan.planning.difference import leaves
 from cgplan.reports.records import CaptureReport, RankRecord
+from cgplan.units import listed
 
 logger = logging.getLogger(__name__)
+
+
+def agree_on_setup(
+    ranks: Ranks, config: Config, backend: GraphBackend, *, also: Mapping[str, Any] | None = None
+) -> None:
+    """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU and cgplan.
+
+    ``also``: other values that have to be the same, by their names in messages: the caller's options, say. Raises
+    RankMismatchError on all ranks; it names the rank, the setting, and both values.
+    """
+    found = describe_environment(backend, "")
+    versions = {"torch": found.torch, "cgplan": found.cgplan}
+    if torch.version.cuda and found.backend == "cuda":
+        versions |= {"the GPU driver": str(found.driver), "CUDA": str(found.cuda), "the GPU": str(found.device)}
+    own = {**(also or {}), **{f"version of {name}": value for name, value in versions.items()}}
+    settings = leaves(config.model_dump(mode="json", exclude={"device"}))
+    own |= {name: json.dumps(value) for name, value in settings}
+    _compare(ranks.agree("comparing the ranks", value=own), "Start all ranks from one file and one installation.")
+
+
+def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
+    """All ranks have built the same model: its class, and names, shapes and dtypes of its parameters and buffers.
+
+    Values are not compared; where a model is split, they differ. Raises RankMismatchError on all ranks.
+    """
+    own: dict[str, Any] = {"the model's class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if isinstance(model, nn.Module):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
+    _compare(ranks.agree("comparing the models", value=own), "Every rank has to build the same model.")
+
+
+def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
+    """Rank 0's plan, on all ranks; ``RankedCapture`` compares its hash. Raises as ``Ranks.agree``."""
+    value = plan.model_dump_json() if ranks.rank == 0 else None
+    return Plan.from_json(ranks.agree("broadcasting the plan", value=value)[0])
 
 
 class RankedCapture(Together):
@@ -48,7 +93,7 @@ class RankedCapture(Together):
         self._reducer.begin_pass()
         own = {"the plan's hash": hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:12]}
         found = self._ranks.agree("beginning the capture", value=(own, free))
-        compare([theirs for theirs, _ in found], "Capture the plan that agree_on_plan returns.")
+        _compare([theirs for theirs, _ in found], "Capture the plan that agree_on_plan returns.")
         return min((free for _, free in found if free is not None), default=None)
 
     def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:
@@ -122,3 +167,15 @@ class RankedCapture(Together):
             return found
         of_all = [stop.model_copy(update={"rank": rank}) for rank, (_, stops) in enumerate(told) for stop in stops]
         return found.model_copy(update={"budget": found.budget.model_copy(update={"stops": tuple(of_all)})})
+
+
+def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    """All ranks have rank 0's values, by name. Raises RankMismatchError; it names the rank and both values."""
+    for rank, theirs in enumerate(found):
+        unlike = [
+            f"{name}: {theirs.get(name, 'nothing')}, rank 0 has {found[0].get(name, 'nothing')}"
+            for name in {**found[0], **theirs}
+            if theirs.get(name) != found[0].get(name)
+        ]
+        if unlike:
+            raise RankMismatchError(f"rank {rank} differs from rank 0: {listed(unlike, 3)}", remedy=remedy)

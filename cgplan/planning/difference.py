@@ -186,14 +186,15 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
     """Leaves that differ, in the order of ``new``."""
-    before, after = dict(_leaves(old)), dict(_leaves(new))
+    before, after = dict(leaves(old)), dict(leaves(new))
     names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
     return [FieldChange(name=name, old=before.get(name), new=after.get(name)) for name in names]
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested mapping."""
     for name, inner in value.items():
         if isinstance(inner, Mapping):
-            yield from _leaves(inner, f"{prefix}{name}.")
+            yield from leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner
