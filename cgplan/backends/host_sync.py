@@ -35,6 +35,7 @@ _REMEDY = (
 _HOST_METHODS = ("cpu", "numpy", "tolist", "__array__", "__repr__")
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)  # its Python kernel waits for other processes, so a replay runs it again
 _BUILTIN = ("aten", "prim")
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
+    ALLOCATIONS,
     Args,
     Kwargs,
     Refusals,
@@ -35,8 +36,6 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
-
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from cgplan.backends.backend import gc_paused
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import (
+    ALLOCATIONS,
     Args,
     Function,
     HostGuard,
@@ -47,7 +48,6 @@ from cgplan.planning.costs import representative_keys
 from cgplan.pricing.allocator import Allocation
 from cgplan.pricing.estimated import EstimatedCosts, Recording
 
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -177,7 +177,7 @@ class AllocationLog(TorchDispatchMode):
         is_fresh = self._take(output, given)
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         is_view = not is_fresh and not writes and bool(tensors_in(output))
-        self.operators += not is_view and func._schema.name.removeprefix("aten::") not in _ALLOCATIONS
+        self.operators += not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS
         return output
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
+from cgplan.backends.host_sync import ALLOCATIONS
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
@@ -34,7 +35,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # where a trace may take functions f
     "python": (operator,),
     "higher_order": (torch.ops.higher_order,),
 }
-_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _works(node: fx.Node) -> bool:
     bare = name.partition("::")[2]
     if bare.endswith("_") or bare == "setitem" or node.kwargs.get("out") is not None:
         return True
-    if bare in _ALLOCATIONS:
+    if bare in ALLOCATIONS:
         return False
     value = _value_of(node)
     if value is None:
