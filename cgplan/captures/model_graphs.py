@@ -57,14 +57,23 @@ def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryRead
     return (before.free - after.free) - (after.reserved - before.reserved)
 
 
-def _compilations() -> tuple[float, int]:
-    """Seconds that torch.compile took in this process, and how many compilations torch's caches on disk answered."""
+_STOPPED = (
+    "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit allows, and runs it "
+    "uncompiled in graphs of further sizes: raise the limit, or compile the function with dynamic=True"
+)
+
+
+def _compilations() -> tuple[float, int, int]:
+    """Seconds that torch.compile took in this process, how many compilations torch's caches on disk answered, and for
+    how many functions it met its limit.
+    """
     if "torch._dynamo" not in sys.modules:
-        return 0.0, 0
+        return 0.0, 0, 0
     utils = torch._dynamo.utils
     counts = utils.counters
     cached = max(counts["inductor"]["fxgraph_cache_hit"], counts["aot_autograd"]["autograd_cache_hit"])
-    return utils.calculate_time_spent().get("total_wall_time", 0.0), cached
+    stopped = sum("recompile limit" in reason for reason in counts["unimplemented"].elements())
+    return utils.calculate_time_spent().get("total_wall_time", 0.0), cached, stopped
 
 
 class ModelGraphs:
@@ -199,7 +208,7 @@ class ModelGraphs:
         scope.pool, scope.entries = self.pools.of(key), []
         with self.keeping_state() as kept, ExitStack() as stack:
             try:
-                start, (compiling, cached) = time.perf_counter(), _compilations()
+                start, (compiling, cached, stopped) = time.perf_counter(), _compilations()
                 self.look(mode, descriptor)
                 # A capture between two batches does not change later random numbers.
                 stack.enter_context(random_state_kept(backend.device, self.generators))
@@ -234,12 +243,13 @@ class ModelGraphs:
             if not scope.entries:
                 raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy())
             done = time.perf_counter()
-            compiled, found = _compilations()
+            compiled, found, stopping = _compilations()
             kept.restore(between_keys=True)
             scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
             after, pool_after = backend.memory(), self.pools.nbytes
             graphs = [graph for entry in scope.entries for graph in entry.segments]
-            self.notes = list(dict.fromkeys([*self.notes, *(note for g in graphs for note in backend.notes(g))]))
+            notes = [note for graph in graphs for note in backend.notes(graph)] + [_STOPPED] * (stopping > stopped)
+            self.notes = list(dict.fromkeys([*self.notes, *notes]))
             nodes = [backend.num_nodes(graph) for graph in graphs]
             counts = tuple(n for n in nodes if n is not None)
             counted = len(counts) == len(nodes)

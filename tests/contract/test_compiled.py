@@ -104,6 +104,11 @@ def test_compiled_parts_are_captured_and_stay_compiled(
 @pytest.mark.parametrize("way", ["full", "modules", "wrappers", "alone"])
 def test_graph_code_is_warmed_up_under_the_guards_of_its_capture(backend: GraphBackend, way: str) -> None:
     """Autocast's cache, which captures turn off, is one of Dynamo's guards; code between graphs runs with it on."""
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        _graph_code_is_warmed_up(backend, way)
+
+
+def _graph_code_is_warmed_up(backend: GraphBackend, way: str) -> None:
     graph_code, between = Tally(), Tally()
 
     class Segment(nn.Module):
@@ -152,6 +157,16 @@ def test_graph_code_is_warmed_up_under_the_guards_of_its_capture(backend: GraphB
         assert [*captured, *between] == [True] * 4, "captures, and a replay"
 
 
+def test_what_was_compiled_before_is_captured(backend: GraphBackend) -> None:
+    model = Layers().to(backend.device).eval()
+    with torch.no_grad():
+        for rows in (4, 2, 1):
+            model(torch.randn(rows, 8, device=backend.device))
+    EVENTS.clear()
+    open_runner(backend, model).close()
+    assert "compiled" not in EVENTS
+
+
 def test_an_eager_piece_is_compiled_ahead_of_its_replays(backend: GraphBackend) -> None:
     model = Layers().to(backend.device).eval()
     with closing(open_runner(backend, model, cudagraph_mode="PIECEWISE", splitting_modules=["norm"])) as runner:
@@ -169,3 +184,15 @@ def test_the_first_eager_batch_compiles_nothing(backend: GraphBackend, split: di
         runner(x=torch.randn(9, 8, device=backend.device))
         assert sum(runner.stats.eager.values()) == 1
         assert set(EVENTS) == {"ran"}
+
+
+def test_the_report_tells_of_a_function_that_torch_stopped_compiling(backend: GraphBackend) -> None:
+    double = torch.compile(lambda x: x * 2, backend=counting, dynamic=False)
+    x = torch.randn(4, 8, device=backend.device)
+    limited = torch._dynamo.config.patch(recompile_limit=2)
+    with limited, closing(open_runner(backend, lambda x: double(x) + 1)) as runner:
+        assert [w for w in runner.report.warnings if "recompile_limit" in w and "dynamic=True" in w]
+        torch.testing.assert_close(runner(x=x), x * 2 + 1, rtol=0, atol=0)
+    torch._dynamo.reset()
+    with closing(open_runner(backend, lambda x: double(x) + 1)) as runner:
+        assert not runner.report.warnings
