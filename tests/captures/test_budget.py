@@ -296,13 +296,14 @@ def test_workspaces_count() -> None:
 def test_what_others_captured_into_the_pool_does_not_count() -> None:
     device, config = WithDriver(rate=0), config_of({})
     pool = GraphPool(device)
-    CaptureSession(build_plan(config), Model(), device, config, pool=pool).run()
+    other = CaptureSession(build_plan(config), Model(), device, config, pool=pool).run()
     limited = config_of({"memory": 16 * ROW + KIB})  # not a byte of it is new
     runner = CaptureSession(build_plan(limited), Model(), device, limited, pool=pool).run()
     assert captured_sizes(runner) == [16, 8, 4, 2, 1]
     budget = budget_of(runner)
     assert budget.used_bytes == 16 * ROW
     assert runner.report.pool_bytes == 16 * POOL_ROW
+    other.close()
 
 
 def test_predictions_leave_the_largest_out_before_the_start() -> None:
