@@ -6,7 +6,7 @@ Note [Who is told of a capture]
     shortcut that does not read the host. So packages in ``compilation.hide_capture_from`` are told that no capture is
     under way, in the thread that captures, if the look ahead of it saw no host sync. If it saw one, they are told the
     truth in captures, in a second look and in warm-ups, which then run what the graph will hold. All other packages are
-    always told the truth. A tape that records counts as a capture.
+    told the truth, but for what Dynamo traces while a block is open. A tape that records counts as a capture.
 """
 
 from __future__ import annotations

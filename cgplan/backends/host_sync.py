@@ -60,7 +60,7 @@ class Refusals:
         """Note something that needs the host, and raise HostSyncError."""
         if not self.is_on:
             return
-        message = f"{operation} needs the host inside a capture, at {blamed_line()}"
+        message = f"{operation} needs the host, at {blamed_line()}"
         self.first = self.first or HostSyncError(message, remedy=_REMEDY)
         if self.raises:
             raise HostSyncError(message, remedy=_REMEDY)

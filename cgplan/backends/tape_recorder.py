@@ -128,10 +128,8 @@ class Recorder(TorchDispatchMode):
                 return result
             undo()
         assert refusals.first is not None
-        tape.notes[
-            f"{refusals.first.message.replace(' inside a capture', '')}; the tape calls operator {name} again on each "
-            "replay, a GPU may refuse it"
-        ] = None
+        told = f"{refusals.first.message}; the tape calls operator {name} again on each replay, a GPU may refuse it"
+        tape.notes[told] = None
         refusals.first, refusals.is_on = before, False
         try:
             result = tape.record(func, args, kwargs)

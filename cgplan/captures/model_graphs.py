@@ -305,7 +305,7 @@ class ModelGraphs:
         if found.told is not None:
             notes += [
                 f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "
-                f"calls (attention with masks that mask nothing), because in eager calls {found.told.message}"
+                f"calls (attention with masks that mask nothing): as in eager calls, {found.told.message}"
             ]
         if self.config.compilation.debug and (checks := found.checks):
             notes.append(f"debug mode puts copies of real rows into padding, not NaN: the forward has {checks}")

@@ -99,9 +99,9 @@ class Footprint:
         rounds: Whether floats became whole numbers that may be out of range as indices.
         error: The first line of what the forward raised.
         asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
-        told: The host sync for which these packages are told of the capture; absent: they are told that there is none.
-        computed: Storages that hold what was computed from inputs, and that are still there, by address.
-        used: Addresses of storages that operators were given.
+        told: The host sync for which these packages are told of the capture; absent: they are told of no capture.
+        computed: Storages that hold what was computed from inputs, and that are still there, by the id of the storage.
+        used: Ids of storages that operators were given.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -140,9 +140,11 @@ class Look(TorchDispatchMode):
         part: The part that code outside of wrappers and eager pieces belongs to.
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
-        now: A later record, by which tensors are named and changes of numbers noted; absent: ``state``, and none are.
-        inputs: Tensors of which is followed what is computed from them.
-        hidden_from: Packages that are told of a capture in graph code if there is a reason, ``told``, else nowhere.
+        now: A later record of the model, which gives tensors their names, and numbers their values before the look;
+            absent: ``state`` gives the names, and changes of numbers are not noted.
+        inputs: Arguments of the forward; the look follows what is computed from them.
+        hidden_from: Packages that are told in graph code that no capture is under way, unless ``told`` is given.
+        told: The host sync for which they are told of a capture.
     """
 
     supports_higher_order_operators = True

@@ -281,8 +281,8 @@ class CUDAGraphWrapper:
                 raise AddressError(
                     f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is {found}; at capture it "
                     f"was {_described(slot)}",
-                    remedy="Pass it by position with the shape and dtype of the capture, or give batches that differ "
-                    "descriptors that differ.",
+                    remedy="Pass it by position with the shape and dtype of the capture, or give batches of other "
+                    "shapes another descriptor.",
                 )
         with torch.no_grad():
             for i, slot in entry.slots.items():

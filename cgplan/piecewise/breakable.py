@@ -219,7 +219,7 @@ class BreakableCUDAGraphCapture:
         self._end_segment(f"eager piece {name}, at {line}")
         piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
         self._items.append(piece)
-        with _deriving(self._derived):  # a replay has no values that segments derived, and segments read none of pieces
+        with _deriving(self._derived):  # pieces and segments do not see what the others derived, as in a replay
             piece.first_run(args, kwargs)
         self._begin_segment()
         handed, self._copies = piece.hand_out()

@@ -98,14 +98,16 @@ def choose_mode(
     probes = tuple(sorted(_timed_sizes(plan, config)))
     limit, ways = config.budget.capture_time, list[_Way]()
     for name, compilation in _ways(config.compilation, backend):
-        if ways and limit is not None and time.perf_counter() - start > limit:
-            notes.append(f"AUTO: {name} not tried: budget.capture_time was spent")
-            continue
         is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
         for _ in range(_MOST_TRIES):
+            rest = None if limit is None else limit - (time.perf_counter() - start)
+            if notes and rest is not None and rest <= 0:
+                notes.append(f"AUTO: {name} not tried{' again' if is_full else ''}: budget.capture_time was spent")
+                break
             probed = {"cudagraph_capture_sizes": probes, "max_cudagraph_capture_size": None}
             tried = compilation.model_copy(update={**probed, "capture_policy": "eager"})
-            probe = config.model_copy(update={"compilation": tried})
+            budget = config.budget.model_copy(update={"capture_time": rest})
+            probe = config.model_copy(update={"compilation": tried, "budget": budget})
             try:
                 with _failing_module(model) as failed:
                     runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()

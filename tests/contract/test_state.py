@@ -98,7 +98,7 @@ def test_a_capture_that_fails_leaves_nothing_of_its_warm_ups(backend: GraphBacke
 
     model = Asks()
     if policy != "lazy":
-        with pytest.raises(CaptureError, match=r"aten::_local_scalar_dense needs the host inside a capture.*y\.sum"):
+        with pytest.raises(CaptureError, match=r"aten::_local_scalar_dense needs the host, at .*y\.sum"):
             open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")
         assert model.n.item() == 0
         assert model.log == []
