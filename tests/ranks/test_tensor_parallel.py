@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import rank_programs as programs
+from commands import unwrapped
 from ranks import free_port, run_ranks, values
 
 from cgplan import build_plan, load_config
@@ -107,7 +108,7 @@ def test_ranks_with_other_settings_end_with_the_same_message(command_of_rank_1: 
     common = ["--config", str(CONFIG), *SMALL]
     for code, _, said in values(run_ranks(2, programs.command, ["capture", *common], [name, *common, *options])):
         assert code == 42, said
-        assert f"rank 1 differs from rank 0: {words}" in said
+        assert f"rank 1 differs from rank 0: {words}" in unwrapped(said)
         assert "remedy: Start all ranks from one file" in said
         assert "Traceback" not in said
 
@@ -133,6 +134,6 @@ def test_a_missing_rank_ends_the_command_in_two_lines(absent: int, words: str) -
     line = ["capture", "--config", str(CONFIG), *SMALL, "--set", "distributed.timeout=1"]
     code, printed, said = values(run_ranks(2, programs.command, line, line, absent=(absent,)))[1 - absent]
     assert (code, printed) == (41, "")
-    lines = said.splitlines()
+    lines = unwrapped(said).splitlines()
     assert [text.split(":")[0].strip() for text in lines] == ["error", "remedy"], said
     assert words in lines[0]
