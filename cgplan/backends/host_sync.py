@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.thread import _worker
 from contextlib import ExitStack, contextmanager
@@ -47,17 +47,22 @@ class Refusals:
         raises: Whether such an operator raises an error; else it is noted, and runs.
         first: The first error, without its frames. On a GPU the capture is invalid although the forward caught it.
         is_on: Whether operators are refused now.
-        constants: Storages of tensors that were computed from numbers of the Python code alone, by address. On a GPU
+        constants: Storages of tensors that were computed from numbers of the Python code alone, by their id. On a GPU
             they lie on the host, where they can be read.
+        watched: Ids of storages; what needed a value of these first is noted in ``read``, whatever ``is_on`` says.
     """
 
     raises: bool = True
     first: CaptureError | None = None
     is_on: bool = True
     constants: dict[int, StorageWeakRef] = field(default_factory=dict)
+    watched: Collection[int] = ()
+    read: str | None = None
 
-    def refuse(self, operation: str) -> None:
-        """Note something that needs the host, and raise HostSyncError."""
+    def refuse(self, operation: str, tree: Any) -> None:
+        """Note something that needs a value of the tensors in ``tree`` on the host, and raise HostSyncError."""
+        if self.watched and self.read is None and any(_storage_key(t) in self.watched for t in tensors_in(tree)):
+            self.read = f"{operation}, at {blamed_line()}"
         if not self.is_on:
             return
         message = f"{operation} needs the host, at {blamed_line()}"
@@ -167,7 +172,7 @@ def _host_method(name: str) -> Function:
     def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for refusals in _guarded.refusals[-1:]:
             if not refusals.is_constant(tensor):
-                refusals.refuse(f"Tensor.{name}()")
+                refusals.refuse(f"Tensor.{name}()", tensor)
         return plain(tensor, *args, **kwargs)
 
     return method
@@ -230,7 +235,7 @@ def refuse_host(func: Any, args: Args, kwargs: Kwargs, refusals: Refusals) -> No
     else:
         needs = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     if needs:
-        refusals.refuse(f"operator {schema}{detail}")
+        refusals.refuse(f"operator {schema}{detail}", (args, kwargs))
 
 
 def _crosses_to_host(schema: str, args: Args, kwargs: Kwargs) -> bool:

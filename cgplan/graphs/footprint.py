@@ -101,7 +101,9 @@ class Footprint:
         asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
         told: The host sync for which these packages are told of the capture; absent: they are told of no capture.
         computed: Storages that hold what was computed from inputs, and that are still there, by the id of the storage.
+        born: Ids of those that an operator made; others were there before, and were written.
         used: Ids of storages that operators were given.
+        read: The first operator that needed a value on the host that was computed from inputs, with its line.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -120,7 +122,9 @@ class Footprint:
     asked: set[str] = field(default_factory=set)
     told: CaptureError | None = None
     computed: dict[int, StorageWeakRef] = field(default_factory=dict)
+    born: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
+    read: str | None = None
 
     @property
     def checks(self) -> str | None:
@@ -174,6 +178,7 @@ class Look(TorchDispatchMode):
         self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
         self._inputs = _storages_of(inputs)
         self.found.computed |= self._inputs
+        self.refusals.watched = self.found.computed
         self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
@@ -255,7 +260,9 @@ class Look(TorchDispatchMode):
             used = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
             self.found.used |= used
             if any(key in self.found.computed for key in used):
-                self.found.computed |= _storages_of(results)
+                made = _storages_of(results)
+                self.found.computed |= made
+                self.found.born |= made.keys() - used
         if self._is_aside:
             read = set(map(id, given)) - self._given
             self.found.stale |= {path: value for path, value in self._bound.items() if id(value) in read}
@@ -388,7 +395,7 @@ class Look(TorchDispatchMode):
             self._end_part(self._part)
         for generator, before, _ in self._random.values():
             generator.set_state(before)
-        found.host_sync = self.refusals.first
+        found.host_sync, found.read = self.refusals.first, self.refusals.read
         live = {key: ref for key, ref in found.computed.items() if not ref.expired()}
         found.computed = {key: ref for key, ref in live.items() if key not in self._inputs}
         return found
@@ -442,7 +449,10 @@ def look_as_captured(
     if found.told is not None or found.host_sync is None or not found.asked:
         return found, state
     now = _later(state)
-    return look(call, state, limit, now=now, **{**options, "told": found.host_sync}), now
+    told = look(call, state, limit, now=now, **{**options, "told": found.host_sync})
+    told.computed = {key: ref for key, ref in found.computed.items() if not ref.expired()} | told.computed
+    told.born |= found.born
+    return told, now
 
 
 def examine(
@@ -471,7 +481,8 @@ def examine(
     numbers = first.numbers
     differ = any(numbers.get(path, value) != value for path, value in before.numbers.items())
     lists = before.grown()
-    unsure = found.unreturned or found.stale or differ or lists or found.computed or state.has_blind_writes()
+    kept = found.computed or found.read
+    unsure = found.unreturned or found.stale or differ or lists or kept or state.has_blind_writes()
     if not (unsure or _lost(found, before, first, inputs)):
         return found, []
     again = look(call, state, limit, now=first, **options)
@@ -502,12 +513,13 @@ def examine(
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
             "do it outside of the forward.",
         )
-    kept = (found.computed.keys() & again.used) - again.computed.keys()
+    ids = found.computed.keys() & again.used - (again.computed.keys() - found.born)
     tensors = {path: value for path, value in _stayed(first, second).items() if isinstance(value, torch.Tensor)}
-    if made := [path for path, tensor in tensors.items() if not kept.isdisjoint(_storages_of([tensor]))]:
+    made = [path for path, tensor in tensors.items() if not ids.isdisjoint(_storages_of([tensor]))]
+    if made or (found.read and not again.read):
         raise CaptureError(
-            f"the forward computes {_listed(made)} on first use, from inputs that are padding here, and goes on with "
-            "the result",
+            f"the forward computes {_listed(made) or f'a value for the host ({found.read})'} on first use, from inputs "
+            "that are padding here, and goes on with the result",
             remedy="Run the model on one real batch before the capture.",
         )
     return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from cgplan.backends import GraphBackend
 from cgplan.captures.failures import drop_locals
 from cgplan.config import CompilationConfig, Config
-from cgplan.errors import CaptureError, ModeError, PlanError
+from cgplan.errors import CaptureError, ModeError, ModelError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.split import refuse_unknown_ops
@@ -120,7 +120,9 @@ def choose_mode(
                 else:
                     notes.append(f"AUTO: {name} has no graphs: the configuration or its budget leaves all of them out")
                 break
-            except (CaptureError, ModeError, PlanError) as error:
+            except (CaptureError, ModeError, ModelError, PlanError) as error:
+                if not notes and isinstance(error, ModelError):  # FULL runs the model's own code
+                    raise
                 drop_locals(error)
                 notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
             if not is_full or not failed or failed[0] in compilation.splitting_modules:

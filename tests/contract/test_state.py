@@ -474,6 +474,7 @@ class Made(nn.Module):
         super().__init__()
         self.kind, self.scale, self.kept = kind, torch.ones(1, device=device), dict[str, Tensor]()
         self.last: Tensor | None = None
+        self.factor: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "statistics of the first batch" and self.last is None:
@@ -483,24 +484,33 @@ class Made(nn.Module):
         elif self.kind == "filled later" and "memory" not in self.kept:
             self.kept["memory"] = x.new_zeros(1)
             self.kept["memory"].index_copy_(0, torch.zeros(1, dtype=torch.int64, device=x.device), x.mean()[None] + 2)
+        elif self.kind == "a number" and self.factor is None:
+            self.factor = float(x.mean()) + 2
+        elif self.kind == "running mean":
+            now = x.mean()[None] + 2
+            self.kept["memory"] = self.kept["memory"].lerp_(now, 0.1) if "memory" in self.kept else now
         elif self.kind == "made for its shape" and "memory" not in self.kept:
             self.kept["memory"] = torch.ones_like(x[:1, :1]) * 2
         elif self.kind == "written on each run":
             memory = self.kept.setdefault("memory", x.new_zeros(1))
             memory.copy_(x.mean()[None] + 2)
         self.last = x + 1  # it is never read
-        return x * self.kept.get("memory", self.scale)
+        return x * self.kept.get("memory", self.scale) * (1.0 if self.factor is None else self.factor)
 
 
 @pytest.mark.parametrize("ops", [(), ("aten::add",), ("aten::mul",)])
-@pytest.mark.parametrize("kind", ["statistics of the first batch", "entry of a dict", "filled later"])
+@pytest.mark.parametrize(
+    "kind", ["statistics of the first batch", "entry of a dict", "filled later", "a number", "running mean"]
+)
 def test_state_made_of_inputs_on_first_use_is_refused_until_a_real_batch_made_it(
     backend: GraphBackend, kind: str, ops: tuple[str, ...]
 ) -> None:
     way = {"cudagraph_mode": "PIECEWISE", "piecewise": "modules", "splitting_ops": list(ops)} if ops else {}
     x = torch.rand(4, 2, device=backend.device)
     model, plain = Made(backend.device, kind), Made(backend.device, kind)
-    with pytest.raises(CaptureError, match=r"the forward computes (scale|kept\.memory) on first use") as refused:
+    with pytest.raises(
+        CaptureError, match=r"the forward computes (scale|kept\.memory|a value for the host .*) on first use"
+    ) as refused:
         open_runner(backend, model, **way)
     assert "one real batch" in (refused.value.remedy or "")
     same(model(x), plain(x))  # the failed capture left nothing
