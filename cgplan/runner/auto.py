@@ -11,17 +11,23 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from operator import truediv
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends import GraphBackend
+from cgplan.buffers.compare import differences
+from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ModeError, ModelError, PlanError
+from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.split import refuse_unknown_ops
@@ -36,6 +42,7 @@ from cgplan.units import format_seconds
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
+_ROUNDING = 0.05  # of the largest value of an output
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
 
 
@@ -112,9 +119,11 @@ def choose_mode(
                 with _failing_module(model) as failed:
                     runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
                 with closing(runner):  # timed without the hook, which slows eager steps down
-                    nbytes = runner.report.pool_bytes + runner.report.graph_driver_bytes
-                    way = _Way(name, compilation, _gains(runner), nbytes)
-                if way.gains:
+                    nbytes, apart = runner.report.pool_bytes + runner.report.graph_driver_bytes, _apart(runner)
+                    way = _Way(name, compilation, {} if apart else _gains(runner), nbytes)
+                if apart:
+                    notes.append(f"AUTO: {name} left out: on example batches {apart}")
+                elif way.gains:
                     ways.append(way)
                     notes.append(f"AUTO: {way}")
                 else:
@@ -191,6 +200,32 @@ def _timed_sizes(plan: Plan, config: Config) -> set[int]:
 def _timed(runner: GraphRunner) -> dict[Key, tuple[list[float], list[float]]]:
     sizes = _timed_sizes(runner.plan, runner.config)
     return time_on_padding(runner._graphed, [key for key in runner.plan.keys if key[1].num_tokens in sizes])
+
+
+def _apart(runner: GraphRunner) -> str | None:
+    """Where the outputs of graphs lie further from those of the model's own code than rounding puts them, on example
+    batches, in three calls in a row: Python code of the model may change what it computes from call to call.
+    """
+    graphed, config, device = runner._graphed, runner.config, runner.backend.device
+    sizes = _timed_sizes(runner.plan, config)
+    with graphed.keeping_state() as kept, torch.no_grad(), graphed.buffers.on_padding():
+        for mode, descriptor in (key for key in runner.plan.keys if key[1].num_tokens in sizes):
+            graphed.look(mode, descriptor)
+            views, reqs = graphed.views(descriptor), graphed.padded_reqs(descriptor)
+            for name, tensor in example_batch(config.tensors, descriptor.num_tokens, reqs, device).items():
+                views[name].copy_(tensor)
+            outputs = list[list[Any]]()
+            for run in (partial(graphed.run_eager, descriptor), partial(graphed.run_graphed, mode, descriptor)):
+                kept.restore(between_keys=True)
+                with random_state_kept(device, graphed.generators):
+                    outputs.append([tree_map_only(Tensor, torch.clone, run(views)) for _ in range(3)])
+            tensors = [t for t in tree_leaves(outputs[0]) if isinstance(t, Tensor) and t.numel()]
+            floats = [t.abs().nan_to_num() for t in tensors if t.is_floating_point() or t.is_complex()]
+            bound = _ROUNDING * max((float(t.max()) for t in floats), default=1.0)
+            for words, largest in differences(outputs[1], outputs[0]):
+                if largest is not None and largest > bound:
+                    return f"at {descriptor.num_tokens} tokens: {words}, of values up to {bound / _ROUNDING:.3g}"
+    return None
 
 
 def _gains(runner: GraphRunner) -> dict[int, list[float]]:

@@ -258,3 +258,24 @@ def test_steps_are_timed_without_hooks(backend: GraphBackend, monkeypatch: pytes
     with closing(open_runner(backend, Net(nn.ReLU))):
         assert hooks
         assert not any(hooks)
+
+
+class Alternates(nn.Module):
+    """Python code that computes something else on each second call, which a graph does not see."""
+
+    is_second = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_second = not self.is_second
+        return x.neg() if self.is_second else x.abs()
+
+
+def test_a_way_whose_numbers_are_not_those_of_eager_code_is_left_out(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_timed(monkeypatch, 3.0, 3.0)
+    x = torch.randn(1, 4, device=backend.device)
+    with closing(open_runner(backend, Alternates())) as runner:
+        assert runner.plan.mode is NONE
+        assert any("FULL left out: on example batches at 8 tokens: output 1" in note for note in runner.plan.notes)
+        same([runner(x=x), runner(x=x)], [x.abs(), x.neg()])
