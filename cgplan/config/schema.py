@@ -156,8 +156,8 @@ class BudgetConfig(Section):
     Absent: no bound.
     """
     compile_time: SecondsToSpend | None = None
-    """Time for compilations that serve one size each (`compilation.compile_shapes`), as in `30s`: sizes beyond it share
-    one trace. Absent: no bound.
+    """Time for compilations that serve one size each (`compilation.compile_shapes`), as in `30s`: the first is made in
+    any case, and a size whose compilation would end beyond it shares a trace. Absent: no bound.
     """
     max_graphs: Count | None = None
     """Graphs at most. Without traffic to choose by, the largest sizes stay and those with which batches of all sizes

@@ -124,7 +124,11 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                     f"this condition of a trace is no longer true: {self.splitter.missed}",
                     remedy=f"Keep that value the same in all calls, pass it as an input, {_OTHERWISE}",
                 ) from error
-            except (torch._dynamo.exc.UserError, torch._dynamo.exc.Unsupported) as error:
+            except (
+                torch._dynamo.exc.UserError,
+                torch._dynamo.exc.Unsupported,
+                torch._dynamo.exc.InternalTorchDynamoError,
+            ) as error:
                 if "failed to bind arguments" in str(error):  # Python says it better
                     return self.runnable(**inputs)
                 raise _untraceable(error) from error
