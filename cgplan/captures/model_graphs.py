@@ -24,7 +24,7 @@ from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureError, HostSyncError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
-from cgplan.graphs.footprint import Footprint, examine, look, look_as_captured
+from cgplan.graphs.footprint import Footprint, examine, look
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
@@ -291,17 +291,15 @@ class ModelGraphs:
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
         breaks = route.operator_breaks if is_piecewise else None
         run = partial(self._run, breaks.forward if breaks else self.model, CUDAGraphMode.NONE, descriptor, views)
-        if is_piecewise and route.name == "wrappers":  # Python code runs on each replay
-            found, _ = look_as_captured(run, self._kept, self.copy_limit(), part="eager piece", **answers)
-            notes = list[str]()
-        else:
-            ops = self.config.compilation.splitting_ops
-            is_split = is_piecewise and (breaks or route.name == "ops")
-            split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_split else ()
-            inputs, options = list(views.values()), {"eager_ops": split, "is_whole": not is_piecewise, **answers}
-            found, notes = examine(run, self._kept, inputs, self.copy_limit(), **options)
-            if breaks and found.error is None:
-                refuse_missing_ops(split, found.names)
+        ops = self.config.compilation.splitting_ops
+        is_split = is_piecewise and (breaks or route.name == "ops")
+        split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_split else ()
+        # Python code between wrappers runs on each replay.
+        part = "eager piece" if is_piecewise and route.name == "wrappers" else "segment"
+        options = {"part": part, "eager_ops": split, "is_whole": not is_piecewise, **answers}
+        found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
+        if breaks and found.error is None:
+            refuse_missing_ops(split, found.names)
         if found.told is not None:
             notes += [
                 f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "

@@ -483,9 +483,13 @@ def examine(
     lists = before.grown()
     kept = found.computed or found.read
     unsure = found.unreturned or found.stale or differ or lists or kept or state.has_blind_writes()
-    if not (unsure or _lost(found, before, first, inputs)):
+    runs_again = options.get("part") == "eager piece"  # Python code on each replay: segments are handed what changes
+    if not (kept or (not runs_again and (unsure or _lost(found, before, first, inputs)))):
         return found, []
     again = look(call, state, limit, now=first, **options)
+    if runs_again:
+        _refuse_made(found, again, first, _later(first))
+        return found, []
     given = set(map(id, inputs))  # the same objects in both runs, so the second one binds nothing new
     if stale := [path for path, value in found.stale.items() if path in again.stale or id(value) in given]:
         raise CaptureError(
@@ -513,16 +517,27 @@ def examine(
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
             "do it outside of the forward.",
         )
+    _refuse_made(found, again, first, second)
+    return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []
+
+
+def _refuse_made(found: Footprint, again: Footprint, first: ModelState, second: ModelState) -> None:
+    """Raise CaptureError for what the first look made of inputs and the second one used, see Note [State made of
+    inputs]. ``first`` and ``second`` are the records of the model after them.
+    """
     ids = found.computed.keys() & again.used - (again.computed.keys() - found.born)
-    tensors = {path: value for path, value in _stayed(first, second).items() if isinstance(value, torch.Tensor)}
-    made = [path for path, tensor in tensors.items() if not ids.isdisjoint(_storages_of([tensor]))]
-    if made or (found.read and not again.read):
+    stayed = {path: value for path, value in _stayed(first, second).items() if isinstance(value, torch.Tensor)}
+    what = _listed([path for path, tensor in stayed.items() if not ids.isdisjoint(_storages_of([tensor]))])
+    known = _storages_of([place.value for place in first.places.values() if isinstance(place.value, torch.Tensor)])
+    if not what and any(not found.computed[key].expired() for key in ids - known.keys()):
+        what = "a tensor that it keeps where cgplan does not look"
+    if not what and found.read and not again.read:
+        what = f"a value for the host ({found.read})"
+    if what:
         raise CaptureError(
-            f"the forward computes {_listed(made) or f'a value for the host ({found.read})'} on first use, from inputs "
-            "that are padding here, and goes on with the result",
+            f"the forward computes {what} on first use, from inputs that are padding here, and goes on with the result",
             remedy="Run the model on one real batch before the capture.",
         )
-    return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []
 
 
 def _later(state: ModelState) -> ModelState:

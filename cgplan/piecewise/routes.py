@@ -97,7 +97,9 @@ class SplitRoute:
         found = []
         if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
             sizes = ", ".join(map(str, self.forward.over_budget))
-            found += [f"budget.compile_time pays for no more traces of one size: {sizes} tokens share one (one row may not)"]
+            found += [
+                f"budget.compile_time pays for no more traces of one size: {sizes} tokens share one (one row may not)"
+            ]
         if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
             found += ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
         if self.name != "modules" or not self._captures:

@@ -17,7 +17,7 @@ from checks import same
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import CaptureError, GraphRunner, Input
+from cgplan import CaptureError, CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper, GraphRunner, Input
 from cgplan.backends import GraphBackend, select_backend
 
 POLICIES = ["eager", "adaptive", "lazy"]
@@ -516,6 +516,22 @@ def test_state_made_of_inputs_on_first_use_is_refused_until_a_real_batch_made_it
     same(model(x), plain(x))  # the failed capture left nothing
     with closing(open_runner(backend, model, **way)) as runner:
         same(runner(x=x * 3), plain(x * 3))
+
+
+@pytest.mark.parametrize("where", ["in a set", "in a segment"])
+def test_state_made_of_inputs_is_found_wherever_it_is_used(backend: GraphBackend, where: str) -> None:
+    kept: set[Tensor] = set()
+    made = Made(backend.device, "entry of a dict")
+
+    def remembers(x: Tensor) -> Tensor:
+        kept.update(() if kept else (x.mean() + 2,))
+        return x * next(iter(kept))
+
+    segment = CUDAGraphWrapper(made, CUDAGraphMode.PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
+    wrappers = {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+    model, way = (remembers, {}) if where == "in a set" else (lambda x: segment(x + 1), wrappers)
+    with pytest.raises(CaptureError, match=r"on first use, from inputs that are padding here"):
+        open_runner(backend, model, **way)
 
 
 @pytest.mark.parametrize("kind", ["made for its shape", "written on each run"])
