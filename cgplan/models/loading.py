@@ -212,5 +212,5 @@ def _blaming(doing: str) -> Iterator[None]:
             where = f"{error.filename}:{error.lineno}"
         raise ModelError(
             f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at {where}",
-            remedy="Correct the model's code or model.kwargs; the traceback shows the way there.",
+            remedy="Correct the model's code or model.kwargs; --traceback shows the way there.",
         ) from error

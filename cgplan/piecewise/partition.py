@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, ClassVar
@@ -32,15 +33,35 @@ def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None
     compiled = torch._inductor.standalone_compile(
         module, inputs, dynamic_shapes="from_tracing_context", options=options
     )
+    orders = [_order_of(value) if isinstance(value, Tensor) else None for value in inputs]
+
+    def call(*args: Any) -> Any:
+        # An eager piece may choose another kernel than the trace did, with another layout of its result.
+        result = compiled(*(a if order is None else _in_order(a, order) for a, order in zip(args, orders, strict=True)))
+        # Whether one result comes alone or in a tuple differs between versions of torch.
+        return result[0] if is_alone and isinstance(result, tuple | list) else result
+
     (output,) = (node for node in module.graph.nodes if node.op == "output")
-    if isinstance(output.args[0], tuple | list):
-        return compiled
-
-    def call(*args: Any) -> Any:  # whether one result comes alone or in a tuple differs between versions of torch
-        result = compiled(*args)
-        return result[0] if isinstance(result, tuple | list) else result
-
+    is_alone = not isinstance(output.args[0], tuple | list)
     return call
+
+
+def _order_of(traced: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a traced tensor from the outermost to the innermost; None if there are gaps between rows."""
+    numbers: list[Any] = [*traced.shape, *traced.stride()]
+    hints = [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers]
+    if None in hints:  # it depends on data
+        return None
+    sizes, strides = hints[: traced.dim()], hints[traced.dim() :]
+    order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
+    dense = all(strides[order[i]] == math.prod(sizes[dim] for dim in order[i + 1 :]) for i in range(len(order)))
+    return tuple(order) if dense else None
+
+
+def _in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    if tensor.permute(order).is_contiguous():
+        return tensor
+    return torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def structure_of(module: fx.GraphModule) -> Any:

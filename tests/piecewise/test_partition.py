@@ -20,8 +20,9 @@ from cgplan import (
     build_plan,
 )
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.config import validate_config
+from cgplan.config import CompilationConfig, validate_config
 from cgplan.models import decoder
+from cgplan.piecewise.backend import PiecewiseBackend
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 
@@ -142,3 +143,51 @@ def test_a_partition_without_inductor_is_refused() -> None:
 )
 def test_the_decoder_by_operators_and_by_modules(backend: GraphBackend, mode: str, modules: list[str]) -> None:
     replay_random_batches(backend, mode, splitting_modules=modules)
+
+
+@torch.library.custom_op("tests_partition::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """As attention, whose kernel at run time may lay out its result otherwise than the one that the trace chose."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) * 2
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class Turns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return turned(x.unflatten(-1, (4, 2)) + 1).softmax(-1).flatten(1) * 3
+
+
+def test_a_segment_is_handed_its_inputs_in_the_layout_that_it_was_compiled_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[int, ...]] = []
+
+    def compile_nothing(module: Any, inputs: Any, **_: Any) -> Any:
+        forward = module.forward
+
+        def run(*args: Any) -> Any:
+            found.extend(arg.stride() for arg in args if isinstance(arg, Tensor))
+            return forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compile_nothing)
+    splitter = PiecewiseBackend(CompilationConfig(splitting_ops=["tests_partition::turned"]), select_backend("cpu"))
+    splitter.compiler = "inductor"  # which the tape cannot record
+    model, x = Turns(), torch.randn(3, 8)
+    torch.testing.assert_close(torch.compile(model, backend=splitter)(x), model(x), rtol=0, atol=0)
+    assert found == [(8, 1), (8, 2, 1)]
+
+
+@pytest.mark.gpu
+def test_inductor_behind_an_operator_with_another_layout_than_its_trace() -> None:
+    backend, model = select_backend("cuda"), Turns()
+    options = {"compiler": "inductor", "splitting_ops": ["tests_partition::turned"]}
+    runner = open_runner(backend, model, cudagraph_mode="PIECEWISE", **options)
+    for rows in (1, 3, 8):
+        x = torch.randn(rows, 8, device=backend.device)
+        torch.testing.assert_close(runner(x=x), model(x), rtol=1e-5, atol=1e-5)
