@@ -297,9 +297,15 @@ class ModelGraphs:
         # Python code between wrappers runs on each replay.
         part = "eager piece" if is_piecewise and route.name == "wrappers" else "segment"
         options = {"part": part, "eager_ops": split, "is_whole": not is_piecewise, **answers}
+        places = self._kept.places
+        pieces = route.breaks.modules if route.breaks else ()
+        own = {id(t) for module in pieces for t in (*module.parameters(), *module.buffers())}
         found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
         if breaks and found.error is None:
             refuse_missing_ops(split, found.names)
+        if is_piecewise and self.plan.keys[0][0] is self.plan.keys[-1][0]:  # no FULL graph reads tensors of pieces
+            read = {id(places[path].value) for path in found.reads if path in places}
+            self._volatile |= {path for path, place in places.items() if id(place.value) in own - read}
         if found.told is not None:
             notes += [
                 f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "

@@ -180,12 +180,12 @@ class ModuleBreaks:
     Several handles may break at one module and be removed in any order: it stays a piece until the last one is gone.
 
     Attributes:
-        names: Their dotted names.
+        names, modules: Their dotted names, and the modules.
         outer: Those of them that have a forward, and are in no other such module: the pieces, if they are called.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.names, self.is_removed, self._modules = tuple(modules), False, list(modules.values())
+        self.names, self.is_removed, self.modules = tuple(modules), False, list(modules.values())
         called = [n for n, module in modules.items() if getattr(module.forward, "__func__", None) is not _NO_FORWARD]
         self.outer = tuple(n for n in called if not any(n.startswith(f"{other}.") for other in called))
         for name, module in modules.items():
@@ -194,7 +194,7 @@ class ModuleBreaks:
     def remove(self) -> None:
         """Give the modules their own forward back, where no other handle breaks; a second call does nothing."""
         self.is_removed = True
-        for own in map(vars, self._modules):
+        for own in map(vars, self.modules):
             while isinstance(forward := own.get("forward"), _BrokenForward) and not forward.is_on:
                 del own["forward"]
                 if forward.before is not None:

@@ -360,3 +360,25 @@ def test_looks_leave_nothing_of_their_runs_and_hold_no_model(backend: GraphBacke
     del model
     gc.collect()
     assert reference() is None
+
+
+class Grows(nn.Module):
+    """As rotary embeddings whose frequencies depend on the length: a buffer that is bound again where a batch asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Buffer(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.max()) > len(self.table):
+            self.table = torch.arange(1.0, int(x.max()) + 2, device=x.device)
+        return x * self.table.sum()
+
+
+@pytest.mark.parametrize("policy", ["first", "always"])
+def test_a_piece_may_bind_its_own_buffers_again_while_serving(backend: GraphBackend, policy: str) -> None:
+    models = [Model(backend, lambda _, x: x + 1, Grows()).to(backend.device).eval() for _ in range(2)]
+    with closing(open_runner(backend, models[0], "modules", address_check=policy)) as runner:
+        for largest in (0.5, 3.0, 1.0, 6.0):
+            x = torch.full((4, 2), largest, device=backend.device)
+            torch.testing.assert_close(runner(x=x), models[1](x), rtol=0, atol=0)
