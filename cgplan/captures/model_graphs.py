@@ -303,7 +303,7 @@ class ModelGraphs:
         found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
         if breaks and found.error is None:
             refuse_missing_ops(split, found.names)
-        if is_piecewise and self.plan.keys[0][0] is self.plan.keys[-1][0]:  # no FULL graph reads tensors of pieces
+        if self.plan.mode is CUDAGraphMode.PIECEWISE:  # no FULL graph reads tensors of pieces
             read = {id(places[path].value) for path in found.reads if path in places}
             self._volatile |= {path for path, place in places.items() if id(place.value) in own - read}
         if found.told is not None:

@@ -375,10 +375,11 @@ class Grows(nn.Module):
         return x * self.table.sum()
 
 
-@pytest.mark.parametrize("policy", ["first", "always"])
-def test_a_piece_may_bind_its_own_buffers_again_while_serving(backend: GraphBackend, policy: str) -> None:
+@pytest.mark.parametrize("way", [{}, {"address_check": "always"}, {"capture_policy": "lazy"}], ids=str)
+def test_a_piece_may_bind_its_own_buffers_again_while_serving(backend: GraphBackend, way: dict[str, Any]) -> None:
     models = [Model(backend, lambda _, x: x + 1, Grows()).to(backend.device).eval() for _ in range(2)]
-    with closing(open_runner(backend, models[0], "modules", address_check=policy)) as runner:
+    with closing(open_runner(backend, models[0], "modules", **way)) as runner:
         for largest in (0.5, 3.0, 1.0, 6.0):
             x = torch.full((4, 2), largest, device=backend.device)
             torch.testing.assert_close(runner(x=x), models[1](x), rtol=0, atol=0)
+        assert not runner.report.failed
