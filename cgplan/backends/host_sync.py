@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.thread import _worker
 from contextlib import ExitStack, contextmanager
@@ -79,11 +79,16 @@ class Refusals:
         """Note which tensors are constants after an operator."""
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten.lift_fresh.default or (self.is_constant((args, kwargs)) and not is_drawn):
-            found = [t.untyped_storage() for t in tensors_in(result) if t.device.type == "cpu"]
-            self.constants |= {storage._cdata: StorageWeakRef(storage) for storage in found}
+            self.constants |= storages_of([t for t in tensors_in(result) if t.device.type == "cpu"])
         elif self.constants:
             for tensor in written_tensors(func, args, kwargs):
                 self.constants.pop(_storage_key(tensor), None)
+
+
+def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
+    """The storages of the dense ones among tensors, by id; no other has it while the reference is held."""
+    dense = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    return {storage._cdata: StorageWeakRef(storage) for storage in dense}
 
 
 def _storage_key(tensor: Tensor) -> int:

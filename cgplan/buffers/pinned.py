@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cgplan.errors import CgplanError
+from cgplan.errors import CgplanError, first_line
 
 ALIGNMENT = 16
 LEAST_BYTES = 1 << 16
@@ -38,7 +38,7 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise CgplanError(
-            f"no pinned memory on the host for {list(shape)} elements of {dtype}: {str(error).splitlines()[0]}",
+            f"no pinned memory on the host for {list(shape)} elements of {dtype}: {first_line(error)}",
             remedy="Free memory of the host; or pass tensors on the device, or write them in place (runner.stage).",
         ) from error
 

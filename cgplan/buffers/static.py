@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cgplan.config import Dim, Input
-from cgplan.errors import CaptureMemoryError
+from cgplan.errors import CaptureMemoryError, first_line
 
 Tensors = Mapping[str, Tensor]
 
@@ -137,7 +137,7 @@ class StaticBuffers:
                 if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                     raise
                 raise CaptureMemoryError(  # a GPU's, the CPU's
-                    f"no memory for static buffers of {num_tokens} tokens: {str(error).splitlines()[0]}",
+                    f"no memory for static buffers of {num_tokens} tokens: {first_line(error)}",
                     remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions of the inputs.",
                 ) from error
         tensors = [buffer.tensor for buffer in self.buffers.values()]

@@ -55,10 +55,11 @@ from cgplan.backends.host_sync import (
     names_of,
     probing,
     refuse_host,
+    storages_of,
     tensors_in,
     written_tensors,
 )
-from cgplan.errors import CaptureError
+from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
 from cgplan.graphs.model_state import ModelState
 
@@ -176,7 +177,7 @@ class Look(TorchDispatchMode):
         self._eager_ops, self._key = frozenset(eager_ops), state.device.type.upper()
         # elsewhere the dispatcher sees what moves values to the host
         self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
-        self._inputs = _storages_of(inputs)
+        self._inputs = storages_of(inputs)
         self.found.computed |= self._inputs
         self.refusals.watched = self.found.computed
         self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
@@ -260,7 +261,7 @@ class Look(TorchDispatchMode):
             used = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
             self.found.used |= used
             if any(key in self.found.computed for key in used):
-                made = _storages_of(results)
+                made = storages_of(results)
                 self.found.computed |= made
                 self.found.born |= made.keys() - used
         if self._is_aside:
@@ -396,14 +397,9 @@ class Look(TorchDispatchMode):
         for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync, found.read = self.refusals.first, self.refusals.read
-        live = {key: ref for key, ref in found.computed.items() if not ref.expired()}
-        found.computed = {key: ref for key, ref in live.items() if key not in self._inputs}
+        live = {key: ref for key, ref in found.computed.items() if key not in self._inputs and not ref.expired()}
+        found.computed = live
         return found
-
-
-def _storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, StorageWeakRef]:
-    dense = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
-    return {storage._cdata: StorageWeakRef(storage) for storage in dense}
 
 
 def modules_reached(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Module]:
@@ -430,7 +426,7 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
         try:
             call()
         except Exception as error:
-            mode.found.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            mode.found.error = f"{type(error).__name__}: {first_line(error)}"
             traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
         finally:
             stack.close()
@@ -527,8 +523,8 @@ def _refuse_made(found: Footprint, again: Footprint, first: ModelState, second: 
     """
     ids = found.computed.keys() & again.used - (again.computed.keys() - found.born)
     stayed = {path: value for path, value in _stayed(first, second).items() if isinstance(value, torch.Tensor)}
-    what = _listed([path for path, tensor in stayed.items() if not ids.isdisjoint(_storages_of([tensor]))])
-    known = _storages_of([place.value for place in first.places.values() if isinstance(place.value, torch.Tensor)])
+    what = _listed([path for path, tensor in stayed.items() if not ids.isdisjoint(storages_of([tensor]))])
+    known = storages_of([place.value for place in first.places.values() if isinstance(place.value, torch.Tensor)])
     if not what and any(not found.computed[key].expired() for key in ids - known.keys()):
         what = "a tensor that it keeps where cgplan does not look"
     if not what and found.read and not again.read:
@@ -558,6 +554,3 @@ def _stayed(before: ModelState, now: ModelState) -> dict[str, Any]:
 
 def _listed(paths: Sequence[str]) -> str:
     return ", ".join(path.removeprefix("model.") for path in paths[:5])
-
-
-__all__ = ["Footprint", "Look", "Part", "current_look", "examine", "look", "look_as_captured", "modules_reached"]

@@ -203,7 +203,7 @@ class ModelState:
         is_compiled: Whether functions or modules under torch.compile were found.
         outcome: After ``restore``, bytes by path, and whether the place was put back from a copy (on the ``device`` or
             the ``host``), was made on first use and stays (``new``), or was too large to be copied (``not kept``).
-        volatile: Paths at which each run of the forward binds another object.
+        volatile: Paths that are not compared: each run of the forward binds another object there, or no graph reads it.
         count: The number of tensors with an address, each counted once.
     """
 
@@ -644,6 +644,3 @@ def _remedy(lines: dict[str, list[str]]) -> str:
             f"options=CUDAGraphOptions(copied_arguments={tuple(positions)}) copies it to where the graph reads it."
         )
     return remedy
-
-
-__all__ = ["ModelState", "Place"]

@@ -20,7 +20,7 @@ from cgplan.backends.context import ForwardContext, current_forward_context, get
 from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
-from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, ModelError
+from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, ModelError, first_line
 from cgplan.graphs.wrapper import CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -140,7 +140,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 raised = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
                 raise CaptureError(
                     f"the model runs, but cannot be traced, at {_user_line(error)}: "
-                    f"{raised[1] if raised else str(error).splitlines()[0]}",
+                    f"{raised[1] if raised else first_line(error)}",
                     remedy="See that the operator there has a fake kernel (torch.library.register_fake) that agrees "
                     "with its real one, or use compilation.splitting_modules, which needs no trace.",
                 ) from error

@@ -118,7 +118,8 @@ def choose_mode(
             try:
                 with _failing_module(model) as failed:
                     runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
-                with closing(runner):  # timed without the hook, which slows eager steps down
+                # Timed without the hook, which slows eager steps down. One block: the model is looked at once.
+                with closing(runner), runner._graphed.keeping_state():
                     nbytes, apart = runner.report.pool_bytes + runner.report.graph_driver_bytes, _apart(runner)
                     way = _Way(name, compilation, {} if apart else _gains(runner), nbytes)
                 if apart:
@@ -197,9 +198,9 @@ def _timed_sizes(plan: Plan, config: Config) -> set[int]:
     return asked or {*sizes[:1], *served[-1:], *sizes[-1:]}
 
 
-def _timed(runner: GraphRunner) -> dict[Key, tuple[list[float], list[float]]]:
+def _timed_keys(runner: GraphRunner) -> list[Key]:
     sizes = _timed_sizes(runner.plan, runner.config)
-    return time_on_padding(runner._graphed, [key for key in runner.plan.keys if key[1].num_tokens in sizes])
+    return [key for key in runner.plan.keys if key[1].num_tokens in sizes]
 
 
 def _apart(runner: GraphRunner) -> str | None:
@@ -207,9 +208,8 @@ def _apart(runner: GraphRunner) -> str | None:
     batches, in three calls in a row: Python code of the model may change what it computes from call to call.
     """
     graphed, config, device = runner._graphed, runner.config, runner.backend.device
-    sizes = _timed_sizes(runner.plan, config)
     with graphed.keeping_state() as kept, torch.no_grad(), graphed.buffers.on_padding():
-        for mode, descriptor in (key for key in runner.plan.keys if key[1].num_tokens in sizes):
+        for mode, descriptor in _timed_keys(runner):
             graphed.look(mode, descriptor)
             views, reqs = graphed.views(descriptor), graphed.padded_reqs(descriptor)
             for name, tensor in example_batch(config.tensors, descriptor.num_tokens, reqs, device).items():
@@ -230,7 +230,7 @@ def _apart(runner: GraphRunner) -> str | None:
 
 def _gains(runner: GraphRunner) -> dict[int, list[float]]:
     found = dict[int, list[float]]()
-    for (_, descriptor), times in _timed(runner).items():
+    for (_, descriptor), times in time_on_padding(runner._graphed, _timed_keys(runner)).items():
         gains = sorted(map(truediv, *times))
         found[descriptor.num_tokens] = min(found.get(descriptor.num_tokens, gains), gains, key=median)
     return found
@@ -265,7 +265,7 @@ def check_up(runner: GraphRunner) -> DoctorReport:
     """
     graphed, backend = runner._graphed, runner.backend
     rows, outside = list[CoverageRecord](), Counter[str]()
-    for (mode, descriptor), times in _timed(runner).items():
+    for (mode, descriptor), times in time_on_padding(runner._graphed, _timed_keys(runner)).items():
         eager, step = map(median, times)
         entry = graphed.entry((mode, descriptor))
         if entry is None:  # the model's own code runs between its graphs

@@ -183,7 +183,7 @@ def main():
     parser.add_argument("--layers", type=int, default=28)
     options = parser.parse_args()
     if not Path(options.checkout, "nanovllm").is_dir():
-        parser.error(f"{options.checkout} is no checkout of nano-vllm")
+        parser.error(f"{options.checkout} is not a checkout of nano-vllm")
     if not torch.cuda.is_available():
         parser.error("nano-vllm needs a CUDA device")
     sys.path.insert(0, options.checkout)
