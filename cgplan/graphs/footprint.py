@@ -237,8 +237,10 @@ class Look(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim")
         self._count(func)
+        if self._key == "CPU" or any(t.device.type != "cpu" for t in tensors):
+            refuse_host(func, args, kwargs, self.refusals)
         if self._part == "segment":
-            self._note(func, args, kwargs, leaves)
+            self._note(func, leaves)
             if draws or self._has_drawn:
                 self._compare()
         try:
@@ -280,9 +282,7 @@ class Look(TorchDispatchMode):
     def _rebound(self) -> dict[str, object]:
         return {path: now for path, (now, _) in self._state.rebound().items()}
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any]) -> None:
-        if self._key == "CPU" or any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in leaves):
-            refuse_host(func, args, kwargs, self.refusals)
+    def _note(self, func: Any, leaves: list[Any]) -> None:
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 if isinstance(leaf, bool | int | float | complex):

@@ -47,7 +47,7 @@ _MOST_TRIES = 8  # each leaves one module more out of the graphs
 
 
 class _Way(NamedTuple):
-    """A way to capture the model: its settings, times, and the bytes of its graphs."""
+    """A way to capture the model: its settings, times, and the bytes of its graph pool."""
 
     name: str
     compilation: CompilationConfig
@@ -89,8 +89,8 @@ def choose_mode(
     Beside it PIECEWISE by operators and, on a GPU, inductor are captured at a few sizes, as far as
     ``budget.capture_time`` lasts and the configuration leaves open: those that serve ``report.sizes``, else the
     smallest, the largest, and that for all requests. Each is timed against eager steps. Of ways that are as fast within
-    2%, or within the spread of their rounds, the one with the least memory is chosen; the plan ends at the largest size
-    at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and the
+    2%, or within the spread of their rounds, the one with the smallest pool is chosen; the plan ends at the largest
+    size at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and the
     model is as it was.
 
     Returns:
@@ -120,7 +120,7 @@ def choose_mode(
                     runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
                 # Timed without the hook, which slows eager steps down. One block: the model is looked at once.
                 with closing(runner), runner._graphed.keeping_state():
-                    nbytes, apart = runner.report.pool_bytes + runner.report.graph_driver_bytes, _apart(runner)
+                    nbytes, apart = runner.report.pool_bytes, _apart(runner)
                     way = _Way(name, compilation, {} if apart else _gains(runner), nbytes)
                 if apart:
                     notes.append(f"AUTO: {name} left out: on example batches {apart}")
@@ -250,7 +250,7 @@ def _fastest(
     if not way.worth:
         return chosen if anyway else none, f"graphs bring less than 2%: {said}"
     if others := ", ".join(other.name for other in ties if other is not way):
-        said += f"; a tie with {others}: it takes no more memory"
+        said += f"; a tie with {others}: its pool is no larger"
     if way.worth < max(way.gains):
         kept = tuple(size for size in sizes if size <= way.worth)
         chosen = chosen.model_copy(update={"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None})
