@@ -90,8 +90,8 @@ def choose_mode(
     ``budget.capture_time`` lasts and the configuration leaves open: those that serve ``report.sizes``, else the
     smallest, the largest, and that for all requests. Each is timed against eager steps. Of ways that are as fast within
     2%, or within the spread of their rounds, the one with the smallest pool is chosen; the plan ends at the largest
-    size at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and the
-    model is as it was.
+    size at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and
+    the model is as it was.
 
     Returns:
         The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
