@@ -33,7 +33,7 @@ class BatchReader:
 
     def __init__(self, specs: Mapping[str, Input], device: torch.device) -> None:
         self._device = device
-        self._specs = {name: (spec, torch_dtype(spec), spec.dims, spec.row_dim) for name, spec in specs.items()}
+        self._specs = {name: (spec, torch_dtype(spec), spec.extents, spec.row_dim) for name, spec in specs.items()}
         self.symbols = {dims[row].symbol for _, _, dims, row in self._specs.values() if row is not None}
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cgplan.config import Dim, Input
+from cgplan.config import Extent, Input
 from cgplan.errors import CaptureMemoryError, first_line
 
 Tensors = Mapping[str, Tensor]
@@ -54,7 +54,7 @@ class StaticBuffer:
     spec: Input
     tensor: Tensor
     row_dim: int | None
-    rows: Dim | None
+    rows: Extent | None
     marks: Marks
     written: bool = False
     version: int = 0
@@ -62,11 +62,11 @@ class StaticBuffer:
 
     @classmethod
     def allocate(cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks) -> StaticBuffer:
-        dims, row_dim = spec.dims, spec.row_dim
-        shape = [dim.size(num_tokens, num_reqs) for dim in dims]
+        extents, row_dim = spec.extents, spec.row_dim
+        shape = [extent.size(num_tokens, num_reqs) for extent in extents]
         with torch.inference_mode(False):  # a tensor made in inference mode could be written to only there
             tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device)
-        made = cls(spec, tensor, row_dim, None if row_dim is None else dims[row_dim], marks)
+        made = cls(spec, tensor, row_dim, None if row_dim is None else extents[row_dim], marks)
         made.clear()
         return made
 
@@ -212,7 +212,7 @@ def example_batch(
 
 
 def _example(spec: Input, num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    shape, dtype, example = [dim.size(num_tokens, num_reqs) for dim in spec.dims], torch_dtype(spec), spec.example
+    shape, dtype, example = [e.size(num_tokens, num_reqs) for e in spec.extents], torch_dtype(spec), spec.example
     if example is None:
         example = "normal" if dtype.is_floating_point else 0 if spec.pad == "last" else spec.pad
     if isinstance(example, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -33,33 +34,34 @@ from cgplan.config.values import (
     check_sizes,
     is_value_of,
 )
+from cgplan.errors import did_you_mean
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 
 SYMBOLS = ("num_tokens", "num_reqs")
 _WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
-_DIM = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]+)\s*(?:\+\s*(?P<offset>\d+))?")
+_EXTENT = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]\w*)\s*(?:\+\s*(?P<offset>\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Dim:
-    """One dimension: ``factor * symbol + offset``, or just ``offset`` where there is no symbol."""
+class Extent:
+    """How long one dimension of a tensor is: ``factor * symbol + offset``, or just ``offset`` without a symbol."""
 
-    symbol: str | None  # ``num_tokens``, ``num_reqs``, or None for a fixed size
+    symbol: str | None  # ``num_tokens``, ``num_reqs``, a name of ``dims``, or None for a fixed size
     factor: int  # rows of the input for each row of the batch
     offset: int  # rows that every batch has besides (the 1 in ``num_reqs + 1``)
 
     @classmethod
-    def parse(cls, value: int | str) -> Dim:
-        """Dimension from YAML: ``224``, ``num_tokens``, ``num_reqs + 1`` or ``2 * num_tokens``. Raises ValueError."""
+    def parse(cls, value: int | str) -> Extent:
+        """From YAML: ``224``, ``num_tokens``, ``num_reqs + 1``, ``2 * length``. Raises ValueError."""
         if isinstance(value, int) and value < 1:
             raise ValueError(f"a dimension must be at least 1, found {value}")
         if isinstance(value, int):
             return cls(None, 0, value)
-        match = _DIM.fullmatch(value.strip())
-        if match is None or match["symbol"] not in SYMBOLS:
+        match = _EXTENT.fullmatch(value.strip())
+        if match is None:
             raise ValueError(
-                f"cannot read the dimension {value!r}; allowed are a number, num_tokens, num_reqs, "
-                "num_reqs + 1, 2 * num_tokens and the like"
+                f"cannot read the dimension {value!r}; allowed are a number, num_tokens, num_reqs, num_reqs + 1, "
+                "2 * num_tokens and the like, and names that `dims` declares"
             )
         factor = int(match["factor"] or 1)
         if factor < 1:
@@ -68,6 +70,7 @@ class Dim:
 
     def size(self, num_tokens: int, num_reqs: int) -> int:
         """Rows of this dimension in a batch of ``num_tokens`` tokens and ``num_reqs`` requests."""
+        assert self.symbol in (None, *SYMBOLS), "`Config.tensors_at` puts numbers in place of other names"
         if self.symbol is None:
             return self.offset
         return self.factor * (num_tokens if self.symbol == "num_tokens" else num_reqs) + self.offset
@@ -167,16 +170,50 @@ class BudgetConfig(Section):
     """Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept free."""
 
 
+Shape = Annotated[
+    tuple[Annotated[int, Field(strict=True)] | str, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, int | str) else value),
+    WithJsonSchema({"anyOf": [DIMENSION, {"type": "array", "items": DIMENSION}]}),
+]
+
+
+class Dim(Section):
+    """A size of the batch that varies: its rows, the length of texts, the height of pictures."""
+
+    name: Annotated[str, Field(pattern=r"[a-z_][a-z0-9_]*")] = ""
+    """In a file the key; the name that shapes of inputs have."""
+    min: Count = 1
+    """Smallest size."""
+    max: BatchBound
+    """Largest size. Larger batches run eagerly, or are an error (`compilation.on_miss`)."""
+    multiple_of: Count = 1
+    """Capture sizes are multiples of this number."""
+    sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
+    """Capture sizes, or a ladder's name. Absent: powers of two, times multiple_of."""
+
+    def __init__(self, name: str = "", **values: Any) -> None:
+        super().__init__(name=name, **values)
+
+    @model_validator(mode="after")
+    def _in_bounds(self) -> Dim:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min}, which is above max = {self.max}; exchange the two")
+        if isinstance(self.sizes, tuple) and (wrong := [n for n in self.sizes if n > self.top or n % self.multiple_of]):
+            raise ValueError(f"size {wrong[0]} is above max = {self.max}, or no multiple of {self.multiple_of}")
+        return self
+
+    @property
+    def top(self) -> int:
+        """The largest capture size: ``max``, rounded up to ``multiple_of``."""
+        return -(-self.max // self.multiple_of) * self.multiple_of
+
+
 class Input(Section):
     """A tensor that the model reads: an argument of its forward, or an entry of the forward context's metadata."""
 
-    shape: Annotated[
-        tuple[Annotated[int, Field(strict=True)] | str, ...],
-        BeforeValidator(lambda value: [value] if isinstance(value, int | str) else value),
-        WithJsonSchema({"anyOf": [DIMENSION, {"type": "array", "items": DIMENSION}]}),
-    ]
-    """Dimensions in order. At most one counts rows of the batch: `num_tokens`, `num_reqs`, or such as `num_reqs + 1`
-    and `2 * num_tokens`; the others are numbers.
+    shape: Shape
+    """Dimensions in order: numbers, names that `dims` declares, and at most one that counts rows of the batch:
+    `num_tokens`, `num_reqs`, or such as `num_reqs + 1` and `2 * num_tokens`.
     """
     dtype: Annotated[DType, BeforeValidator(lambda value: str(value).removeprefix("torch."))]
     """Element type, by torch's name."""
@@ -193,25 +230,25 @@ class Input(Section):
     """
 
     @model_validator(mode="after")
-    def _one_symbol(self) -> Input:
-        symbolic = [dim for dim in self.dims if dim.symbol]
-        if len(symbolic) > 1:
+    def _consistent(self) -> Input:
+        symbols = [extent.symbol for extent in self.extents if extent.symbol]
+        if sum(symbol in SYMBOLS for symbol in symbols) > 1:
             raise ValueError(f"only one dimension may count rows of the batch, found shape {list(self.shape)}")
-        if self.pad == "last" and not symbolic:
-            raise ValueError("pad: last needs a dimension that counts rows of the batch")
+        if self.pad == "last" and len(symbols) != 1:
+            raise ValueError("pad: last needs a dimension that counts rows of the batch, and one alone")
         if self.pad != "last" and not is_value_of(self.dtype, self.pad):
             raise ValueError(f"pad {self.pad} is not a value of dtype {self.dtype}")
         return self
 
     @property
-    def dims(self) -> tuple[Dim, ...]:
+    def extents(self) -> tuple[Extent, ...]:
         """The parsed shape."""
-        return tuple(Dim.parse(d) for d in self.shape)
+        return tuple(Extent.parse(d) for d in self.shape)
 
     @property
     def row_dim(self) -> int | None:
-        """Index of the dimension that counts rows of the batch, None if the input has a fixed shape."""
-        return next((i for i, dim in enumerate(self.dims) if dim.symbol), None)
+        """Index of the dimension that counts tokens or requests, None if the input has a fixed shape."""
+        return next((i for i, extent in enumerate(self.extents) if extent.symbol in SYMBOLS), None)
 
 
 class ModelConfig(Section):
@@ -224,7 +261,11 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the target."""
     output_rows: Symbol = "num_tokens"
-    """Rows that dimension 0 of each output counts; padding is sliced off there."""
+    """Rows that dimension 0 of each output counts, `num_tokens` or `num_reqs`; padding is sliced off there."""
+    output_shapes: tuple[Shape, ...] | None = None
+    """Shapes of the outputs in order, written as those of inputs; padding is sliced off each dimension with a name.
+    Needed where `dims` declares more than one name; absent: output_rows says all.
+    """
 
 
 class CompilationConfig(Section):
@@ -236,7 +277,11 @@ class CompilationConfig(Section):
     times it beside PIECEWISE, inductor and eager steps, and keeps the fastest; nothing if graphs bring less than 2%).
     """
     cudagraph_capture_sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
-    """Sizes in tokens, or a ladder's name. Absent: the vllm ladder."""
+    """Sizes in tokens, or a ladder's name. Absent: the vllm ladder, or that of the first of `dims` in their place."""
+    boxes: tuple[tuple[Count, ...], ...] | None = None
+    """With `dims`: the combinations of sizes to capture, each in the order of `dims` (behind num_tokens, where inputs
+    count it). Absent: all combinations.
+    """
     max_cudagraph_capture_size: BatchBound | None = None
     """Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most
     max_num_batched_tokens.
@@ -396,6 +441,13 @@ class ReportConfig(Section):
     """Make each call of a runner a named range (NVTX) for profilers."""
 
 
+def _named(value: object) -> object:
+    """Dimensions with the names of their keys."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: {**dim, "name": name} if isinstance(dim, Mapping) else dim for name, dim in value.items()}
+
+
 class Config(Section):
     """Everything that one YAML file says. `model` and `inputs` may be absent where nothing is captured."""
 
@@ -403,6 +455,10 @@ class Config(Section):
     """The model that is captured."""
     device: Device = "auto"
     """`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."""
+    dims: Annotated[dict[str, Dim], BeforeValidator(_named)] = Field(default_factory=dict)
+    """Sizes of a batch that vary, by name, beside num_tokens and num_reqs. Where no input counts those, the first one
+    stands for num_tokens.
+    """
     inputs: dict[str, Input] = Field(default_factory=dict)
     """Arguments of the model's forward, by name."""
     metadata: dict[str, Input] = Field(default_factory=dict)
@@ -430,6 +486,7 @@ class Config(Section):
             raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
         if reserved := sorted(_WORDS_OF_A_CALL & {*self.inputs, *self.metadata}):
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")
+        self._check_dims()
         if self.traffic is not None and self.traffic.lora_share > 0 and self.lora is None:
             raise ValueError(
                 f"traffic.lora_share is {self.traffic.lora_share:g}, but there is no `lora` section; add one, such as "
@@ -437,10 +494,54 @@ class Config(Section):
             )
         return self
 
+    def _check_dims(self) -> None:
+        given = self.model.output_shapes if self.model else None
+        shapes = {f"input {name!r}": spec.extents for name, spec in self.tensors.items()}
+        shapes |= {f"output {i}": tuple(map(Extent.parse, shape)) for i, shape in enumerate(given or ())}
+        if reserved := [name for name, dim in self.dims.items() if name in SYMBOLS or dim.name != name]:
+            raise ValueError(f"{reserved[0]!r} cannot name a dimension of `dims`")
+        allowed = (*SYMBOLS, *self.dims)
+        for where, extents in shapes.items():
+            for extent in extents:
+                if extent.symbol is not None and extent.symbol not in allowed:
+                    hint = did_you_mean(extent.symbol, allowed, " (did you mean {!r}?)")
+                    raise ValueError(f"{where} has a dimension {extent.symbol!r}, which `dims` does not declare{hint}")
+            if sum(extent.symbol == self.dim_names[0] for extent in extents) > 1:
+                raise ValueError(f"{where} has {self.dim_names[0]!r} twice; only one dimension may count rows")
+        if len(self.dim_names) > 1 and self.tensors and given is None:
+            raise ValueError("`dims` declares more than one name: write the shapes of outputs into model.output_shapes")
+        widths = {len(box) for box in self.compilation.boxes or ()} - {len(self.dim_names)}
+        if widths or (self.compilation.boxes and not self.dims):
+            raise ValueError(f"compilation.boxes has sizes of {', '.join(self.dim_names)} each, in this order")
+
     @property
     def tensors(self) -> dict[str, Input]:
         """Inputs and metadata by name."""
         return {**self.inputs, **self.metadata}
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        """Names of the sizes of a batch: first what ``num_tokens`` of a descriptor counts, then those of ``sizes``."""
+        counted = any(extent.symbol in SYMBOLS for spec in self.tensors.values() for extent in spec.extents)
+        return tuple(self.dims) if self.dims and not counted else ("num_tokens", *self.dims)
+
+    def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
+        """A shape in terms of num_tokens and num_reqs, for these sizes of the other dimensions."""
+        first, *others = self.dim_names
+        at, found = dict(zip(others, sizes, strict=True)), list[int | str]()
+        for given, extent in zip(shape, map(Extent.parse, shape), strict=True):
+            if extent.symbol in at:
+                found.append(extent.factor * at[extent.symbol] + extent.offset)
+            else:
+                found.append(re.sub(first, "num_tokens", str(given)) if extent.symbol == first else given)
+        return tuple(found)
+
+    def tensors_at(self, sizes: Sequence[int] = ()) -> dict[str, Input]:
+        """Inputs and metadata, their shapes as ``shape_at`` gives them."""
+        tensors = self.tensors
+        if not self.dims:
+            return tensors
+        return {n: s.model_copy(update={"shape": self.shape_at(s.shape, sizes)}) for n, s in tensors.items()}
 
     @property
     def query_len(self) -> int:

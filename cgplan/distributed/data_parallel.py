@@ -118,7 +118,7 @@ class DataParallelRunner:
         for name, spec in self._specs.items():
             given, dim = inputs.get(name), spec.row_dim
             if given is not None and dim is not None and dim < given.dim():
-                return spec.dims[dim].count(given.shape[dim]) == 0
+                return spec.extents[dim].count(given.shape[dim]) == 0
         return False
 
 
@@ -141,7 +141,7 @@ def _padded(
         tensor, row_dim = inputs.get(name), spec.row_dim
         if tensor is None or row_dim is None or row_dim >= tensor.dim():
             continue
-        more = spec.dims[row_dim].size(*want) - spec.dims[row_dim].size(*have)
+        more = spec.extents[row_dim].size(*want) - spec.extents[row_dim].size(*have)
         if more == 0:
             continue
         shape = [more if dim == row_dim else size for dim, size in enumerate(tensor.shape)]

@@ -122,7 +122,7 @@ def static_bytes(config: Config, num_tokens: int) -> int:
     for spec in config.tensors.values():
         bits = re.search(r"\d+", spec.dtype)  # the first number in a dtype's name; bool has none
         itemsize = int(bits[0]) // 8 if bits else 1
-        total += itemsize * prod(dim.size(num_tokens, reqs) for dim in spec.dims)
+        total += itemsize * prod(dim.size(num_tokens, reqs) for dim in spec.extents)
     return total
 
 

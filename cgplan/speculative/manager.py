@@ -152,7 +152,7 @@ class SpecDecodeGraphManager:
                 "tables.",
             )
         self.plan, self.config, self.stats = plan_speculation(config, draft_tokens), config, SpecStats()
-        self._max_blocks = config.metadata["block_tables"].dims[1].offset
+        self._max_blocks = config.metadata["block_tables"].extents[1].offset
         mixed = CudaGraphManager(
             self.plan.configs["target"], paged.forward, backend, pool=pool, name="target", progress=progress
         )

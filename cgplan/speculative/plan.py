@@ -94,7 +94,7 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
             remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and the rest of "
             f"{', '.join(METADATA)} that the model reads.",
         )
-    if [dim.symbol for dim in tables.dims] != ["num_reqs", None]:
+    if [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
         raise ConfigError(
             f"block_tables has shape {list(tables.shape)}",
             remedy="Declare it as [num_reqs, blocks of a request at most].",

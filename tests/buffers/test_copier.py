@@ -146,7 +146,7 @@ def values_for(specs: dict[str, Input], tokens: int, reqs: int, seed: int) -> li
     generator = torch.Generator().manual_seed(seed)
     made = []
     for spec in specs.values():
-        shape = [dim.size(tokens, reqs) for dim in spec.dims]
+        shape = [dim.size(tokens, reqs) for dim in spec.extents]
         made.append(torch.randint(0, 100, shape, generator=generator).to(getattr(torch, spec.dtype)))
     return made
 
@@ -464,7 +464,7 @@ def test_tensors_from_host_and_device(backend: GraphBackend, where: Callable[[in
         batch = batch_of(count, seed)
         found = runner(**placed(batch, where, backend.device))
         padded = next((size for size in (2, 4, 8) if size >= count), count)
-        full = {n: as_padded(s, batch[n], s.dims[s.row_dim].size(padded, padded) if s.row_dim is not None else 0)
+        full = {n: as_padded(s, batch[n], s.extents[s.row_dim].size(padded, padded) if s.row_dim is not None else 0)
                 for n, s in FIVE.items()}  # fmt: skip
         torch.testing.assert_close(found.cpu(), five(**full)[:count])
     assert runner.stats.eager == {MissReason.TOO_LARGE: 2}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgplan.config import Config, Dim, Input, load_config, validate_config
+from cgplan.config import Config, Dim, Extent, Input, load_config, validate_config
 from cgplan.errors import ConfigError
 from cgplan.modes import CUDAGraphMode
 
@@ -55,22 +56,22 @@ budget: {reserve: 0}
 @pytest.mark.parametrize(
     ("text", "dim"),
     [
-        (7, Dim(None, 0, 7)),
-        (" num_reqs ", Dim("num_reqs", 1, 0)),
-        ("num_reqs+1", Dim("num_reqs", 1, 1)),
-        ("2 * num_tokens", Dim("num_tokens", 2, 0)),
+        (7, Extent(None, 0, 7)),
+        (" num_reqs ", Extent("num_reqs", 1, 0)),
+        ("num_reqs+1", Extent("num_reqs", 1, 1)),
+        ("2 * num_tokens", Extent("num_tokens", 2, 0)),
     ],
 )
-def test_dimensions(text: int | str, dim: Dim) -> None:
-    assert Dim.parse(text) == dim
+def test_dimensions(text: int | str, dim: Extent) -> None:
+    assert Extent.parse(text) == dim
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tokens", "num_tokens - 1", "num_tokens * 2", "0 * num_tokens", "num_tokens + num_reqs", 0]
+    "text", ["", "2tokens", "num_tokens - 1", "num_tokens * 2", "0 * num_tokens", "num_tokens + num_reqs", 0]
 )
 def test_dimensions_that_cannot_be_read(text: int | str) -> None:
     with pytest.raises(ValueError, match=r"dimension|factor"):
-        Dim.parse(text)
+        Extent.parse(text)
 
 
 @given(
@@ -81,7 +82,7 @@ def test_dimensions_that_cannot_be_read(text: int | str) -> None:
     reqs=st.integers(0, 999),
 )
 def test_dimension_size_and_count_are_inverse(factor: int, offset: int, symbol: str, tokens: int, reqs: int) -> None:
-    dim = Dim.parse(f"{factor} * {symbol} + {offset}")
+    dim = Extent.parse(f"{factor} * {symbol} + {offset}")
     count = tokens if symbol == "num_tokens" else reqs
     size = dim.size(tokens, reqs)
     assert size == factor * count + offset
@@ -96,7 +97,7 @@ def test_dimension_size_and_count_are_inverse(factor: int, offset: int, symbol: 
 def test_shapes_say_which_dimension_counts_rows() -> None:
     assert Input(shape=(3, "num_tokens"), dtype="int64", pad=0).row_dim == 1
     assert Input(shape=(3, 4), dtype="int64", pad=0).row_dim is None
-    assert Input(shape=(), dtype="int64", pad=0).dims == ()
+    assert Input(shape=(), dtype="int64", pad=0).extents == ()
     assert Input.model_validate({"shape": "num_reqs", "dtype": "int64", "pad": 0}).shape == ("num_reqs",)
 
 
@@ -133,3 +134,41 @@ def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> Non
 )  # fmt: skip
 def test_paddings_that_fit(dtype: str, pad: float) -> None:
     assert validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": dtype, "pad": pad}}}).inputs["x"]
+
+
+TEXT = {
+    "model": {"output_shapes": [["batch", "length", 8], "batch"]},
+    "dims": {"batch": {"max": 64, "sizes": [1, 4, 16]}, "length": {"max": 500, "multiple_of": 64}},
+    "inputs": {
+        "ids": {"shape": ["batch", "length"], "dtype": "int64", "pad": 0},
+        "mask": {"shape": ["batch", 1, "length", "2 * length + 1"], "dtype": "bool", "pad": False},
+    },
+}
+
+
+def test_named_dimensions() -> None:
+    config = validate_config(TEXT)
+    assert config.dim_names == ("batch", "length")
+    assert config.dims["length"].top == 512
+    shapes = [spec.shape for spec in config.tensors_at((128,)).values()]
+    assert shapes == [("num_tokens", 128), ("num_tokens", 1, 128, 257)]
+    mixed = validate_config({**TEXT, "inputs": {"x": {"shape": ["num_tokens", "length"], "dtype": "int64", "pad": 0}}})
+    assert mixed.dim_names == ("num_tokens", "batch", "length")
+    assert Dim("batch", max=3).name == "batch"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"dims": {"batch": {"max": 64}}}, "input 'ids' has a dimension 'length', which `dims` does not declare"),
+        ({"dims": {**TEXT["dims"], "lenght": {"max": 2}}, "model": None}, "model.output_shapes"),
+        ({"dims": {"batch": {"max": 2, "min": 3}}}, "min is 3, which is above max = 2"),
+        ({"dims": {"batch": {"max": 64, "sizes": [3], "multiple_of": 2}}}, "size 3 is above max"),
+        ({"dims": {"num_reqs": {"max": 64}}}, "'num_reqs' cannot name a dimension"),
+        ({"inputs": {"x": {"shape": ["batch", "batch"], "dtype": "int64", "pad": 0}}}, "has 'batch' twice"),
+        ({"compilation": {"boxes": [[1, 2, 3]]}}, "compilation.boxes has sizes of batch, length each"),
+    ],
+)
+def test_named_dimensions_that_cannot_be(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validate_config({**TEXT, **change})
