@@ -2,67 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from cgplan.buffers.batch import Batch
+from cgplan.config import Config, Extent
 from cgplan.errors import OutputShapeError
 from cgplan.modes import BatchDescriptor
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """How outputs are cut.
+    """How outputs are cut: in dimension 0 by ``model.output_rows``, or as ``model.output_shapes`` says."""
 
-    Attributes:
-        symbol: What dimension 0 of each output counts.
-        query_len: Tokens of each request in a uniform batch; tells requests from tokens where nothing else does.
-        clone: Whether outputs are copied.
-    """
+    config: Config
 
-    symbol: Literal["num_tokens", "num_reqs"]
-    query_len: int
-    clone: bool
+    @property
+    def clone(self) -> bool:
+        """Whether outputs are copied."""
+        return self.config.compilation.outputs == "clone"
 
-    def count(self, num_tokens: int, num_reqs: int | None) -> int:
-        """Rows of an output for a batch."""
-        if self.symbol == "num_tokens":
-            return num_tokens
-        return num_tokens // self.query_len if num_reqs is None else num_reqs
+    @property
+    def rows(self) -> str:
+        """What dimension 0 of each output counts."""
+        return self.config.model.output_rows if self.config.model else "num_tokens"
+
+    def shapes(self, descriptor: Batch | BatchDescriptor, num_reqs: int | None) -> Iterator[tuple[int, ...]]:
+        """Shapes of the outputs in order, as far as they are known."""
+        tokens = descriptor.num_tokens
+        reqs = tokens // self.config.query_len if num_reqs is None else num_reqs
+        given = self.config.model.output_shapes if self.config.model else None
+        for shape in repeat((self.rows,)) if given is None else given:
+            at = map(Extent.parse, self.config.shape_at(shape, descriptor.sizes))
+            yield tuple(extent.size(tokens, reqs) for extent in at)
 
     def check(self, output: Any, descriptor: BatchDescriptor, num_reqs: int) -> None:
         """Raise OutputShapeError if padding could not be cut off a padded output of this key and so many requests."""
-        rows = self.count(descriptor.num_tokens, num_reqs)
-        for index, leaf in enumerate(tree_leaves(output)):
-            if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
-                raise OutputShapeError(
-                    f"output {index} of the model has shape {list(leaf.shape)}; dimension 0 should have {rows} rows "
-                    f"({self.symbol}) for {descriptor}",
-                    remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
-                    "what dimension 0 counts: num_tokens or num_reqs.",
-                )
+        leaves, is_given = tree_leaves(output), self.config.model is not None and self.config.model.output_shapes
+        shapes = self.shapes(descriptor, num_reqs)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                shape = next(shapes, None)
+                told = None if shape is None else tuple(leaf.shape[: None if is_given else 1])
+                if shape is None or told != shape:
+                    raise OutputShapeError(
+                        f"output {index} of the model has shape {list(leaf.shape)}; "
+                        + (
+                            f"model.output_shapes says {shape and list(shape)} for {descriptor}"
+                            if is_given
+                            else f"dimension 0 should have {shape and shape[0]} rows ({self.rows}) for {descriptor}"
+                        ),
+                        remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
+                        "what dimension 0 counts: num_tokens or num_reqs; model.output_shapes says it for each output.",
+                    )
             if hides_tensors(leaf):
                 raise OutputShapeError(
                     f"output {index} of the model is a {type(leaf).__name__}, whose tensors cannot be reached",
                     remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
                 )
 
-    def cut(self, output: Any, num_tokens: int, num_reqs: int | None) -> Any:
-        """The output without its padding rows: views, or copies where ``clone`` says so."""
-        rows = self.count(num_tokens, num_reqs)
-        return tree_map_only(Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
+    def cut(self, output: Any, batch: Batch) -> Any:
+        """The output without its padding: views, or copies where ``clone`` says so."""
+        return (
+            tree_map_only(Tensor, Tensor.clone, self._views(output, batch))
+            if self.clone
+            else self._views(output, batch)
+        )
 
-    def reader(self, output: Any, num_tokens: int, num_reqs: int | None) -> Callable[[], Any]:
+    def _views(self, output: Any, batch: Batch) -> Any:
+        shapes = self.shapes(batch, batch.num_reqs)
+        return tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
+
+    def reader(self, output: Any, batch: Batch) -> Callable[[], Any]:
         """``cut`` for an output that lies on the same memory each time, as a function: its views are made here, once,
         and each call returns new tensor objects on that memory, or copies.
         """
-        rows = self.count(num_tokens, num_reqs)
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
-            views = tree_map_only(Tensor, lambda t: t[:rows], output)
+            views = self._views(output, batch)
         return renewed(views, clone=self.clone)
 
 
