@@ -38,10 +38,11 @@ def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
     return frozenset(map(CUDAGraphMode.parse, given))
 
 
-class _Row(dict[tuple[int, ...], Answer]):
-    """Answers by the sizes of a batch, rows first: the first of ``keys``, which come in order of preference, whose box
-    holds it. They are found ahead for all corners of the grid that the boxes span; a batch goes up to the next corner.
-    An eager batch gets (NONE, unpadded descriptor); as in vLLM, such a descriptor holds the sizes alone.
+class _Row(dict[int | tuple[int, ...], Answer]):
+    """Answers by the sizes of a batch, rows first (by a number where rows alone vary): the first of ``keys``, which come
+    in order of preference, whose box holds it. They are found ahead for all corners of the grid that the boxes span; a
+    batch goes up to the next corner. An eager batch gets (NONE, unpadded descriptor); as in vLLM, such a descriptor
+    holds the sizes alone.
     """
 
     def __init__(self, keys: Sequence[Key], num_sizes: int | None) -> None:
@@ -56,7 +57,8 @@ class _Row(dict[tuple[int, ...], Answer]):
             self._corners[corner] = min((i for i in found if i is not None), default=len(keys))
         self._keys = keys
 
-    def __missing__(self, box: tuple[int, ...]) -> Answer:
+    def __missing__(self, asked: int | tuple[int, ...]) -> Answer:
+        box = asked if isinstance(asked, tuple) else (asked,)
         if self._num_sizes not in (None, len(box)):
             raise InputError(
                 f"a batch of the sizes {box}, where the plan counts {self._num_sizes}",
@@ -65,7 +67,7 @@ class _Row(dict[tuple[int, ...], Answer]):
         corner = tuple(map(bisect_left, self._axes, box))
         rank = self._corners.get(corner, len(self._keys)) if min(box) > 0 else len(self._keys)
         eager = CUDAGraphMode.NONE, BatchDescriptor(box[0], sizes=box[1:])
-        answer = self[box] = self._keys[rank] if rank < len(self._keys) else eager
+        answer = self[asked] = self._keys[rank] if rank < len(self._keys) else eager
         return answer
 
 
@@ -123,11 +125,11 @@ class CudagraphDispatcher:
         """
         if valid_modes is None and invalid_modes is None:
             try:
-                return self._rows[uniform_decode][num_active_loras][num_tokens, *sizes]
+                return self._rows[uniform_decode][num_active_loras][(num_tokens, *sizes) if sizes else num_tokens]
             except KeyError:  # more adapters than any graph serves
-                return self._eager[num_tokens, *sizes]
+                return self._eager[(num_tokens, *sizes) if sizes else num_tokens]
         if num_active_loras not in self._cases:
-            return self._eager[num_tokens, *sizes]
+            return self._eager[(num_tokens, *sizes) if sizes else num_tokens]
         graphs = {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
         allowed = graphs if valid_modes is None else graphs & set_of_modes(valid_modes)
         allowed -= set_of_modes(invalid_modes or ())
@@ -136,7 +138,7 @@ class CudagraphDispatcher:
         row = self._restricted.get(case)
         if row is None:
             row = self._restricted[case] = self._row(*case)
-        return row[num_tokens, *sizes]
+        return row[(num_tokens, *sizes) if sizes else num_tokens]
 
     def explain(
         self,
