@@ -39,10 +39,10 @@ def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
 
 
 class _Row(dict[int | tuple[int, ...], Answer]):
-    """Answers by the sizes of a batch, rows first (a number where rows alone vary): the first of ``keys``, which come
-    in order of preference, whose box holds it. They are found ahead for all corners of the grid that the boxes span; a
-    batch goes up to the next corner. An eager batch gets (NONE, unpadded descriptor); as in vLLM, such a descriptor
-    holds the sizes alone.
+    """Answers by the sizes of a batch, rows first (a number where rows alone vary): the first of ``keys``, in order of
+    preference, whose box holds it. They are found ahead for all corners of the grid that the boxes span; a batch goes
+    up to the next corner. An eager batch gets (NONE, unpadded descriptor); as in vLLM, such a descriptor holds the
+    sizes alone.
     """
 
     def __init__(self, keys: Sequence[Key], num_sizes: int | None) -> None:
