@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from itertools import repeat
 from typing import Any
 
@@ -17,47 +17,41 @@ from cgplan.errors import OutputShapeError
 from cgplan.modes import BatchDescriptor
 
 
-@dataclass(frozen=True)
 class OutputRows:
-    """How outputs are cut: in dimension 0 by ``model.output_rows``, or as ``model.output_shapes`` says."""
+    """How outputs are cut: in dimension 0 by ``model.output_rows``, or as ``model.output_shapes`` says.
 
-    config: Config
+    Attributes:
+        clone: Whether outputs are copied.
+    """
 
-    @property
-    def clone(self) -> bool:
-        """Whether outputs are copied."""
-        return self.config.compilation.outputs == "clone"
+    def __init__(self, config: Config) -> None:
+        self.clone = config.compilation.outputs == "clone"
+        self._config, self._rows = config, config.model.output_rows if config.model else "num_tokens"
+        self._given = config.model.output_shapes if config.model else None
+        self._extents = dict[tuple[int, ...], list[tuple[Extent, ...]]]()
 
-    @property
-    def rows(self) -> str:
-        """What dimension 0 of each output counts."""
-        return self.config.model.output_rows if self.config.model else "num_tokens"
-
-    def shapes(self, descriptor: Batch | BatchDescriptor, num_reqs: int | None) -> Iterator[tuple[int, ...]]:
-        """Shapes of the outputs in order, as far as they are known."""
-        tokens = descriptor.num_tokens
-        reqs = tokens // self.config.query_len if num_reqs is None else num_reqs
-        given = self.config.model.output_shapes if self.config.model else None
-        for shape in repeat((self.rows,)) if given is None else given:
-            at = map(Extent.parse, self.config.shape_at(shape, descriptor.sizes))
-            yield tuple(extent.size(tokens, reqs) for extent in at)
+    def shapes(self, batch: Batch | BatchDescriptor, num_reqs: int | None) -> Iterable[tuple[int, ...]]:
+        """Shapes of the outputs in order, each as far as it is known."""
+        tokens = batch.num_tokens
+        reqs = tokens // self._config.query_len if num_reqs is None else num_reqs
+        extents = self._extents.get(batch.sizes)
+        if extents is None:
+            shapes = [self._config.shape_at(shape, batch.sizes) for shape in self._given or ((self._rows,),)]
+            extents = self._extents[batch.sizes] = [tuple(map(Extent.parse, shape)) for shape in shapes]
+        found = [tuple(extent.size(tokens, reqs) for extent in shape) for shape in extents]
+        return repeat(*found) if self._given is None else found
 
     def check(self, output: Any, descriptor: BatchDescriptor, num_reqs: int) -> None:
         """Raise OutputShapeError if padding could not be cut off a padded output of this key and so many requests."""
-        leaves, is_given = tree_leaves(output), self.config.model is not None and self.config.model.output_shapes
-        shapes = self.shapes(descriptor, num_reqs)
-        for index, leaf in enumerate(leaves):
+        shapes = iter(self.shapes(descriptor, num_reqs))
+        for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 shape = next(shapes, None)
-                told = None if shape is None else tuple(leaf.shape[: None if is_given else 1])
-                if shape is None or told != shape:
+                if shape is None or tuple(leaf.shape[: None if self._given else 1]) != shape:
+                    rows = f"dimension 0 should have {shape[0] if shape else 'no'} rows ({self._rows})"
+                    said = rows if self._given is None else f"model.output_shapes says {shape and list(shape)}"
                     raise OutputShapeError(
-                        f"output {index} of the model has shape {list(leaf.shape)}; "
-                        + (
-                            f"model.output_shapes says {shape and list(shape)} for {descriptor}"
-                            if is_given
-                            else f"dimension 0 should have {shape and shape[0]} rows ({self.rows}) for {descriptor}"
-                        ),
+                        f"output {index} of the model has shape {list(leaf.shape)}; {said} for {descriptor}",
                         remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
                         "what dimension 0 counts: num_tokens or num_reqs; model.output_shapes says it for each output.",
                     )
@@ -69,22 +63,17 @@ class OutputRows:
 
     def cut(self, output: Any, batch: Batch) -> Any:
         """The output without its padding: views, or copies where ``clone`` says so."""
-        return (
-            tree_map_only(Tensor, Tensor.clone, self._views(output, batch))
-            if self.clone
-            else self._views(output, batch)
-        )
-
-    def _views(self, output: Any, batch: Batch) -> Any:
-        shapes = self.shapes(batch, batch.num_reqs)
-        return tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
+        shapes = iter(self.shapes(batch, batch.num_reqs))
+        views = tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
+        return tree_map_only(Tensor, torch.clone, views) if self.clone else views
 
     def reader(self, output: Any, batch: Batch) -> Callable[[], Any]:
         """``cut`` for an output that lies on the same memory each time, as a function: its views are made here, once,
         and each call returns new tensor objects on that memory, or copies.
         """
+        shapes = iter(self.shapes(batch, batch.num_reqs))
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
-            views = self._views(output, batch)
+            views = tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
         return renewed(views, clone=self.clone)
 
 

@@ -542,8 +542,9 @@ class Config(Section):
     @property
     def dim_names(self) -> tuple[str, ...]:
         """Names of the sizes of a batch: first what ``num_tokens`` of a descriptor counts, then those of ``sizes``."""
-        counted = any(extent.symbol in SYMBOLS for spec in self.tensors.values() for extent in spec.extents)
-        return tuple(self.dims) if self.dims and not counted else ("num_tokens", *self.dims)
+        if not self.dims or any(e.symbol in SYMBOLS for spec in self.tensors.values() for e in spec.extents):
+            return ("num_tokens", *self.dims)
+        return tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
         """A shape in terms of num_tokens and num_reqs, for these sizes of the other dimensions."""

@@ -11,7 +11,10 @@ from cgplan import Config, CudagraphDispatcher, build_plan
 
 BATCHES = 10_000
 GRID = {
-    "dims": {"rows": {"max": 64, "sizes": list(range(1, 65))}, "length": {"max": 4096, "sizes": list(range(64, 4097, 64))}}
+    "dims": {
+        "rows": {"max": 64, "sizes": list(range(1, 65))},
+        "length": {"max": 4096, "sizes": list(range(64, 4097, 64))},
+    }
 }
 CASES = {
     "no LoRA, FULL_AND_PIECEWISE": {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
