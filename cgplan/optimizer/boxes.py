@@ -33,7 +33,7 @@ from cgplan.optimizer.evidence import Evidence, Expected, LadderPoint, PaddingMa
 from cgplan.optimizer.lanes import lanes_of
 from cgplan.optimizer.paths import Floats, Ints, best_paths
 from cgplan.optimizer.propose import EXACT, Proposal
-from cgplan.planning.build import build_plan, lora_cases, powers_of_two, resolve_mode
+from cgplan.planning.build import build_plan, lora_cases, resolve_mode, sizes_of
 from cgplan.planning.plan import PLANNED_FOR, Lane, capture_config, config_hash
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
@@ -136,6 +136,20 @@ def _relaxed(
     return found
 
 
+def _held(times: Floats, holds: Bools, weights: Floats) -> Floats:
+    """Costs with which no batch is left without a box."""
+    return np.where(holds, times, 2 * times.max() * weights.sum() / weights.min())
+
+
+def least_padded(boxes: Ints, graphs: int) -> list[int]:
+    """The boxes, by index, that pad batches least, where all those that one of ``boxes`` holds are as frequent."""
+    axes = [np.unique(column) for column in boxes.T]
+    holds = np.asarray((_grid(axes)[:, None] <= boxes).all(-1))
+    held = holds.any(1)
+    batches = _grid([np.diff(axis, prepend=0) for axis in axes])[held].prod(1) * 1.0
+    return _exchanged(_held(boxes.prod(1) * 1.0, holds[held], batches), batches, graphs)
+
+
 def dims_of(config: Config) -> list[Dim]:
     """The dimensions of a batch in the order of a box's sizes."""
     tokens = Dim("num_tokens", max=config.scheduler.max_num_batched_tokens)
@@ -204,7 +218,7 @@ class _Case:
 
     def _cost(self, boxes: Ints, holds: Bools) -> Floats:
         times = self._times(boxes.reshape(-1, len(self._dims))).reshape(boxes.shape[:-1])
-        return np.where(holds, times, 2 * times.max() * self._counts.sum() / self._counts.min())
+        return _held(times, holds, self._counts)
 
     def _best(self, graphs: int) -> tuple[Ints, float]:
         boxes, batches = _grid(self._sizes), self._rounded[:, None]
@@ -265,14 +279,14 @@ class _Case:
         boxes = boxes[np.argsort(boxes.prod(1), kind="stable")]
         runs, total = self._runs_in(boxes), float(self._weights.sum())
         counts, real = (np.bincount(runs, of) for of in (self._weights, self._real))
-        units = [(dim.multiple_of, dim.top // dim.multiple_of) for dim in self._dims]
+        even = zip(self._dims, EVEN, strict=False)
         grids = {
             "this plan": boxes,
             "best full grid": self._best_grid(most),
-            "powers of two": _grid([unit * np.array(powers_of_two(top)) for unit, top in units]),
-            "even 4 x 8": _grid([unit * -(-top * n // n[-1]) for (unit, top), n in zip(units, EVEN, strict=False)]),
+            "powers of two": _grid([sizes_of(dim.model_copy(update={"sizes": None})) for dim in self._dims]),
+            "even 4 x 8": _grid([-(-dim.top * n // (n[-1] * dim.multiple_of)) * dim.multiple_of for dim, n in even]),
         }
-        if len(units) != len(EVEN):
+        if len(self._dims) != len(EVEN):
             del grids["even 4 x 8"]
         own, *ladders = (self._point(name, grid, len(lanes)) for name, grid in grids.items())
         step = own.expected_us
@@ -316,7 +330,7 @@ class _Case:
             yield f"{beyond:,} batches are above the max of a dimension: they run eagerly, and no figure has them"
 
 
-def _grid(sizes: Sequence[Ints]) -> Ints:
+def _grid(sizes: Sequence[Ints | tuple[int, ...]]) -> Ints:
     return np.array(list(product(*sizes)))
 
 

@@ -249,7 +249,10 @@ def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) ->
 # --- several sizes ----------------------------------------------------------------------------------------------
 
 SIZED = settings(
-    "dims={batch: {max: 16}, length: {max: 64}}", "inputs.x.shape=[batch, length]", "model.output_shapes=[[batch, 4]]"
+    "compilation.cudagraph_capture_sizes=null",
+    "dims={batch: {max: 16}, length: {max: 64}}",
+    "inputs.x.shape=[batch, length, 8]",
+    "model.output_shapes=[[batch, length, 4]]",
 )
 
 
@@ -276,7 +279,20 @@ def test_plan_for_batches_of_several_sizes(home: Path, monkeypatch: pytest.Monke
     assert good("inspect", "plan.json").stdout == shown
     saved = load_report("plan.json")
     assert isinstance(saved, Plan)
+    assert {key.box for _, key in saved.keys} == {(1, 60), (3, 20), (16, 10)}
     assert saved.expected_us == pytest.approx((100 * 60 + 200 * 60 + 55 * 160) / 355)
+
+
+def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
+    """Full grids are measured whole: their bench gives the times of the next plan."""
+    good(*sized(home, "--max-graphs", "3"), "--output", "plan.json")
+    captured = json.loads(good("capture", *PLAN[1:], *SIZED, "--plan", "plan.json", "--json").stdout)
+    assert {(r["descriptor"]["num_tokens"], *r["descriptor"]["sizes"]) for r in captured["records"]} == {
+        (1, 60), (3, 20), (16, 10),
+    }  # fmt: skip
+    grid = settings("dims={batch: {max: 16, sizes: [1, 16]}, length: {max: 64, sizes: [8, 64]}}", "report.sizes=null")
+    good("bench", *PLAN[1:], *SIZED, *grid, "--output", "bench.json")
+    assert "bench.json" in good(*sized(home, "--step-times", "bench.json")).stdout
 
 
 def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
