@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cgplan.api import capture
     from cgplan.backends import select_backend
     from cgplan.backends.context import forward_context, get_forward_context
-    from cgplan.config import CompilationConfig, Config, Input, load_config
+    from cgplan.config import CompilationConfig, Config, Dim, Input, UpTo, load_config
     from cgplan.errors import (
         AddressError,
         AllReduceError,
@@ -85,6 +85,7 @@ __all__ = [
     "ConfigFileError",
     "CudaGraphManager",
     "CudagraphDispatcher",
+    "Dim",
     "DispatchMissError",
     "DistributedError",
     "GraphPool",
@@ -109,6 +110,7 @@ __all__ = [
     "SpecDecodeGraphManager",
     "StepTimeError",
     "TrafficError",
+    "UpTo",
     "__version__",
     "bench",
     "build_plan",
@@ -126,7 +128,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cgplan.config": ("CompilationConfig", "Config", "Input", "load_config"),
+    "cgplan.config": ("CompilationConfig", "Config", "Dim", "Input", "UpTo", "load_config"),
     "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.api": ("capture",),

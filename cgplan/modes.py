@@ -84,6 +84,7 @@ class BatchDescriptor(NamedTuple):
         uniform: Whether every request has the same query length ``1 + num_speculative_tokens``.
         has_lora: Whether the graph runs LoRA adapters.
         num_active_loras: How many distinct adapters the graph serves (0 without LoRA).
+        sizes: Of the other named dimensions, padded, in the order of ``Config.dim_names`` behind the first.
     """
 
     num_tokens: int
@@ -91,6 +92,17 @@ class BatchDescriptor(NamedTuple):
     uniform: bool = False
     has_lora: bool = False
     num_active_loras: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """The size in each dimension, rows first."""
+        return (self.num_tokens, *self.sizes)
+
+    @property
+    def size(self) -> str:
+        """``8``; with more dimensions ``8x128``."""
+        return "x".join(map(str, self.box))
 
     @property
     def query_len(self) -> int | None:
@@ -105,6 +117,8 @@ class BatchDescriptor(NamedTuple):
             parts.append("uniform")
         if self.has_lora:
             parts.append(f"num_active_loras={self.num_active_loras}")
+        if self.sizes:
+            parts[0] = f"size={self.size}"
         return " ".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,11 @@ from cgplan.modes import BatchDescriptor
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one call; ``num_reqs`` is None where no input counts requests."""
+    """Sizes of one call; ``num_reqs`` is None where no input counts requests. ``sizes``: see BatchDescriptor."""
 
     num_tokens: int
     num_reqs: int | None
+    sizes: tuple[int, ...] = ()
 
 
 def unknown_input(name: str, declared: Iterable[str]) -> InputError:
@@ -29,12 +30,14 @@ def unknown_input(name: str, declared: Iterable[str]) -> InputError:
 
 
 class BatchReader:
-    """Checks the tensors of a call against the declared inputs and metadata, and counts their rows."""
+    """Checks the tensors of a call against the declared inputs and metadata, and counts their rows. ``dim_names``: see
+    Config.
+    """
 
-    def __init__(self, specs: Mapping[str, Input], device: torch.device) -> None:
-        self._device = device
-        self._specs = {name: (spec, torch_dtype(spec), spec.extents, spec.row_dim) for name, spec in specs.items()}
-        self.symbols = {dims[row].symbol for _, _, dims, row in self._specs.values() if row is not None}
+    def __init__(self, specs: Mapping[str, Input], dim_names: Sequence[str], device: torch.device) -> None:
+        self._device, self._dim_names = device, dim_names
+        self._specs = {name: (spec, torch_dtype(spec), spec.extents) for name, spec in specs.items()}
+        self.symbols = {extent.symbol for _, _, extents in self._specs.values() for extent in extents}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,41 +52,44 @@ class BatchReader:
                     raise unknown_input(name, self._specs)
             missing = next(name for name in self._specs if name not in given)
             raise InputError(f"input {missing!r} is missing", remedy="Pass every declared input by name.")
-        counts: dict[str | None, tuple[int, str]] = {}
-        for name, (spec, dtype, dims, row_dim) in self._specs.items():
+        counts: dict[str, tuple[int, str]] = {}
+        for name, (spec, dtype, extents) in self._specs.items():
             value = given[name]
             self._check(name, value, dtype)
             shape = value.shape
-            if len(shape) != len(dims) or any(
-                d.symbol is None and n != d.offset for n, d in zip(shape, dims, strict=True)
+            if len(shape) != len(extents) or any(
+                extent.symbol is None and not extent.takes(n) for n, extent in zip(shape, extents, strict=True)
             ):
                 raise InputError(
                     f"input {name!r} has shape {list(shape)}, declared is {list(spec.shape)}",
                     remedy="Change the tensor, or the shape in the configuration.",
                 )
-            if row_dim is None:
-                continue
-            count = dims[row_dim].count(shape[row_dim])
-            if count is None:
-                raise InputError(
-                    f"input {name!r} has {shape[row_dim]} rows; declared are {spec.shape[row_dim]}",
-                    remedy="Check the shape that the configuration declares.",
-                )
-            seen, by = counts.setdefault(dims[row_dim].symbol, (count, name))
-            if seen != count:
-                raise InputError(
-                    f"input {name!r} is a batch of {dims[row_dim].symbol} = {count}, but {by!r} of {seen}",
-                    remedy="Give all inputs of a call the same batch.",
-                )
+            for n, extent, declared in zip(shape, extents, spec.shape, strict=True):
+                if extent.symbol is None:
+                    continue
+                count = extent.count(n)
+                if count is None:
+                    raise InputError(
+                        f"input {name!r} has {n} rows; declared are {declared}",
+                        remedy="Check the shape that the configuration declares.",
+                    )
+                seen, by = counts.setdefault(extent.symbol, (count, name))
+                if seen != count:
+                    raise InputError(
+                        f"input {name!r} is a batch of {extent.symbol} = {count}, but {by!r} of {seen}",
+                        remedy="Give all inputs of a call the same batch.",
+                    )
         reqs, _ = counts.get("num_reqs", (None, ""))
-        tokens, _ = counts.get("num_tokens", (reqs or 0, ""))
-        if tokens == 0 or reqs == 0:
+        tokens, *sizes = (counts.get(name, (reqs or 0, ""))[0] for name in self._dim_names)
+        if 0 in (tokens, reqs, *sizes):
             raise InputError("the batch has 0 rows", remedy="Do not call the runner for an empty batch.")
-        return Batch(tokens, reqs)
+        return Batch(tokens, reqs, tuple(sizes))
 
     def refuse_other(self, batch: Batch, descriptor: BatchDescriptor) -> None:
         """Raise InputError if a batch has other rows than its descriptor says, where inputs count them."""
-        counted = {"num_tokens": batch.num_tokens} if "num_tokens" in self.symbols else {}
+        counted: dict[str, object] = {"num_tokens": batch.num_tokens} if self._dim_names[0] in self.symbols else {}
+        if descriptor.sizes:
+            counted["sizes"] = batch.sizes
         if batch.num_reqs is not None and descriptor.num_reqs is not None:
             counted["num_reqs"] = batch.num_reqs
         for symbol, count in counted.items():

@@ -13,11 +13,13 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from cgplan.buffers.static import StaticBuffers
+from cgplan.buffers.static import StaticBuffer, StaticBuffers
 from cgplan.errors import InputError
 
 CopyIn = Callable[[Sequence[Tensor], int, bool], None]
@@ -65,9 +67,28 @@ class BatchCopy:
             torch._foreach_copy_(targets, sources)
         self.pad(values, stream)
 
-    def path(self, values: Sequence[Tensor]) -> CopyIn:  # noqa: ARG002
-        """The quickest function that does the work of ``run`` for tensors on the devices of these."""
+    def path(self, values: Sequence[Tensor]) -> CopyIn:
+        """The quickest function that does the work of ``run`` for tensors on the devices of these. Where they are
+        narrower than the buffers in other dimensions than rows, they are padded there first.
+        """
+        widths = [self._missing(buffer, value) for buffer, value in zip(self._buffers, values, strict=True)]
+        return partial(self._widened, widths) if any(map(any, widths)) else self._path(values)
+
+    def _path(self, values: Sequence[Tensor]) -> CopyIn:  # noqa: ARG002
         return self.run
+
+    @staticmethod
+    def _missing(buffer: StaticBuffer, value: Tensor) -> list[int]:
+        """Elements that are missing at the end of each dimension, as torch.nn.functional.pad takes them."""
+        dims = reversed([*enumerate(zip(buffer.tensor.shape, value.shape, strict=True))])
+        return [n for dim, (wide, narrow) in dims for n in (0, 0 if dim == buffer.row_dim else wide - narrow)]
+
+    def _widened(self, widths: Sequence[list[int]], values: Sequence[Tensor], stream: int, known: bool) -> None:  # noqa: ARG002
+        wide = [
+            torch.nn.functional.pad(value, missing, value=cast(float, buffer.spec.pad)) if any(missing) else value
+            for buffer, value, missing in zip(self._buffers, values, widths, strict=True)
+        ]
+        self.run(wide, stream)
 
     def pad(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
         """Reset the padding that needs it, most often none: the caller has written the batch in place."""

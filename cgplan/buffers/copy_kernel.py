@@ -209,7 +209,7 @@ class KernelBatchCopy(BatchCopy):
             sources[index] = place
         self._launch(self._arguments, sources, stream)
 
-    def path(self, values: Sequence[Tensor]) -> CopyIn:
+    def _path(self, values: Sequence[Tensor]) -> CopyIn:
         if not self._copy_inputs:
             return self.run
         if all(value.device == self._copier.device for value in values):

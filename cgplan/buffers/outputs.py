@@ -2,67 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from cgplan.buffers.batch import Batch
+from cgplan.config import Config, Extent
 from cgplan.errors import OutputShapeError
 from cgplan.modes import BatchDescriptor
 
 
-@dataclass(frozen=True)
 class OutputRows:
-    """How outputs are cut.
+    """How outputs are cut: in dimension 0 by ``model.output_rows``, or as ``model.output_shapes`` says.
 
     Attributes:
-        symbol: What dimension 0 of each output counts.
-        query_len: Tokens of each request in a uniform batch; tells requests from tokens where nothing else does.
         clone: Whether outputs are copied.
     """
 
-    symbol: Literal["num_tokens", "num_reqs"]
-    query_len: int
-    clone: bool
+    def __init__(self, config: Config) -> None:
+        self.clone = config.compilation.outputs == "clone"
+        self._config, self._rows = config, config.model.output_rows if config.model else "num_tokens"
+        self._given = config.model.output_shapes if config.model else None
+        self._extents = dict[tuple[int, ...], list[tuple[Extent, ...]]]()
 
-    def count(self, num_tokens: int, num_reqs: int | None) -> int:
-        """Rows of an output for a batch."""
-        if self.symbol == "num_tokens":
-            return num_tokens
-        return num_tokens // self.query_len if num_reqs is None else num_reqs
+    def shapes(self, batch: Batch | BatchDescriptor, num_reqs: int | None) -> Iterable[tuple[int, ...]]:
+        """Shapes of the outputs in order, each as far as it is known."""
+        tokens = batch.num_tokens
+        reqs = tokens // self._config.query_len if num_reqs is None else num_reqs
+        extents = self._extents.get(batch.sizes)
+        if extents is None:
+            shapes = [self._config.shape_at(shape, batch.sizes) for shape in self._given or ((self._rows,),)]
+            extents = self._extents[batch.sizes] = [tuple(map(Extent.parse, shape)) for shape in shapes]
+        found = [tuple(extent.size(tokens, reqs) for extent in shape) for shape in extents]
+        return repeat(*found) if self._given is None else found
 
     def check(self, output: Any, descriptor: BatchDescriptor, num_reqs: int) -> None:
         """Raise OutputShapeError if padding could not be cut off a padded output of this key and so many requests."""
-        rows = self.count(descriptor.num_tokens, num_reqs)
+        shapes = iter(self.shapes(descriptor, num_reqs))
         for index, leaf in enumerate(tree_leaves(output)):
-            if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != rows):
-                raise OutputShapeError(
-                    f"output {index} of the model has shape {list(leaf.shape)}; dimension 0 should have {rows} rows "
-                    f"({self.symbol}) for {descriptor}",
-                    remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
-                    "what dimension 0 counts: num_tokens or num_reqs.",
-                )
+            if isinstance(leaf, Tensor):
+                shape = next(shapes, None)
+                if shape is None or tuple(leaf.shape[: None if self._given else 1]) != shape:
+                    rows = f"dimension 0 should have {shape[0] if shape else 'no'} rows ({self._rows})"
+                    said = rows if self._given is None else f"model.output_shapes says {shape and list(shape)}"
+                    raise OutputShapeError(
+                        f"output {index} of the model has shape {list(leaf.shape)}; {said} for {descriptor}",
+                        remedy="Return tensors with the batch first, or set output_rows (model.output_rows in YAML) to "
+                        "what dimension 0 counts: num_tokens or num_reqs; model.output_shapes says it for each output.",
+                    )
             if hides_tensors(leaf):
                 raise OutputShapeError(
                     f"output {index} of the model is a {type(leaf).__name__}, whose tensors cannot be reached",
                     remedy="Return tensors in tuples, lists and dicts, or register the class as a pytree node.",
                 )
 
-    def cut(self, output: Any, num_tokens: int, num_reqs: int | None) -> Any:
-        """The output without its padding rows: views, or copies where ``clone`` says so."""
-        rows = self.count(num_tokens, num_reqs)
-        return tree_map_only(Tensor, lambda t: t[:rows].clone() if self.clone else t[:rows], output)
+    def cut(self, output: Any, batch: Batch) -> Any:
+        """The output without its padding: views, or copies where ``clone`` says so."""
+        shapes = iter(self.shapes(batch, batch.num_reqs))
+        views = tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
+        return tree_map_only(Tensor, torch.clone, views) if self.clone else views
 
-    def reader(self, output: Any, num_tokens: int, num_reqs: int | None) -> Callable[[], Any]:
+    def reader(self, output: Any, batch: Batch) -> Callable[[], Any]:
         """``cut`` for an output that lies on the same memory each time, as a function: its views are made here, once,
         and each call returns new tensor objects on that memory, or copies.
         """
-        rows = self.count(num_tokens, num_reqs)
+        shapes = iter(self.shapes(batch, batch.num_reqs))
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
-            views = tree_map_only(Tensor, lambda t: t[:rows], output)
+            views = tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
         return renewed(views, clone=self.clone)
 
 

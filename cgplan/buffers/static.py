@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -118,7 +118,7 @@ class StaticBuffer:
 
 
 class StaticBuffers:
-    """All inputs and metadata of a model, by name, for the largest batch that is captured.
+    """All inputs and metadata of a model, by name, for the largest batch that is captured with such ``sizes``.
 
     Attributes:
         bounds: First address and the one behind the last of each buffer in turns, ascending.
@@ -183,7 +183,6 @@ class StaticBuffers:
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
-        """A block for captures between batches: all rows are padding in it, and get their bytes back."""
         marks, kept = replace(self.marks), {name: buffer.tensor.clone() for name, buffer in self.buffers.items()}
         self.clear()
         try:
@@ -201,6 +200,31 @@ class StaticBuffers:
         marks.exposed_tokens = max(marks.exposed_tokens, num_tokens)
         marks.exposed_reqs = max(marks.exposed_reqs, num_reqs)
         return self.views(num_tokens, num_reqs)
+
+
+class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
+    """The static buffers of a model by the sizes of its named dimensions: by ``()`` where only rows vary."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffers.nbytes for buffers in self.values())
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor begins in one of the buffers."""
+        return any(buffers.owns(tensor) for buffers in self.values())
+
+    def restore(self) -> None:
+        """Make every row padding again after warm-ups and captures."""
+        for buffers in self.values():
+            buffers.restore()
+
+    @contextmanager
+    def on_padding(self) -> Iterator[None]:
+        """A block for captures between batches: all rows are padding in it, and get their bytes back."""
+        with ExitStack() as stack:
+            for buffers in self.values():
+                stack.enter_context(buffers.on_padding())
+            yield
 
 
 def example_batch(

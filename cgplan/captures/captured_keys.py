@@ -129,7 +129,7 @@ class CapturedKeys:
         self._together.end()
         self._seconds = time.perf_counter() - start
         if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
-            graphed.allocate_buffers(0)
+            graphed.allocate_buffers(())
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
         if taken is not None:
@@ -312,8 +312,9 @@ class CapturedKeys:
                 "the model is in training mode: dropout and batch norm run as in training; call .eval() before the "
                 "capture"
             )
-        with_rows = [buffer.tensor for buffer in graphed.buffers.buffers.values() if buffer.rows is not None]
-        if graphed.config.compilation.debug and not any(tensor.is_floating_point() for tensor in with_rows):
+        buffers = [buffer for boxes in graphed.buffers.values() for buffer in boxes.buffers.values()]
+        floats = any(buffer.tensor.is_floating_point() and buffer.rows is not None for buffer in buffers)
+        if graphed.config.compilation.debug and not floats:
             warnings.append(
                 "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
                 "padding reaches real rows is not checked"

@@ -18,7 +18,7 @@ from cgplan.backends.backend import autocast_cache
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
-from cgplan.buffers.static import StaticBuffers, Tensors
+from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
 from cgplan.captures.failures import drop_locals, explain_failure
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
@@ -116,11 +116,10 @@ class ModelGraphs:
         self._before_key = before_key
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
-        self.allocate_buffers(plan.max_capture_size)  # before the route, which may change modules until `free`
+        self.allocate_buffers(plan.keys)  # before the route, which may change modules until `free`
         self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
         self.generators: tuple[torch.Generator, ...] = ()
-        rows = config.model.output_rows if config.model else "num_tokens"
-        self.outputs = OutputRows(rows, plan.query_len, config.compilation.outputs == "clone")
+        self.outputs = OutputRows(config)
         self.returns_nothing = False
         self.looked_at = ""
         self.state: tuple[StateRecord, ...] = ()
@@ -144,12 +143,16 @@ class ModelGraphs:
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
         self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
 
-    def allocate_buffers(self, tokens: int) -> None:
-        """Make static buffers for batches of that size. Raises CaptureMemoryError and BackendError."""
-        self.most_tokens = tokens
-        self.buffers = StaticBuffers(
-            self.config.tensors, tokens, min(tokens, self.plan.max_num_seqs), self.backend.device
-        )
+    def allocate_buffers(self, keys: Sequence[Key]) -> None:
+        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and BackendError."""
+        config, most = self.config, dict[tuple[int, ...], int]()
+        for _, descriptor in keys:
+            most[descriptor.sizes] = max(most.get(descriptor.sizes, 0), descriptor.num_tokens)
+        self.most_tokens = max(most.values(), default=0)
+        self.buffers = StaticBoxes()
+        for sizes, tokens in (most or {(1,) * (len(config.dim_names) - 1): 0}).items():
+            reqs, specs = min(tokens, self.plan.max_num_seqs), config.tensors_at(sizes)
+            self.buffers[sizes] = StaticBuffers(specs, tokens, reqs, self.backend.device)
 
     # --- captures -------------------------------------------------------------------------------------------------
 
@@ -453,7 +456,7 @@ class ModelGraphs:
         self._retired = []
         self.pools.close()
         self.scope.pool, self.scope.is_open = None, False
-        self.buffers.buffers.clear()
+        self.buffers.clear()
         self.route.remove()
         self.backend.release_cached()
 
@@ -497,7 +500,7 @@ class ModelGraphs:
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
         """The tensors that the key's graph reads, by name."""
-        return self.buffers.views(descriptor.num_tokens, self.padded_reqs(descriptor))
+        return self.buffers[descriptor.sizes].views(descriptor.num_tokens, self.padded_reqs(descriptor))
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
         """The model's own code on these tensors; parts under torch.compile find the code that warm-ups compiled."""

@@ -97,7 +97,7 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         refuse_auto(config)
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
     target, kwargs = loaded.model_for(str(request.config))
-    if plan.keys and all(spec.row_dim is None for spec in config.tensors.values()):
+    if plan.keys and not any(extent.symbol for spec in config.tensors.values() for extent in spec.extents):
         raise ConfigError(
             f"{request.config}: no input has a dimension that counts the rows of a batch",
             remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",

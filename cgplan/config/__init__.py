@@ -15,6 +15,7 @@ from cgplan.config.schema import (
     SchedulerConfig,
     SpeculativeConfig,
     TrafficConfig,
+    UpTo,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SchedulerConfig",
     "SpeculativeConfig",
     "TrafficConfig",
+    "UpTo",
     "load_config",
     "read_config",
     "validate_config",

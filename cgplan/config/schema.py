@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
@@ -39,6 +39,7 @@ from cgplan.modes import AttentionSupport, CUDAGraphMode
 
 SYMBOLS = ("num_tokens", "num_reqs")
 _WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
+_UP_TO = "up to "
 _EXTENT = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]\w*)\s*(?:\+\s*(?P<offset>\d+))?", re.ASCII)
 
 
@@ -49,10 +50,13 @@ class Extent:
     symbol: str | None  # ``num_tokens``, ``num_reqs``, a name of ``dims``, or None for a fixed size
     factor: int  # rows of the input for each row of the batch
     offset: int  # rows that every batch has besides (the 1 in ``num_reqs + 1``)
+    is_most: bool = False  # whether tensors may be shorter, without a symbol
 
     @classmethod
     def parse(cls, value: int | str) -> Extent:
-        """From YAML: ``224``, ``num_tokens``, ``num_reqs + 1``, ``2 * length``. Raises ValueError."""
+        """From YAML: ``224``, ``up to 16``, ``num_tokens``, ``num_reqs + 1``, ``2 * length``. Raises ValueError."""
+        if isinstance(value, str) and value.startswith(_UP_TO) and value.removeprefix(_UP_TO).isdecimal():
+            return replace(cls.parse(int(value.removeprefix(_UP_TO))), is_most=True)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"a dimension must be at least 1, found {value}")
         if isinstance(value, int):
@@ -60,8 +64,8 @@ class Extent:
         match = _EXTENT.fullmatch(value.strip())
         if match is None:
             raise ValueError(
-                f"cannot read the dimension {value!r}; allowed are a number, num_tokens, num_reqs, num_reqs + 1, "
-                "2 * num_tokens and the like, and names that `dims` declares"
+                f"cannot read the dimension {value!r}; allowed are a number, `up to 16`, num_tokens, num_reqs, "
+                "num_reqs + 1, 2 * num_tokens and the like, and names that `dims` declares"
             )
         factor = int(match["factor"] or 1)
         if factor < 1:
@@ -75,10 +79,23 @@ class Extent:
             return self.offset
         return self.factor * (num_tokens if self.symbol == "num_tokens" else num_reqs) + self.offset
 
+    def takes(self, size: int) -> bool:
+        """Whether a tensor may have that size there, where there is no symbol."""
+        return size <= self.offset if self.is_most else size == self.offset
+
     def count(self, size: int) -> int | None:
         """The symbol's value for which this dimension has ``size`` rows, None if there is none."""
         rest = size - self.offset
         return rest // self.factor if self.symbol and rest >= 0 and rest % self.factor == 0 else None
+
+
+class UpTo(str):
+    """A dimension of an input that may be narrower than its static buffer, such as block tables: ``UpTo(16)``, in YAML
+    ``up to 16``. Calls pad it with the input's ``pad``; eager runs get it as it is.
+    """
+
+    def __new__(cls, most: int) -> UpTo:
+        return super().__new__(cls, f"{_UP_TO}{most}")
 
 
 class _TypedErrors(ModelMetaclass):
@@ -214,8 +231,8 @@ class Input(Section):
     """
 
     shape: Shape
-    """Dimensions in order: numbers, names that `dims` declares, and at most one that counts rows of the batch:
-    `num_tokens`, `num_reqs`, or such as `num_reqs + 1` and `2 * num_tokens`.
+    """Dimensions in order: numbers, `up to 16` where tensors may be narrower, names that `dims` declares, and at most
+    one that counts rows of the batch: `num_tokens`, `num_reqs`, or such as `num_reqs + 1` and `2 * num_tokens`.
     """
     dtype: Annotated[DType, BeforeValidator(lambda value: str(value).removeprefix("torch."))]
     """Element type, by torch's name."""
@@ -248,7 +265,7 @@ class Input(Section):
         symbols = [extent.symbol for extent in self.extents if extent.symbol]
         if sum(symbol in SYMBOLS for symbol in symbols) > 1:
             raise ValueError(f"only one dimension may count rows of the batch, found shape {list(self.shape)}")
-        if self.pad == "last" and len(symbols) != 1:
+        if self.pad == "last" and (len(symbols) != 1 or any(extent.is_most for extent in self.extents)):
             raise ValueError("pad: last needs a dimension that counts rows of the batch, and one alone")
         if self.pad != "last" and not is_value_of(self.dtype, self.pad):
             raise ValueError(f"pad {self.pad} is not a value of dtype {self.dtype}")
@@ -522,6 +539,7 @@ class Config(Section):
     def _check_dims(self) -> None:
         given = self.model.output_shapes if self.model else None
         shapes = {f"input {name!r}": spec.extents for name, spec in self.tensors.items()}
+        lasts = {f"input {name!r}" for name, spec in self.tensors.items() if spec.pad == "last"}
         shapes |= {f"output {i}": tuple(map(Extent.parse, shape)) for i, shape in enumerate(given or ())}
         if reserved := [name for name, dim in self.dims.items() if name in SYMBOLS or dim.name != name]:
             raise ValueError(f"{reserved[0]!r} cannot name a dimension of `dims`")
@@ -531,6 +549,8 @@ class Config(Section):
                 if extent.symbol is not None and extent.symbol not in allowed:
                     hint = did_you_mean(extent.symbol, allowed, " (did you mean {!r}?)")
                     raise ValueError(f"{where} has a dimension {extent.symbol!r}, which `dims` does not declare{hint}")
+            if any(e.symbol in self.dim_names[1:] for e in extents) and where in lasts:
+                raise ValueError(f"{where}: pad: last goes with rows of the batch, not with {', '.join(self.dims)}")
             if sum(extent.symbol == self.dim_names[0] for extent in extents) > 1:
                 raise ValueError(f"{where} has {self.dim_names[0]!r} twice; only one dimension may count rows")
         if len(self.dim_names) > 1 and self.tensors and given is None:
@@ -547,8 +567,9 @@ class Config(Section):
     @property
     def dim_names(self) -> tuple[str, ...]:
         """Names of the sizes of a batch: first what ``num_tokens`` of a descriptor counts, then those of ``sizes``."""
-        counted = any(extent.symbol in SYMBOLS for spec in self.tensors.values() for extent in spec.extents)
-        return tuple(self.dims) if self.dims and not counted else ("num_tokens", *self.dims)
+        if not self.dims or any(e.symbol in SYMBOLS for spec in self.tensors.values() for e in spec.extents):
+            return ("num_tokens", *self.dims)
+        return tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
         """A shape in terms of num_tokens and num_reqs, for these sizes of the other dimensions."""

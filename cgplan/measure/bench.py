@@ -10,6 +10,7 @@ import torch
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import explain_eager_failure
+from cgplan.errors import ConfigError
 from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
@@ -41,13 +42,17 @@ def bench(
         ModelError: the model failed eagerly.
     """
     against = check_baselines(against)
-    sizes = sorted(set(runner.config.report.sizes or runner.wanted.capture_sizes))
+    boxes = {descriptor.box for _, descriptor in runner.wanted.keys}
+    if asked := runner.config.report.sizes:
+        boxes = {(size, *rest) for size in asked for _, *rest in boxes or {(0,)}}
+    if against and len(runner.config.dim_names) > 1:
+        raise ConfigError("bench compares with other ways where rows alone vary", remedy="Leave --against out.")
     records, first = list[BenchRecord](), list[BenchBatch]()
-    for index, size in enumerate(sizes):
+    for index, (size, *sizes) in enumerate(sorted(boxes)):
         if progress:
-            progress(index, len(sizes), f"{size} tokens")
+            progress(index, len(boxes), f"{size} tokens")
         try:
-            batches = examples(runner, size)
+            batches = examples(runner, size, tuple(sizes))
             first.append(batches[0])
             records += [_measure(runner, batch) for batch in batches]
         except Exception as error:
@@ -63,19 +68,21 @@ def bench(
     )
 
 
-def examples(runner: GraphRunner, size: int) -> list[BenchBatch]:
-    """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active."""
+def examples(runner: GraphRunner, size: int, sizes: tuple[int, ...] = ()) -> list[BenchBatch]:
+    """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active. ``sizes``: in the
+    other named dimensions.
+    """
     plan, config = runner.plan, runner.config
     loras, dispatch = config.lora.max_loras if config.lora else 0, CudagraphDispatcher(runner.wanted).dispatch
-    as_mixed = dispatch(size, False, loras)
+    as_mixed = dispatch(size, False, loras, sizes=sizes)
     kinds: tuple[bool, ...] = (False,)
     if size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs:
-        has_more = as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != dispatch(size, True, loras)
+        has_more = as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != dispatch(size, True, loras, sizes=sizes)
         kinds = (True, False) if has_more else (True,)
     batches = []
     for uniform in kinds:
         reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
-        tensors = example_batch(config.tensors, size, reqs, runner.backend.device)
+        tensors = example_batch(config.tensors_at(sizes), size, reqs, runner.backend.device)
         options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
         inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
         batches.append(BenchBatch(size, inputs, metadata, options, runner.route(tensors, **options).unpadded))
@@ -98,6 +105,7 @@ def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
         replay_queued, _ = _time(runner, lambda: runner.backend.replay(captured), queued=True)
     return BenchRecord(
         num_tokens=batch.size,
+        sizes=route.batch.sizes,
         mode=route.mode,
         descriptor=route.descriptor,
         padded_rows=route.descriptor.num_tokens - batch.size,

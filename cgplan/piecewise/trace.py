@@ -57,8 +57,10 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self.splitter = PiecewiseBackend(config.compilation, backend)
         super().__init__(model, backend=backend, options=self.splitter.options)
         self._config = config
-        self._rows = {name: spec.row_dim for name, spec in config.inputs.items() if spec.row_dim is not None}
-        self._reader = BatchReader(config.inputs, backend.device)
+        specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
+        rows = {name: specs[name].row_dim for name in config.inputs}
+        self._rows = {name: dim for name, dim in rows.items() if dim is not None}
+        self._reader = BatchReader(config.inputs, config.dim_names, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
         self._static, self._compile_seconds = set(static_sizes), [0.0]  # seconds of each static trace
         self.over_budget: list[int] = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 
-from cgplan.config import Config
+from cgplan.config import Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from cgplan.planning.plan import Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
@@ -134,7 +135,13 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     if mode is CUDAGraphMode.NONE:
         return CaptureSizes((), "cudagraph_mode is NONE")
     given, q = config.compilation.cudagraph_capture_sizes, config.query_len
-    found = _given(config, given) if isinstance(given, tuple) else _from_ladder(config, given or "vllm")
+    lead = config.dims.get(config.dim_names[0])
+    if config.compilation.boxes is not None:
+        found = CaptureSizes(tuple(sorted({box[0] for box in config.compilation.boxes})), "compilation.boxes")
+    elif lead is not None and given is None:
+        found = CaptureSizes(sizes_of(lead), f"dims.{lead.name}")
+    else:
+        found = _given(config, given) if isinstance(given, tuple) else _from_ladder(config, given or "vllm")
     if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
         # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
         maximum = max(found.sizes, default=0)
@@ -150,6 +157,15 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
             "cudagraph_capture_sizes, or set cudagraph_mode: NONE.",
         )
     return found
+
+
+def sizes_of(dim: Dim) -> tuple[int, ...]:
+    """Capture sizes of a named dimension, ascending."""
+    step = dim.multiple_of
+    if isinstance(dim.sizes, tuple):
+        return tuple(sorted(set(dim.sizes)))
+    ladder = (step * size for size in LADDERS[dim.sizes or "powers_of_two"](dim.top // step))
+    return tuple(size for size in ladder if size >= dim.min)
 
 
 def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
@@ -203,6 +219,7 @@ def build_plan(config: Config) -> Plan:
         requested_mode=config.compilation.cudagraph_mode,
         mode=mode,
         changes=changes,
+        dim_names=config.dim_names,
         capture_sizes=sizes.sizes,
         sizes_source=sizes.source,
         keys=keys,
@@ -219,16 +236,21 @@ def build_plan(config: Config) -> Plan:
 
 
 def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]) -> tuple[Key, ...]:
-    seqs, q = config.scheduler.max_num_seqs, config.query_len
+    seqs, q, boxes = config.scheduler.max_num_seqs, config.query_len, config.compilation.boxes
+    others = [sizes_of(config.dims[name]) for name in config.dim_names[1:]]
+    grid = boxes or [(size, *rest) for size in sizes for rest in product(*others)]
     keys: list[Key] = []
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
     for case in cases:
         if mixed is not CUDAGraphMode.NONE:
             full = mixed is CUDAGraphMode.FULL
-            keys += [(mixed, BatchDescriptor(s, min(s, seqs) if full else None, False, case > 0, case)) for s in sizes]
+            for s, *rest in grid:
+                reqs = min(s, seqs) if full else None
+                keys.append((mixed, BatchDescriptor(s, reqs, False, case > 0, case, tuple(rest))))
         if mode.separate_routine() and decode is CUDAGraphMode.FULL:
-            served = [s for s in sizes if q <= s <= q * seqs]
-            keys += [(decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case)) for s in served]
+            for s, *rest in grid:
+                if q <= s <= q * seqs:
+                    keys.append((decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case, tuple(rest))))
     return capture_order(keys)
 
 

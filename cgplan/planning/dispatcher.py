@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from enum import StrEnum
+from itertools import product
+from math import prod
+from operator import ge
 
 from cgplan.errors import InputError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan
 from cgplan.units import grouped
 
@@ -34,13 +38,36 @@ def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
     return frozenset(map(CUDAGraphMode.parse, given))
 
 
-class _Row(dict[int, Answer]):
-    """Answers by number of tokens. An eager batch gets (NONE, unpadded descriptor), made on the first question and
-    kept; as in vLLM, such a descriptor holds the number of tokens alone.
+class _Row(dict[int | tuple[int, ...], Answer]):
+    """Answers by the sizes of a batch, rows first (a number where rows alone vary): the first of ``keys``, in order of
+    preference, whose box holds it. They are found ahead for all corners of the grid that the boxes span; a batch goes
+    up to the next corner. An eager batch gets (NONE, unpadded descriptor); as in vLLM, such a descriptor holds the
+    sizes alone.
     """
 
-    def __missing__(self, num_tokens: int) -> Answer:
-        answer = self[num_tokens] = (CUDAGraphMode.NONE, BatchDescriptor(num_tokens))
+    def __init__(self, keys: Sequence[Key], num_sizes: int | None) -> None:
+        super().__init__()
+        self._axes = [sorted(set(axis)) for axis in zip(*(key[1].box for key in keys), strict=True)]
+        self._num_sizes, self._corners = num_sizes, dict[tuple[int, ...], int]()
+        rank = {key[1].box: i for i, key in reversed([*enumerate(keys)])}
+        for corner in product(*(range(len(axis) - 1, -1, -1) for axis in self._axes)):
+            beyond = ((*corner[:d], i + 1, *corner[d + 1 :]) for d, i in enumerate(corner))
+            own = rank.get(tuple(axis[i] for axis, i in zip(self._axes, corner, strict=True)))
+            found = [own, *map(self._corners.get, beyond)]
+            self._corners[corner] = min((i for i in found if i is not None), default=len(keys))
+        self._keys = keys
+
+    def __missing__(self, asked: int | tuple[int, ...]) -> Answer:
+        box = asked if isinstance(asked, tuple) else (asked,)
+        if self._num_sizes not in (None, len(box)):
+            raise InputError(
+                f"a batch of the sizes {box}, where the plan counts {self._num_sizes}",
+                remedy="Pass `sizes`: one number for each name of `dims` behind the first.",
+            )
+        corner = tuple(map(bisect_left, self._axes, box))
+        rank = self._corners.get(corner, len(self._keys)) if min(box) > 0 else len(self._keys)
+        eager = CUDAGraphMode.NONE, BatchDescriptor(box[0], sizes=box[1:])
+        answer = self[asked] = self._keys[rank] if rank < len(self._keys) else eager
         return answer
 
 
@@ -49,7 +76,7 @@ class CudagraphDispatcher:
 
     A batch goes to the first of these that holds it: FULL graphs (those of uniform decode only if it is uniform), then
     PIECEWISE graphs; of each kind those for the fewest adapters that are enough; there the smallest size. The table
-    has a row for each (uniform, active adapters, modes allowed); a row is indexed by the number of tokens.
+    has a row for each (uniform, active adapters, modes allowed); a row is indexed by the sizes of the batch.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -57,12 +84,13 @@ class CudagraphDispatcher:
         # Keys by lane, lanes in the order in which they are asked. FULL graphs of a plan are either all of uniform
         # decode or all of mixed batches.
         ordered = sorted(
-            plan.keys, key=lambda k: (k[0] is not CUDAGraphMode.FULL, k[1].num_active_loras, k[1].num_tokens)
+            plan.keys, key=lambda k: (k[0] is not CUDAGraphMode.FULL, k[1].num_active_loras, prod(k[1].box), k[1].box)
         )
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._cases = range(max((*plan.lora_cases, 0)) + 1)
         self._restricted: dict[tuple[bool, int, bool, bool], _Row] = {}
-        self._eager = _Row()
+        self._num_sizes = len(plan.keys[0][1].box) if plan.keys else None
+        self._eager = _Row((), self._num_sizes)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode; counts of adapters that go to
         # the same LoRA case share a row
         captured = sorted({lane.num_active_loras for lane in self._lanes})
@@ -79,8 +107,10 @@ class CudagraphDispatcher:
         num_active_loras: int = 0,
         valid_modes: Modes = None,
         invalid_modes: Modes = None,
+        sizes: tuple[int, ...] = (),
     ) -> Answer:
-        """Runtime mode and descriptor for a batch.
+        """Runtime mode and descriptor for a batch. With several dimensions: of the boxes that hold it, the one with the
+        fewest elements.
 
         Args:
             num_tokens: Unpadded.
@@ -88,17 +118,18 @@ class CudagraphDispatcher:
             num_active_loras: Distinct adapters in the batch.
             valid_modes: The runtime modes that may be chosen; all if absent. NONE is always possible.
             invalid_modes: Runtime modes that may not be chosen.
+            sizes: In the other named dimensions, unpadded, see BatchDescriptor.
 
         Returns:
             FULL or PIECEWISE with its key, else NONE with the unpadded descriptor (``explain`` says why).
         """
         if valid_modes is None and invalid_modes is None:
             try:
-                return self._rows[uniform_decode][num_active_loras][num_tokens]
+                return self._rows[uniform_decode][num_active_loras][(num_tokens, *sizes) if sizes else num_tokens]
             except KeyError:  # more adapters than any graph serves
-                return self._eager[num_tokens]
+                return self._eager[(num_tokens, *sizes) if sizes else num_tokens]
         if num_active_loras not in self._cases:
-            return self._eager[num_tokens]
+            return self._eager[(num_tokens, *sizes) if sizes else num_tokens]
         graphs = {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
         allowed = graphs if valid_modes is None else graphs & set_of_modes(valid_modes)
         allowed -= set_of_modes(invalid_modes or ())
@@ -107,7 +138,7 @@ class CudagraphDispatcher:
         row = self._restricted.get(case)
         if row is None:
             row = self._restricted[case] = self._row(*case)
-        return row[num_tokens]
+        return row[(num_tokens, *sizes) if sizes else num_tokens]
 
     def explain(
         self,
@@ -116,18 +147,20 @@ class CudagraphDispatcher:
         num_active_loras: int = 0,
         valid_modes: Modes = None,
         invalid_modes: Modes = None,
+        sizes: tuple[int, ...] = (),
     ) -> MissReason | None:
         """Why ``dispatch`` answers this question with NONE; None if a graph serves the batch."""
         asked = (num_tokens, uniform_decode, num_active_loras)
-        if self.dispatch(*asked, valid_modes, invalid_modes)[0] is not CUDAGraphMode.NONE:
+        if self.dispatch(*asked, valid_modes, invalid_modes, sizes)[0] is not CUDAGraphMode.NONE:
             return None
         if not self.plan.keys:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        if num_tokens > self.plan.max_capture_size:
+        is_held = any(all(map(ge, key[1].sizes, sizes)) for key in self.plan.keys)
+        if num_tokens > self.plan.max_capture_size or not is_held:
             return MissReason.TOO_LARGE
-        if self.dispatch(*asked)[0] is not CUDAGraphMode.NONE:
+        if self.dispatch(*asked, sizes=sizes)[0] is not CUDAGraphMode.NONE:
             return MissReason.MODE_EXCLUDED
         serving = {lane.num_active_loras for lane in self._lanes if uniform_decode or not lane.uniform}
         if not serving:
@@ -135,13 +168,10 @@ class CudagraphDispatcher:
         return MissReason.TOO_LARGE if max(serving) >= num_active_loras else MissReason.NO_LORA_CASE
 
     def _row(self, uniform: bool, num_active_loras: int, full: bool, piecewise: bool) -> _Row:
-        """Answers of the first lane that holds a batch, by its smallest size that does."""
-        row, covered = _Row(), 0  # batches of up to ``covered`` tokens have their answer
+        """Answers of the first lane that holds a batch, by its smallest box that does."""
+        found = list[Key]()
         for lane, keys in self._lanes.items():
             allowed = full if lane.mode is CUDAGraphMode.FULL else piecewise
-            if not allowed or (lane.uniform and not uniform) or lane.num_active_loras < num_active_loras:
-                continue
-            for key in keys:
-                row.update(dict.fromkeys(range(covered + 1, key[1].num_tokens + 1), key))
-                covered = max(covered, key[1].num_tokens)
-        return row
+            if allowed and lane.uniform <= uniform and lane.num_active_loras >= num_active_loras:
+                found += keys
+        return _Row(found, self._num_sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from math import prod
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainSerializer
@@ -28,7 +29,12 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "distributed": {"timeout", "data_parallel_sync"},
 }
 
-Descriptor = Annotated[BatchDescriptor, PlainSerializer(lambda d: d._asdict(), return_type=dict[str, Any])]
+
+def _as_json(descriptor: BatchDescriptor) -> dict[str, Any]:
+    return {name: value for name, value in descriptor._asdict().items() if value != ()}
+
+
+Descriptor = Annotated[BatchDescriptor, PlainSerializer(_as_json, return_type=dict[str, Any])]
 Key = tuple[Mode, Descriptor]
 
 
@@ -95,6 +101,7 @@ class Plan(Record):
     Attributes:
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
         changes: Each step from the one to the other, with its reason.
+        dim_names: What the sizes of a descriptor's ``box`` count.
         capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of them.
         keys: In capture order, see ``capture_order``.
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
@@ -116,6 +123,7 @@ class Plan(Record):
     requested_mode: Mode
     mode: Mode
     changes: tuple[PlanChange, ...] = ()
+    dim_names: tuple[str, ...] = ("num_tokens",)
     capture_sizes: tuple[int, ...]
     sizes_source: str
     keys: tuple[Key, ...]
@@ -196,5 +204,5 @@ def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
     the first one reserved.
     """
     return tuple(
-        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].num_tokens, -key[1].num_active_loras))
+        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -prod(key[1].box), -key[1].num_active_loras))
     )

@@ -249,6 +249,7 @@ class BenchRecord(KeyRecord):
     """One batch size, run eagerly, through the runner, and as a bare replay. None where no graph serves the batch."""
 
     num_tokens: int  # unpadded; mode and descriptor: the key that the runner dispatched the batch to
+    sizes: tuple[int, ...] = ()  # in the other dimensions, unpadded
     padded_rows: int  # that the graph computed besides
     eager: Timing  # latency of the model called eagerly: from an idle device until it has finished
     graph: Timing | None  # of the runner's call: checks, copies, padding, replay
@@ -258,6 +259,11 @@ class BenchRecord(KeyRecord):
     replay_queued: Timing | None
     eager_host: Timing  # until the call returned
     graph_host: Timing | None
+
+    @property
+    def size(self) -> str:
+        """``3``; with more dimensions ``3x100``."""
+        return "x".join(map(str, (self.num_tokens, *self.sizes)))
 
     @property
     def speedup(self) -> float | None:

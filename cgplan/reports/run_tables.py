@@ -96,7 +96,7 @@ def _graphs(report: CaptureReport) -> RenderableType:
     return Grid(
         records,
         TextColumn("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode),
-        Column("num_tokens", "descriptor.num_tokens"),
+        Column(" x ".join(report.plan.dim_names), "descriptor.size"),
         Column("num_reqs", "descriptor.num_reqs"),
         Column("LoRA", "descriptor.num_active_loras") if any(r.descriptor.has_lora for r in records) else None,
         Column("graphs", "graphs") if any(r.graphs > 1 for r in records) else None,
@@ -333,8 +333,8 @@ def _short(microseconds: float) -> str:
 def _latencies(report: BenchReport) -> RenderableType:
     return Grid(
         report.records,
-        Column("tokens", "num_tokens"),
-        TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.num_tokens}" if r.graph else "eager"),
+        Column("tokens", "size"),
+        TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.size}" if r.graph else "eager"),
         Column("padded\nrows", "padded_rows"),
         *(Column(f"{way}\n{at}", f"{way}.{at}", _short) for way in ("eager", "graph") for at in ("median", "p99")),
         Column("replay\nmedian", "replay.median", _short),
@@ -351,7 +351,7 @@ def _queued(report: BenchReport) -> RenderableType | None:
         return None
     table = Grid(
         rows,
-        Column("tokens", "num_tokens"),
+        Column("tokens", "size"),
         *(
             Column(f"{way} {at}", f"{way}_queued.{at}", _short)
             for way in ("graph", "replay")

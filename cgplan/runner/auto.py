@@ -216,7 +216,8 @@ def _apart(runner: GraphRunner) -> str | None:
         for mode, descriptor in _timed_keys(runner):
             graphed.look(mode, descriptor)
             views, reqs = graphed.views(descriptor), graphed.padded_reqs(descriptor)
-            for name, tensor in example_batch(config.tensors, descriptor.num_tokens, reqs, device).items():
+            specs = config.tensors_at(descriptor.sizes)
+            for name, tensor in example_batch(specs, descriptor.num_tokens, reqs, device).items():
                 views[name].copy_(tensor)
             outputs = list[list[Any]]()
             for run in (partial(graphed.run_eager, descriptor), partial(graphed.run_graphed, mode, descriptor)):

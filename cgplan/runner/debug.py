@@ -91,7 +91,9 @@ class DebugChecks:
         self, call: PreparedCall, padding: list[tuple[Tensor, Tensor]], read: Callable[[], Any]
     ) -> list[tuple[str, Any]]:
         graphed, descriptor, batch = self._graphed, call.route.descriptor, call.route.batch
-        staged = [(buffer.tensor, buffer.tensor.clone()) for buffer in graphed.buffers.buffers.values()]
+        staged = [
+            (buffer.tensor, buffer.tensor.clone()) for buffer in graphed.buffers[descriptor.sizes].buffers.values()
+        ]
         run_eager = partial(graphed.run_eager, descriptor, graphed.views(descriptor))
         written = ModelState.of(graphed.roots, graphed.backend.device)
 
@@ -111,7 +113,7 @@ class DebugChecks:
         if graphed.config.compilation.compiler == "inductor":  # whose kernels round otherwise
             name, run_eager = "the compiled model", partial(graphed.warm_up, call.route.mode, descriptor)
         with undone():
-            eager = _copied(graphed.outputs.cut(run_eager(), batch.num_tokens, batch.num_reqs))
+            eager = _copied(graphed.outputs.cut(run_eager(), batch))
         if not padding:
             return [(name, eager)]
         if checks is None:
@@ -131,7 +133,7 @@ class DebugChecks:
     def _padding(self, descriptor: BatchDescriptor) -> list[tuple[Tensor, Tensor]]:
         """Padding rows of floating-point inputs, and one real row of each."""
         reqs, found = self._graphed.padded_reqs(descriptor), []
-        for buffer in self._graphed.buffers.buffers.values():
+        for buffer in self._graphed.buffers[descriptor.sizes].buffers.values():
             count = buffer.count(descriptor.num_tokens, reqs) - buffer.filled
             if buffer.row_dim is not None and buffer.tensor.is_floating_point() and count and buffer.filled:
                 padding = buffer.tensor.narrow(buffer.row_dim, buffer.filled, count)

@@ -78,13 +78,14 @@ class PreparedCall:
 
     @classmethod
     def of(
-        cls, route: RoutedBatch, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier
+        cls, route: RoutedBatch, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier | None
     ) -> PreparedCall:
         """Prepare calls with such tensors; ``values=None``: with a batch that is written into the static buffers."""
         mode, descriptor, tokens, reqs = route.mode, route.descriptor, route.batch.num_tokens, route.batch.num_reqs
         outputs = graphed.outputs
         if mode is CUDAGraphMode.NONE:
             return cls(route, count, *_runs_eagerly(route, graphed), needs_check=False)
+        assert copier is not None, "there are static buffers for each key"
         padded_reqs = graphed.padded_reqs(descriptor)
         copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, padded_reqs)
         copy_in = copy.pad if values is None else copy.path(values)
@@ -92,23 +93,23 @@ class PreparedCall:
         if entry is not None:
             is_full = mode is CUDAGraphMode.FULL
             replay = graphed.backend.launcher(entry.graph) if is_full else _pieces(entry, route, graphed, copier)
-            return cls(route, count, copy_in, replay, outputs.reader(entry.output, tokens, reqs), needs_check=True)
+            return cls(route, count, copy_in, replay, outputs.reader(entry.output, route.batch), needs_check=True)
         held: list[Any] = []
 
         def run_padded() -> None:
-            before = graphed.buffers.versions()
+            before = copier.buffers.versions()
             try:
                 held[:] = [graphed.run_graphed(mode, descriptor, graphed.views(descriptor))]
             finally:
                 copier.note_writes(before)
             outputs.check(held[0], descriptor, padded_reqs)
 
-        return cls(route, count, copy_in, run_padded, lambda: outputs.cut(held.pop(), tokens, reqs), needs_check=True)
+        return cls(route, count, copy_in, run_padded, lambda: outputs.cut(held.pop(), route.batch), needs_check=True)
 
 
 def _runs_eagerly(route: RoutedBatch, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
     held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
-    device, names, clone = graphed.backend.device, tuple(graphed.buffers.buffers), graphed.outputs.clone
+    device, names, clone = graphed.backend.device, tuple(graphed.config.tensors), graphed.outputs.clone
 
     def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
         held[:] = [values]
@@ -126,7 +127,7 @@ def _runs_eagerly(route: RoutedBatch, graphed: ModelGraphs) -> tuple[CopyIn, Cal
 def _pieces(entry: CUDAGraphEntry, route: RoutedBatch, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
     """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
     mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
-    tensors = [buffer.tensor for buffer in graphed.buffers.buffers.values()]
+    tensors = [buffer.tensor for buffer in copier.buffers.buffers.values()]
     views, names = graphed.views(descriptor), tuple(graphed.config.metadata)
     metadata = [views[name] for name in names]
     version = operator.attrgetter("_version")

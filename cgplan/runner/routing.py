@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cgplan.buffers.batch import Batch
 from cgplan.errors import DispatchMissError, InputError
@@ -45,7 +46,9 @@ class RoutedBatch:
         """The batch as an eager forward sees it."""
         tokens, reqs = self.batch.num_tokens, self.batch.num_reqs
         uniform = self.uniform and reqs is not None
-        return BatchDescriptor(tokens, reqs, uniform, self.num_active_loras > 0, self.num_active_loras)
+        return BatchDescriptor(
+            tokens, reqs, uniform, self.num_active_loras > 0, self.num_active_loras, self.batch.sizes
+        )
 
 
 class BatchRouter:
@@ -130,8 +133,9 @@ class BatchRouter:
                 remedy="Pass the number of distinct adapters in the batch; raise lora.max_loras in the `lora` section.",
             )
         asked = tokens, bool(uniform_decode), num_active_loras
-        answer = self._captured.dispatch(*asked, invalid_modes=invalid_modes)
-        wanted = None if self._wanted is None else self._wanted.dispatch(*asked, invalid_modes=invalid_modes)
+        also: dict[str, Any] = {"invalid_modes": invalid_modes, "sizes": batch.sizes}
+        answer = self._captured.dispatch(*asked, **also)
+        wanted = None if self._wanted is None else self._wanted.dispatch(*asked, **also)
         if wanted is not None and (wanted == answer or wanted[0] is CUDAGraphMode.NONE):
             wanted = None
         return RoutedBatch(batch, *asked[1:], invalid_modes, *answer, wanted)
@@ -139,15 +143,16 @@ class BatchRouter:
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
         asked = route.batch.num_tokens, route.uniform, route.num_active_loras
+        also: dict[str, Any] = {"invalid_modes": route.invalid_modes, "sizes": route.batch.sizes}
         missing, plan = route.wanted, self._plan
         if missing is None and self._planned is not None:
-            planned = self._planned.dispatch(*asked, invalid_modes=route.invalid_modes)
+            planned = self._planned.dispatch(*asked, **also)
             missing = None if planned[0] is CUDAGraphMode.NONE else planned
         dispatcher = self._wanted or self._planned or self._captured
         reason = (
             self._reason_against(missing)
             if missing is not None
-            else dispatcher.explain(*asked, invalid_modes=route.invalid_modes) or MissReason.NOTHING_CAPTURED
+            else dispatcher.explain(*asked, **also) or MissReason.NOTHING_CAPTURED
         )
         if on_miss != "error":
             return reason
@@ -158,6 +163,6 @@ class BatchRouter:
         elif reason is MissReason.TOO_LARGE:
             remedy = "Add the size to cudagraph_capture_sizes"
         raise DispatchMissError(
-            f"no graph serves a batch of {asked[0]} tokens: {reason}",
+            f"no graph serves a batch of {' x '.join(map(str, (asked[0], *route.batch.sizes)))} tokens: {reason}",
             remedy=f"{remedy or 'Choose another cudagraph_mode'}, or set on_miss: eager.",
         )

@@ -71,7 +71,7 @@ class GraphRunner:
         graphed = live.graphed
         self.stats = RunnerStats(graphed.plan)
         self._capture_plan, self._use, self._name = capture, use, name
-        self._reader = BatchReader(graphed.config.tensors, graphed.backend.device)
+        self._reader = BatchReader(graphed.config.tensors, graphed.config.dim_names, graphed.backend.device)
         names = self._reader.names
         self._num_inputs = len(names)
         self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
@@ -86,7 +86,10 @@ class GraphRunner:
     def _open(self) -> None:
         self._graphed = graphed = self._demand.live.graphed
         compilation = graphed.config.compilation
-        self._copier = graphed.backend.copier(graphed.buffers, copy_inputs=compilation.cudagraph_copy_inputs)
+        copies = compilation.cudagraph_copy_inputs
+        self._copiers = {
+            sizes: graphed.backend.copier(buffers, copy_inputs=copies) for sizes, buffers in graphed.buffers.items()
+        }
         self._current_stream = graphed.backend.stream_getter()
         self._checks_once = compilation.address_policy != "always"
         self._is_plain = False  # whether a call without autocast has passed
@@ -246,7 +249,7 @@ class GraphRunner:
             reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
         logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor)
         count = self.stats.count_of(route, reason)
-        call = PreparedCall.of(route, count, values, self._graphed, self._copier)
+        call = PreparedCall.of(route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes))
         if self._debug is not None and mode is not CUDAGraphMode.NONE:
             self._debug.wrap(call)
         if self.config.report.nvtx:
@@ -319,6 +322,7 @@ class GraphRunner:
         if known is not None:
             return known
         self._check_open()
+        self._refuse_sizes()
         counts_reqs, flags, demand = "num_reqs" in self._reader.symbols, counts[2:], self._demand
         batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
         route = self._router.route(batch, *flags)
@@ -328,7 +332,7 @@ class GraphRunner:
             finally:
                 self._use.release()
             route = self._router.route(batch, *flags)
-        views = self._graphed.buffers.views(route.batch.num_tokens, route.batch.num_reqs or 0)
+        views = self._graphed.buffers[()].views(route.batch.num_tokens, route.batch.num_reqs or 0)
         late = not self._graphed.outputs.clone
         staged = StagedBuffers(self, self._prepared(route, None), views, late=late)
         self._handed.add(staged)
@@ -372,14 +376,15 @@ class GraphRunner:
                 named = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
                 return graphed.run_eager(route.unpadded, dict(named))
             key = route.descriptor
-            copy = self._copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
-            copy.run(values, self._current_stream())
-            before = graphed.buffers.versions()
+            copier = self._copiers[key.sizes]
+            copy = copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
+            copy.path(values)(values, self._current_stream(), False)
+            before = copier.buffers.versions()
             try:
                 output = graphed.run_eager(key, graphed.views(key))
             finally:
-                self._copier.note_writes(before)
-            return graphed.outputs.cut(output, tokens, reqs)
+                copier.note_writes(before)
+            return graphed.outputs.cut(output, route.batch)
 
     def route(
         self,
@@ -399,6 +404,7 @@ class GraphRunner:
         without that, and is to be preferred. The runner owns the memory.
         """
         self._check_open()
+        self._refuse_sizes()
         self._router.check_size(num_tokens)
         most = min(num_tokens, self.plan.max_num_seqs)
         reqs = most if num_reqs is None else num_reqs
@@ -407,7 +413,7 @@ class GraphRunner:
                 f"{num_tokens} tokens are 1 to {most} requests, asked for {reqs}",
                 remedy="Ask for fewer, or raise scheduler.max_num_seqs.",
             )
-        return self._graphed.buffers.expose(num_tokens, reqs)
+        return self._graphed.buffers[()].expose(num_tokens, reqs)
 
     def graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """The backend's graph of a FULL key, to replay bare. None if the key has none."""
@@ -527,8 +533,16 @@ class GraphRunner:
         """Free all; once more does no harm, and completes what was interrupted."""
         self._state = "closed"
         self._forget_calls()
-        self._copier.close()
+        for copier in self._copiers.values():
+            copier.close()
         self._graphed.free()
+
+    def _refuse_sizes(self) -> None:
+        if names := self.config.dim_names[1:]:
+            raise InputError(
+                f"batches of {', '.join(names)} cannot be written in place: their padding lies between rows",
+                remedy="Call the runner with tensors.",
+            )
 
     def _check_open(self) -> None:
         if self._state != "open":

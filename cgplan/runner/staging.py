@@ -86,7 +86,7 @@ class StagedBuffers(Mapping[str, Tensor]):
 
     @staticmethod
     def _mark_written(runner: GraphRunner, call: PreparedCall) -> None:
-        runner._graphed.buffers.marks.extend(call.route.batch.num_tokens, call.route.batch.num_reqs or 0)
+        runner._graphed.buffers[()].marks.extend(call.route.batch.num_tokens, call.route.batch.num_reqs or 0)
 
     @property
     def output(self) -> Any:

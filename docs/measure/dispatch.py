@@ -10,9 +10,16 @@ import time
 from cgplan import Config, CudagraphDispatcher, build_plan
 
 BATCHES = 10_000
+GRID = {
+    "dims": {
+        "rows": {"max": 64, "sizes": list(range(1, 65))},
+        "length": {"max": 4096, "sizes": list(range(64, 4097, 64))},
+    }
+}
 CASES = {
     "no LoRA, FULL_AND_PIECEWISE": {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     "8 adapters by count, FULL": {"lora": {"max_loras": 8, "specialize_active_lora": True}},
+    "64 x 64 boxes, FULL": GRID,
 }
 
 
@@ -28,6 +35,9 @@ def main():
             (random.randint(1, plan.max_capture_size + 64), random.random() < 0.5, random.randint(0, adapters))
             for _ in range(BATCHES)
         ]
+        if "dims" in sections:
+            batches = [(*batch, None, None, (random.randrange(64, 4097, 64),)) for batch in batches]
+            random.shuffle(batches)
         clock = time.perf_counter_ns
         medians = []
         for _ in range(5):
