@@ -340,14 +340,17 @@ class GraphRunner:
             _keep(self._staged, counts, staged)
         return staged
 
-    def padded(self, num_tokens: int, uniform_decode: bool | None = None, num_active_loras: int = 0) -> int | None:
+    def padded(
+        self, num_tokens: int, *sizes: int, uniform_decode: bool | None = None, num_active_loras: int = 0
+    ) -> int | None:
         """Tokens of the key that serves a batch, to which a call pads it; None if the batch would run eagerly.
 
         Nothing runs. With ``capture_policy: lazy`` it is the key that the next such call captures. Without
-        ``uniform_decode`` each token counts as a request. Raises InputError as a call does.
+        ``uniform_decode`` each token counts as a request. ``sizes`` are those of the other named dimensions, of which
+        ``route`` tells the padded ones. Raises InputError as a call does.
         """
         self._check_open()
-        batch = Batch(operator.index(num_tokens), None)
+        batch = Batch(operator.index(num_tokens), None, sizes)
         route = self._router.route(batch, uniform_decode, num_active_loras, None)
         wanted = route.wanted if self._demand.may_capture(route) else None
         mode, descriptor = wanted or (route.mode, route.descriptor)
