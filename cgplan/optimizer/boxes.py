@@ -41,7 +41,7 @@ from cgplan.traffic.step_times import StepSurface
 CANDIDATES = 1600  # boxes to choose among, about
 BOXES = 32  # where no budget says how many
 EFFORT = 1 << 30  # batches times boxes times subgradient steps, about
-STEPS, NODE_STEPS, PATIENCE = 400, 60, 20  # at the root, at other nodes, without progress
+STEPS, NODE_STEPS, PATIENCE = 2000, 60, 20  # at the root, at other nodes, without progress
 PROVEN = 1e-9  # relative gap that counts as none
 ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
@@ -53,7 +53,7 @@ NO_TIMES = (
 Bools = npt.NDArray[np.bool_]
 
 
-def best_boxes(cost: Floats, weights: Floats, graphs: int) -> tuple[list[int], float]:
+def best_boxes(cost: Floats, weights: Floats, graphs: int, start: Sequence[int] = ()) -> tuple[list[int], float]:
     """At most so many columns with the least total of each row's weight times its least cost, and a bound on it, see
     Note [Boxes]. The choice is the best one where the bound is its total.
 
@@ -61,33 +61,36 @@ def best_boxes(cost: Floats, weights: Floats, graphs: int) -> tuple[list[int], f
         cost: [rows, columns].
         weights: [rows], above 0.
         graphs: At least 1.
+        start: A choice that is no better than what is found.
     """
-    best, graphs = _exchanged(cost, weights, graphs), min(graphs, cost.shape[1])
-    value = _total(cost, weights, best)
-    number, effort = count(), EFFORT
-    everything = np.arange(cost.shape[1])
-    nodes = [(-np.inf, next(number), everything[:0], everything, cost[:, best].min(1))]
+
+    def better(*choices: Sequence[int]) -> tuple[list[int], float]:
+        exchanged = [_exchanged(cost, weights, graphs, choice) for choice in choices]
+        totals = [_total(cost, weights, choice) for choice in exchanged]
+        return min(zip(exchanged, totals, strict=True), key=itemgetter(1))
+
+    effort, number = EFFORT, count()
+    best, value = better((), start)
+    nodes = [(-np.inf, next(number), list[int](), np.arange(cost.shape[1]), cost[:, best].min(1))]
     while nodes and effort > 0 and nodes[0][0] < value * (1 - PROVEN):
         low, step, sure, free, price = heappop(nodes)
-        columns, left = np.append(sure, free), graphs - sure.size
+        part, left, steps = cost[:, free], graphs - len(sure), NODE_STEPS if step else min(STEPS, EFFORT // cost.size)
         if not left or free.size <= left:
-            best = min(best, columns[:graphs].tolist(), key=lambda chosen: _total(cost, weights, chosen))
-            value = _total(cost, weights, best)
+            best, value = min((best, value), better([*sure, *free[:left].tolist()]), key=itemgetter(1))
             continue
-        part, steps = cost[:, columns], NODE_STEPS if step else STEPS
-        bound, price, gains, opened = _relaxed(part, weights, sure.size, graphs, value, price, steps)
+        most = cost[:, np.array(sure, dtype=int)].min(1, initial=cost.max())
+        bound, price, gains = _relaxed(part, weights, most, left, value, price, steps)
         effort -= part.size * steps
-        if _total(part, weights, opened) < value * (1 - PROVEN):
-            best = _exchanged(cost, weights, graphs, columns[opened].tolist())
-            value = _total(cost, weights, best)
-        if (bound := max(bound, low)) >= value * (1 - PROVEN):
-            continue
-        order = np.argsort(-gains[sure.size :], kind="stable")
-        free, gain = free[order], gains[sure.size :][order]
-        apart = free[left - 1]
-        free = np.delete(free[gain > gain[left - 1] - (value - bound)], left - 1)
-        heappush(nodes, (bound, next(number), np.append(sure, apart), free, price))
-        heappush(nodes, (bound, next(number), sure, free, price))
+        order = np.argsort(-gains, kind="stable")
+        free, gains = free[order], gains[order]
+        opened = [*sure, *free[:left].tolist()]
+        bound = max(bound, low)
+        if not step or _total(cost, weights, opened) < value * (1 - PROVEN):
+            best, value = min((best, value), better(opened), key=itemgetter(1))
+        if bound < value * (1 - PROVEN):
+            rest = np.delete(free[gains > gains[left - 1] - (value - bound)], left - 1)
+            heappush(nodes, (bound, next(number), [*sure, opened[-1]], rest, price))
+            heappush(nodes, (bound, next(number), sure, rest, price))
     return best, min(value, *(node[0] for node in nodes), np.inf)
 
 
@@ -95,14 +98,19 @@ def _total(cost: Floats, weights: Floats, chosen: Sequence[int] | Ints) -> float
     return float(weights @ cost[:, chosen].min(1))
 
 
+def _gains(cost: Floats, weights: Floats, price: Floats, reach: Floats) -> Floats:
+    """Of each column; ``reach`` takes what each row saves."""
+    return np.asarray(weights @ np.maximum(np.subtract(price[:, None], cost, out=reach), 0, out=reach))
+
+
 def _exchanged(cost: Floats, weights: Floats, graphs: int, chosen: Sequence[int] = ()) -> list[int]:
     """Columns chosen one by one for the most gain, then exchanged for others as long as that gains."""
-    best = [*chosen] or [int(cost.max(0).argmin())]
+    best, reach = [*chosen] or [int(cost.max(0).argmin())], np.empty_like(cost)
     turn = idle = 0
     while idle < max(len(best), 1):
         rest = best if len(best) < graphs else [*best[:turn], *best[turn + 1 :]]
         before = cost[:, rest].min(1) if rest else np.full(weights.size, cost.max())
-        more = [*rest, int((weights @ np.maximum(before[:, None] - cost, 0)).argmax())]
+        more = [*rest, int(_gains(cost, weights, before, reach).argmax())]
         gained = _total(cost, weights, more) < _total(cost, weights, best) * (1 - PROVEN)
         if not gained and rest is best:
             break
@@ -112,27 +120,24 @@ def _exchanged(cost: Floats, weights: Floats, graphs: int, chosen: Sequence[int]
 
 
 def _relaxed(
-    cost: Floats, weights: Floats, sure: int, graphs: int, value: float, price: Floats, steps: int
-) -> tuple[float, Floats, Floats, Ints]:
-    """The largest bound that was found, with its prices, the gains, and the columns that are open by them; the first
-    ``sure`` ones always are.
-    """
-    found: tuple[float, Floats, Floats, Ints] = (-np.inf, price, price, np.arange(sure))
-    length, idle, reach = 1.5, 0, np.empty_like(cost)
+    cost: Floats, weights: Floats, most: Floats, graphs: int, value: float, price: Floats, steps: int
+) -> tuple[float, Floats, Floats]:
+    """The largest bound that was found, its prices, and the gains; a row costs ``most`` without any of the columns."""
+    found, length, idle, reach = (-np.inf, price, price), 1.5, 0, np.empty_like(cost)
     for _ in range(steps):
-        np.maximum(np.subtract(price[:, None], cost, out=reach), 0, out=reach)
-        gains = weights @ reach
-        left = graphs - sure
-        opened = np.append(np.arange(sure), sure + np.argpartition(-gains[sure:], left - 1)[:left])
+        price = np.clip(price, 0, most)
+        gains = _gains(cost, weights, price, reach)
+        opened = np.argpartition(-gains, graphs - 1)[:graphs]
         bound = float(weights @ price - gains[opened].sum())
-        found, idle = ((bound, price, gains, opened), 0) if bound > found[0] else (found, idle + 1)
+        found, idle = ((bound, price, gains), 0) if bound > found[0] else (found, idle + 1)
         slope = 1.0 - np.count_nonzero(reach[:, opened], axis=1)
+        slope[(slope > 0) & (price >= most)] = 0
         if not slope.any() or bound >= value * (1 - PROVEN):
             break
         if idle > PATIENCE:
-            (_, price, *_), length, idle = found, length / 2, 0
+            price, length, idle = found[1], length / 2, 0
         else:
-            price = np.maximum(price + length * (value - bound) / (weights @ slope**2) * slope, 0)
+            price = price + length * (value - bound) / (weights @ slope**2) * slope
     return found
 
 
@@ -220,12 +225,14 @@ class _Case:
         times = self._times(boxes.reshape(-1, len(self._dims))).reshape(boxes.shape[:-1])
         return _held(times, holds, self._counts)
 
-    def _best(self, graphs: int) -> tuple[Ints, float]:
+    def _best(self, graphs: int, grid: Ints) -> tuple[Ints, float]:
         boxes, batches = _grid(self._sizes), self._rounded[:, None]
         holds = np.asarray((batches <= boxes).all(-1))
         tight = np.asarray((holds[..., None] & (batches == boxes)).any(0).all(-1))
-        chosen, bound = best_boxes(self._cost(boxes[tight], holds[:, tight]), self._counts, graphs)
-        return boxes[tight][chosen], bound
+        boxes, holds = boxes[tight], holds[:, tight]
+        start = [int((boxes == box).all(1).argmax()) for box in self._tight(grid, _up(self._least, self._sizes))]
+        chosen, bound = best_boxes(self._cost(boxes, holds), self._counts, graphs, start)
+        return self._tight(boxes[chosen], self._least), bound
 
     def _best_grid(self, graphs: int) -> Ints:
         """The best full grid that exchanges of the sizes of one dimension at a time find."""
@@ -249,6 +256,14 @@ class _Case:
         order = np.argsort(boxes.prod(1), kind="stable")
         return np.asarray(order[(self._least[:, None] <= boxes[order]).all(-1).argmax(1)])
 
+    def _tight(self, boxes: Ints, batches: Ints) -> Ints:
+        """Those that run a batch, shrunk to the largest sizes of the batches that they run."""
+        before = boxes[:0]
+        while not np.array_equal(before, boxes):
+            before, runs = boxes, self._runs_in(boxes)
+            boxes = np.unique([batches[runs == box].max(0) for box in np.unique(runs)], axis=0)
+        return boxes
+
     def _point(self, name: str, boxes: Ints, graphs: int) -> LadderPoint:
         runs = self._runs_in(boxes)
         return LadderPoint(
@@ -271,20 +286,19 @@ class _Case:
         return PaddingMap(names=(first, second), rows=axes[0].tolist(), columns=axes[1].tolist(), shares=shares)
 
     def evidence(self, most: int, lanes: Sequence[Lane]) -> Evidence:
-        boxes, lower = self._best(most)
-        before = boxes[:0]
-        while not np.array_equal(before, boxes):  # those that run a batch, no larger than their batches need
-            before, runs = boxes, self._runs_in(boxes)
-            boxes = np.unique([self._least[runs == box].max(0) for box in np.unique(runs)], axis=0)
+        grid = self._best_grid(most)
+        boxes, lower = self._best(most, grid)
         boxes = boxes[np.argsort(boxes.prod(1), kind="stable")]
         runs, total = self._runs_in(boxes), float(self._weights.sum())
         counts, real = (np.bincount(runs, of) for of in (self._weights, self._real))
         even = zip(self._dims, EVEN, strict=False)
         grids = {
             "this plan": boxes,
-            "best full grid": self._best_grid(most),
+            "best full grid": grid,
             "powers of two": _grid([sizes_of(dim.model_copy(update={"sizes": None})) for dim in self._dims]),
-            "even 4 x 8": _grid([-(-dim.top * n // (n[-1] * dim.multiple_of)) * dim.multiple_of for dim, n in even]),
+            "even 4 x 8": _grid(
+                [np.unique(-(-dim.top * n // (n[-1] * dim.multiple_of))) * dim.multiple_of for dim, n in even]
+            ),
         }
         if len(self._dims) != len(EVEN):
             del grids["even 4 x 8"]
