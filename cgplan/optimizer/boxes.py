@@ -41,7 +41,7 @@ from cgplan.traffic.step_times import StepSurface
 CANDIDATES = 1600  # boxes to choose among, about
 BOXES = 32  # where no budget says how many
 EFFORT = 1 << 30  # batches times boxes times subgradient steps, about
-STEPS, NODE_STEPS, PATIENCE = 2000, 60, 20  # at the root, at other nodes, without progress
+STEPS, NODE_STEPS, PATIENCE = 2000, 60, 20  # at the root, at other nodes, without progress at least
 PROVEN = 1e-9  # relative gap that counts as none
 ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
@@ -64,19 +64,23 @@ def best_boxes(cost: Floats, weights: Floats, graphs: int, start: Sequence[int] 
         start: A choice that is no better than what is found.
     """
 
-    def better(*choices: Sequence[int]) -> tuple[list[int], float]:
-        exchanged = [_exchanged(cost, weights, graphs, choice) for choice in choices]
-        totals = [_total(cost, weights, choice) for choice in exchanged]
-        return min(zip(exchanged, totals, strict=True), key=itemgetter(1))
+    best, value, effort, number = list[int](), np.inf, EFFORT, count()
 
-    effort, number = EFFORT, count()
-    best, value = better((), start)
-    nodes = [(-np.inf, next(number), list[int](), np.arange(cost.shape[1]), cost[:, best].min(1))]
+    def look_around(chosen: Sequence[int]) -> None:
+        nonlocal best, value
+        found = _exchanged(cost, weights, graphs, chosen)
+        if (total := _total(cost, weights, found)) < value:
+            best, value = found, total
+
+    look_around(())
+    look_around(start)
+    price = np.full(len(cost), cost[:, best].min(1).max())
+    nodes = [(-np.inf, next(number), list[int](), np.arange(cost.shape[1]), price)]
     while nodes and effort > 0 and nodes[0][0] < value * (1 - PROVEN):
         low, step, sure, free, price = heappop(nodes)
         part, left, steps = cost[:, free], graphs - len(sure), NODE_STEPS if step else min(STEPS, EFFORT // cost.size)
         if not left or free.size <= left:
-            best, value = min((best, value), better([*sure, *free[:left].tolist()]), key=itemgetter(1))
+            look_around([*sure, *free[:left].tolist()])
             continue
         most = cost[:, np.array(sure, dtype=int)].min(1, initial=cost.max())
         bound, price, gains = _relaxed(part, weights, most, left, value, price, steps)
@@ -86,7 +90,7 @@ def best_boxes(cost: Floats, weights: Floats, graphs: int, start: Sequence[int] 
         opened = [*sure, *free[:left].tolist()]
         bound = max(bound, low)
         if not step or _total(cost, weights, opened) < value * (1 - PROVEN):
-            best, value = min((best, value), better(opened), key=itemgetter(1))
+            look_around(opened)
         if bound < value * (1 - PROVEN):
             rest = np.delete(free[gains > gains[left - 1] - (value - bound)], left - 1)
             heappush(nodes, (bound, next(number), [*sure, opened[-1]], rest, price))
@@ -107,7 +111,7 @@ def _exchanged(cost: Floats, weights: Floats, graphs: int, chosen: Sequence[int]
     """Columns chosen one by one for the most gain, then exchanged for others as long as that gains."""
     best, reach = [*chosen] or [int(cost.max(0).argmin())], np.empty_like(cost)
     turn = idle = 0
-    while idle < max(len(best), 1):
+    while idle < len(best):
         rest = best if len(best) < graphs else [*best[:turn], *best[turn + 1 :]]
         before = cost[:, rest].min(1) if rest else np.full(weights.size, cost.max())
         more = [*rest, int(_gains(cost, weights, before, reach).argmax())]
@@ -134,7 +138,7 @@ def _relaxed(
         slope[(slope > 0) & (price >= most)] = 0
         if not slope.any() or bound >= value * (1 - PROVEN):
             break
-        if idle > PATIENCE:
+        if idle > max(PATIENCE, steps // 30):
             price, length, idle = found[1], length / 2, 0
         else:
             price = price + length * (value - bound) / (weights @ slope**2) * slope

@@ -91,7 +91,8 @@ def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
         np.unique(np.clip(rng.lognormal(median, 1, 300), 1, most).astype(int)) for median, most in ((2, 64), (5, 512))
     ]
     counts = {(int(rng.choice(sizes[0][:24])), int(rng.choice(sizes[1]))): int(rng.integers(1, 50)) for _ in range(500)}
-    evidence = evidence_of(counts, 20)
+    few, evidence = evidence_of(counts, 4), evidence_of(counts, 20)
+    assert few.expected_us.plan <= few.ladders[0].expected_us, "a full grid is a choice of boxes, too"
     assert not evidence.exact
     assert 0 < evidence.gap < 0.1
     assert evidence.lower_bound_us < evidence.expected_us.plan
