@@ -51,7 +51,7 @@ def run_plan(
             "--speedup is about recorded requests and --step-times about traffic, and there is none",
             remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
         )
-    if traffic is not None and loaded.config.dims:
+    if loaded.config.dims and (traffic is not None or loaded.config.traffic is not None):
         plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
     else:
         plan, curve, bars = _for_traffic(loaded, traffic, speedup, step_times, costs_of(loaded, costs))
@@ -158,9 +158,14 @@ def _for_traffic(
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
 
 
-def _for_sizes(config: Config, file: Path, step_times: Path | None, others: object) -> tuple[Plan, None, list[Bar]]:
-    if others:
-        raise ConfigError("--costs, --speedup and --emit do not know the boxes of `dims`", remedy="Leave them out.")
+def _for_sizes(
+    config: Config, file: Path | None, step_times: Path | None, others: object
+) -> tuple[Plan, None, list[Bar]]:
+    if others or file is None:
+        raise ConfigError(
+            "--costs, --speedup, --emit and the `traffic` section do not know the boxes of `dims`",
+            remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
+        )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
     from cgplan.traffic.files import read_sizes
     from cgplan.traffic.step_times import StepSurface  # numpy from here on

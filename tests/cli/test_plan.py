@@ -305,6 +305,8 @@ def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
 def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
     for option in (("--costs", "estimate"), ("--speedup", "2"), ("--emit", "vllm")):
         assert f"{option[0]}" in refused(errors.ConfigError, *sized(home, *option))
+    made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
+    assert "`traffic` section" in refused(errors.ConfigError, *PLAN, *SIZED, *settings(made))
     (home / "other.csv").write_text("num_tokens,count\n1,1\n")
     told = refused(errors.TrafficError, *sized(home)[:-1], "other.csv")
     assert "unknown column 'num_tokens'" in told
