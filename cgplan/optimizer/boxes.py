@@ -298,7 +298,7 @@ class _Case:
         even = zip(self._dims, EVEN, strict=False)
         grids = {
             "this plan": boxes,
-            "best full grid": grid,
+            "the best full grid": grid,
             "powers of two": _grid([sizes_of(dim.model_copy(update={"sizes": None})) for dim in self._dims]),
             "even 4 x 8": _grid(
                 [np.unique(-(-dim.top * n // (n[-1] * dim.multiple_of))) * dim.multiple_of for dim, n in even]
@@ -310,6 +310,8 @@ class _Case:
         step = own.expected_us
         lower = min(lower / total, step)
         bound = float(self._weights @ self._times(self._least)) / total
+        changes = [(step / ladder.expected_us - 1, ladder.name) for ladder in ladders]
+        compared = (f"{abs(by):.1%} {'longer' if by > 0 else 'shorter'} than with {name}" for by, name in changes)
         uses = zip(boxes.tolist(), counts / total, 1 - real / counts / boxes.prod(1), strict=True)
         return Evidence(
             traffic_source=f"{self._traffic.source}: {' x '.join(self._traffic.names)}",
@@ -330,7 +332,7 @@ class _Case:
             ),
             ladders=tuple(ladders),
             warnings=() if self._surface else (NO_TIMES,),
-            verdict=f"steps {', '.join(f'{step / it.expected_us - 1:+.1%} against {it.name}' for it in ladders)}",
+            verdict=f"steps {', '.join(compared)}",
             padding=own.padding,
             padding_map=self._map(self._weights * boxes.prod(1)[runs]),
         )
