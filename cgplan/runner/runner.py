@@ -417,6 +417,18 @@ class GraphRunner:
                 raise
             self.stats.captures += len(self.plan.keys)
 
+    def evict(self, keys: Collection[Key]) -> None:
+        """Free the graphs of these keys; with ``capture_policy: lazy`` a batch that asks for one has it captured again.
+        Raises CgplanError if a call is under way.
+        """
+        with self._use.held(self._name):
+            self._check_open()
+            self._forget_calls()  # prepared calls hold outputs, and an evicted graph waits for its own
+            held = len(self.plan.keys)
+            self._demand.live.capture((), evicted=keys)
+            self.stats.evictions += held - len(self.plan.keys)
+            self._forget_calls()
+
     @contextmanager
     def no_capture(self) -> Iterator[None]:
         """A block in which no call captures: a batch whose graph is not there runs by a larger one, or eagerly."""
