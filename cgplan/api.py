@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from cgplan.backends import select_backend
 from cgplan.captures.captured_keys import Progress
-from cgplan.config import Config, load_config, validate_config
+from cgplan.captures.model_graphs import BeforeKey
+from cgplan.config import Config, Input, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
@@ -40,6 +41,7 @@ def capture(
     output_rows: str | None = None,
     state: Sequence[object] | None = None,
     progress: Progress | None = None,
+    before_key: BeforeKey | None = None,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
 
@@ -52,7 +54,10 @@ def capture(
     Args:
         model: Any callable or nn.Module, on the device already; it is called with the inputs by name. Absent: the
             configuration's ``model.target``.
-        inputs: ``cgplan.Input`` by name, one for each argument of the forward.
+        inputs: ``cgplan.Input`` by name, one for each argument of the forward; in short ``(shape, dtype, pad)``, as in
+            ``("num_tokens", torch.int32, -1)``; or an example tensor of floating point, whose dimension 0 then counts
+            ``num_tokens``, and whose padding rows hold 0. For other dtypes no value is safe: 0 and -1 may both be an
+            index. Declare them, by ``cgplan.Input.like(tensor, pad=...)``, say.
         config: A configuration, a mapping like its file, or the file's path, in place of all sections.
         metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
         compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
@@ -61,6 +66,7 @@ def capture(
         state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one, such
             as ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
         progress: Called before each key.
+        before_key: Sets an engine's own context ahead of each key, see CaptureSession.
 
     Raises:
         ConfigError, PlanError, BackendError: before anything runs.
@@ -73,7 +79,7 @@ def capture(
             remedy="Pass the model itself; a configuration can name it: model.target.",
         )
     sections = {
-        "inputs": inputs,
+        "inputs": _declared(inputs) if isinstance(inputs, Mapping) else inputs,
         "metadata": metadata,
         "compilation": compilation,
         "scheduler": scheduler,
@@ -105,5 +111,23 @@ def capture(
         model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=folder).forward
     began = time.perf_counter()
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
-        config, plan = choose_mode(config, model, backend, state)
-    return CaptureSession(plan, model, backend, config, progress=progress, state=state, began=began).run()
+        config, plan = choose_mode(config, model, backend, state, before_key=before_key)
+    return CaptureSession(
+        plan, model, backend, config, progress=progress, state=state, before_key=before_key, began=began
+    ).run()
+
+
+def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    examples = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in examples.items():
+        if not tensor.is_floating_point():
+            raise ConfigError(
+                f"input {name!r} is an example of {tensor.dtype}, which does not say what padding rows hold",
+                remedy=f"Pass cgplan.Input.like({name}, pad=0) if 0 is harmless, or the value that is (-1 for slots).",
+            )
+    if len({tensor.shape[:1] for tensor in examples.values()}) > 1:
+        raise ConfigError(
+            f"dimension 0 differs: {', '.join(f'{name} {list(tensor.shape)}' for name, tensor in examples.items())}",
+            remedy="Pass examples of one batch, and cgplan.Input(shape=..., dtype=..., pad=...) for other tensors.",
+        )
+    return {**inputs, **{name: Input.like(tensor, pad=0) for name, tensor in examples.items()}}

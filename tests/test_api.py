@@ -50,6 +50,8 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
         cgplan.capture("double.py:build")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither inputs nor config"):
         cgplan.capture(lambda x: x)
+    with pytest.raises(ConfigError, match="inputs: found"):
+        cgplan.capture(lambda x: x, [X])  # type: ignore[arg-type]
 
 
 def test_captures_dispatches_and_misses_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,3 +90,31 @@ def test_modes_that_cannot_run_a_batch() -> None:
         assert runner.route({"x": X}, invalid_modes=invalid).mode is (mode or CUDAGraphMode.NONE)
     assert dict(runner.stats.eager) == {MissReason.MODE_EXCLUDED: 4}
     assert {mode: calls for (mode, _), calls in runner.stats.replays.items()} == {full: 8, piecewise: 4}
+
+
+def test_examples_declare_inputs() -> None:
+    """Of floating point, in one batch; all else has to be declared."""
+    ids = torch.zeros(3, dtype=torch.int64)
+
+    def forward(x: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return x * scale[:, None] + ids[:, None]
+
+    declared = {"x": X, "scale": torch.ones(3), "ids": Input.like(ids, pad=0)}
+    runner = cgplan.capture(forward, declared, compilation={"cudagraph_capture_sizes": [4]}, device=torch.device("cpu"))
+    assert runner.config.inputs == {
+        "x": Input(shape=("num_tokens", 3), dtype="float32", pad=0),
+        "scale": Input(shape=("num_tokens",), dtype="float32", pad=0),
+        "ids": Input(shape=("num_tokens",), dtype="int64", pad=0),
+    }
+    assert torch.equal(runner(X[:2], torch.ones(2), ids=ids[:2]), X[:2])
+    for wrong, message in (
+        ({"x": X, "ids": ids}, r"'ids' is an example of torch.int64, which does not say what padding rows hold"),
+        ({"x": X, "mask": torch.ones(3, dtype=torch.bool)}, "'mask' is an example of torch.bool"),
+        ({"x": X, "scale": torch.ones(4)}, r"dimension 0 differs: x \[3, 3\], scale \[4\]"),
+        ({"x": X, "scale": torch.tensor(2.0)}, r"dimension 0 differs"),
+        ({"scale": torch.tensor(2.0)}, "no dimension 0"),
+        ({"x": X.to(torch.complex64)}, "an example of torch.complex64"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            cgplan.capture(forward, wrong, device="cpu")
+        assert "cgplan.Input" in caught.value.remedy

@@ -45,9 +45,9 @@ def explain_failure(
     error: Exception,
     key: str,
     *,
-    capturing: bool,
-    free: int | None,
-    host_sync: CaptureError | None,
+    capturing: bool = False,
+    free: int | None = None,
+    host_sync: CaptureError | None = None,
     all_freed: bool = True,
 ) -> CgplanError:
     """The typed error for what was raised while a key was warmed up or captured.

@@ -36,6 +36,8 @@ from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 from cgplan.reports.records import GraphRecord, StateRecord
 
+BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
+
 
 class _Metadata(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
@@ -83,6 +85,7 @@ class ModelGraphs:
         pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
         state: The objects whose state counts; absent: the model.
         together: The sessions of other ranks.
+        before_key: See CaptureSession.
 
     Attributes:
         plan: The keys that may be captured, and later those that are.
@@ -107,8 +110,10 @@ class ModelGraphs:
         pool: GraphPool | None = None,
         state: Sequence[object] | None = None,
         together: Together = ALONE,
+        before_key: BeforeKey | None = None,
     ) -> None:
         self.plan, self.config, self.model, self.backend = plan, config, model, backend
+        self._before_key = before_key
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
         self.allocate_buffers(plan.keys)  # before the route, which may change modules until `free`
@@ -286,6 +291,7 @@ class ModelGraphs:
 
     def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Look at the forward, once for each mode, ahead of its warm-ups. Raises as ``footprint.examine``."""
+        self.announce(mode, descriptor)
         if mode in self._footprints:
             return
         answers = {"hidden_from": self.config.compilation.hide_capture_from, "told": self._late_syncs.get(mode)}
@@ -322,6 +328,16 @@ class ModelGraphs:
             route.operators = found.operators
         self._use_generators(tuple(found.generators.values()))
 
+    def announce(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Let ``before_key`` set its context for runs on padding, until ``ModelState.restore`` puts it back."""
+        if self._before_key is None:
+            return
+        try:
+            with self.keeping_state() as kept, kept.setting_context():
+                self._before_key(mode, descriptor, self.views(descriptor))
+        except Exception as error:
+            raise explain_failure(error, f"{mode} {descriptor}") from error
+
     def _needs_another_look(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
         """Whether packages have to be told of the capture: this size needs the host, and the one looked at does not."""
         if (found := self._footprints[mode]).told is None and found.asked:
@@ -338,9 +354,10 @@ class ModelGraphs:
     def _calls_breaks(self) -> bool:
         if not any_breaks():
             return False
-        _, smallest = self.plan.keys[-1]
+        mode, smallest = self.plan.keys[-1]
         run = partial(self._run, self.model, CUDAGraphMode.NONE, smallest, self.views(smallest))
         with self.keeping_state() as kept:
+            self.announce(mode, smallest)
             return look(run, kept, self.copy_limit()).breaks
 
     def copy_limit(self) -> int:

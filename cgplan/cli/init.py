@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -29,11 +30,25 @@ def starting_config(target: str, kwargs_text: str) -> str:
             f"--kwargs {kwargs_text!r} is not a mapping of names to values",
             remedy="Write keyword arguments, such as '{hidden_size: 64}'.",
         )
+    if ":" not in target and not target.endswith(".py"):
+        return _of_hugging_face(target, kwargs)
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
         model = load_model(target, kwargs, device=torch.device("cpu"))
         layers = {} if model.module is None else _first_layers(model.module)
         arguments = forward_signature(model.forward)
     return starting_yaml(target, kwargs, [_guess(argument, *layers.get(argument.name, ())) for argument in arguments])
+
+
+def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
+    from cgplan.models.hf import find_config, read_config
+
+    if name != "transformers":
+        kwargs = {"config_file": find_config(name), **kwargs}
+    config = read_config(kwargs.get("config"), kwargs.get("config_file")).get_text_config(decoder=True)
+    places, reason = (0, kwargs.get("max_cache_len", 512)), "the target takes one for each row"
+    tokens = InputGuess("input_ids", True, ("num_tokens",), "int64", reason, 0, (0, getattr(config, "vocab_size", 1)))
+    positions = InputGuess("positions", True, ("num_tokens",), "int64", f"{reason}; -1: padding", -1, places)
+    return starting_yaml("transformers", kwargs, [tokens, positions])
 
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, BadParameter, Option
+from typer import Argument, BadParameter, Context, Option
+from typer.core import TyperGroup
 
 from cgplan.cli.output import failures_reported, is_first_rank, publish
 from cgplan.version import __version__
@@ -26,8 +27,8 @@ class SchemaFormat(StrEnum):
 
 
 ConfigOption = Option("--config", "-c", metavar="FILE", help="The YAML configuration.")
-Config = Annotated[Path, ConfigOption]
-OptionalConfig = Annotated[Path | None, ConfigOption]
+Config = Annotated[Path | None, ConfigOption]
+File = Annotated[Path | None, Argument(metavar="FILE", help="The YAML configuration, in place of --config.")]
 OVERRIDE = "Override a value by its dotted key; the value is YAML. May be repeated."
 Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help=OVERRIDE)]
 SAVE = "Also save the result as JSON in this file."
@@ -42,6 +43,7 @@ COSTS = "What graphs cost: a capture report; `estimate`, on the CPU; or `measure
 Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
 DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
 Device = Annotated[str | None, Option("--device", metavar="DEVICE", help=DEVICE)]
+YAML = (".yaml", ".yml")
 SHORT_FOR = {  # options by the key that they set
     "device": "device",
     "debug": "compilation.debug",
@@ -55,12 +57,18 @@ PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
 }
 
 
-plans = typer.Typer(**PLAIN)
+class _Plans(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """A configuration stands where the name of a command may stand."""
+        return super().parse_args(ctx, ["--file", *args] if args and args[0].endswith(YAML) else args)
+
+
+plans = typer.Typer(cls=_Plans, **PLAIN)
 app = typer.Typer(
     name="cgplan",
     help="Plan, capture and measure CUDA graphs of any PyTorch model, from one YAML file.",
-    epilog="\b\nExample:\n  cgplan init my_model.py:build > my.yaml\n  cgplan inspect --config my.yaml\n"
-    "  cgplan capture --config my.yaml --output run.json",
+    epilog="\b\nExample:\n  cgplan init my_model.py:build > my.yaml\n  cgplan inspect my.yaml\n"
+    "  cgplan capture my.yaml --output run.json",
     add_completion=False,
     pretty_exceptions_enable=False,
     **PLAIN,
@@ -69,7 +77,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    context: typer.Context, version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False
+    context: Context, version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False
 ) -> None:
     """Show the version, or the help where no command was given."""
     if context.invoked_subcommand not in ("capture", "bench", "doctor") and not is_first_rank():
@@ -79,6 +87,13 @@ def root(
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+def _configuration(file: Path | None, config: Path | None) -> Path:
+    path = file or config
+    if path is None or path != (config or path):
+        raise BadParameter("give one configuration, as FILE or --config FILE")
+    return path
 
 
 def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
@@ -96,12 +111,13 @@ def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
 
 
 @app.command(
-    epilog="\b\nExample:\n  cgplan capture --config configs/decoder_cpu.yaml --output run.json\n"
-    "  cgplan capture --config my.yaml --set compilation.cudagraph_mode=FULL --json\n"
-    "  cgplan capture --config my.yaml --plan plan.json"
+    epilog="\b\nExample:\n  cgplan capture configs/decoder_cpu.yaml --output run.json\n"
+    "  cgplan capture my.yaml --set compilation.cudagraph_mode=FULL --json\n"
+    "  cgplan capture my.yaml --plan plan.json"
 )
 def capture(
-    config: Config,
+    file: File = None,
+    config: Config = None,
     overrides: Overrides = None,
     plan: PlanPath = None,
     force: Force = False,
@@ -116,16 +132,17 @@ def capture(
         from cgplan.cli.capture import Request, run_capture
 
         settings = _settings(overrides, device=device, debug=debug or None)
-        run_capture(Request(config, settings, plan, force, output, as_json))
+        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json))
 
 
 @app.command(
-    epilog="\b\nExample:\n  cgplan bench --config configs/decoder_cpu.yaml\n"
-    "  cgplan bench --config my.yaml --set report.repeats=100 --output bench.json\n"
-    "  cgplan bench --config my.yaml --against eager,bare,make_graphed_callables,reduce-overhead"
+    epilog="\b\nExample:\n  cgplan bench configs/decoder_cpu.yaml\n"
+    "  cgplan bench my.yaml --set report.repeats=100 --output bench.json\n"
+    "  cgplan bench my.yaml --against eager,bare,make_graphed_callables,reduce-overhead"
 )
 def bench(
-    config: Config,
+    file: File = None,
+    config: Config = None,
     overrides: Overrides = None,
     against: Annotated[
         str | None,
@@ -152,12 +169,13 @@ def bench(
 
         settings = _settings(overrides, device=device, debug=debug or None)
         baselines = () if against is None else against.split(",")
-        run_bench(Request(config, settings, plan, force, output, as_json), baselines, seed)
+        run_bench(Request(_configuration(file, config), settings, plan, force, output, as_json), baselines, seed)
 
 
-@app.command(epilog="\b\nExample:\n  cgplan doctor --config my.yaml --set compilation.cudagraph_mode=AUTO")
+@app.command(epilog="\b\nExample:\n  cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")
 def doctor(
-    config: Config,
+    file: File = None,
+    config: Config = None,
     overrides: Overrides = None,
     device: Device = None,
     output: Output = None,
@@ -171,18 +189,20 @@ def doctor(
     with failures_reported(show_traceback):
         from cgplan.cli.capture import Request, run_doctor
 
-        run_doctor(Request(config, _settings(overrides, device=device), None, False, output, as_json))
+        settings = _settings(overrides, device=device)
+        run_doctor(Request(_configuration(file, config), settings, None, False, output, as_json))
 
 
 @plans.callback(
     invoke_without_command=True,
-    epilog="\b\nExample:\n  cgplan plan --config my.yaml --output plan.json\n"
-    "  cgplan plan --config my.yaml --traffic requests.csv --max-graphs 16\n"
-    "  cgplan plan --config my.yaml --emit vllm\n  cgplan plan diff plan-old.json plan.json",
+    epilog="\b\nExample:\n  cgplan plan my.yaml --output plan.json\n"
+    "  cgplan plan my.yaml --traffic requests.csv --max-graphs 16\n"
+    "  cgplan plan my.yaml --emit vllm\n  cgplan plan diff plan-old.json plan.json",
 )
 def plan_(
-    context: typer.Context,
-    config: OptionalConfig = None,
+    context: Context,
+    file: Annotated[Path | None, Option(hidden=True)] = None,
+    config: Config = None,
     overrides: Overrides = None,
     traffic: Annotated[
         Path | None,
@@ -211,8 +231,7 @@ def plan_(
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
                 raise BadParameter("options stand behind `plan diff`, which takes --json and --traceback alone")
         return
-    if config is None:
-        raise BadParameter("give --config FILE")
+    config = _configuration(file, config)
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
@@ -253,15 +272,15 @@ app.add_typer(plans, name="plan")
 
 
 @app.command(
-    epilog="\b\nExample:\n  cgplan inspect --config configs/decoder_cpu.yaml\n"
-    "  cgplan inspect --config my.yaml --json > plan.json\n  cgplan inspect run.json\n"
+    epilog="\b\nExample:\n  cgplan inspect configs/decoder_cpu.yaml\n"
+    "  cgplan inspect my.yaml --json > plan.json\n  cgplan inspect run.json\n"
     """  cgplan inspect --vllm '{"cudagraph_mode": "FULL"}' --max-num-seqs 64"""
 )
 def inspect(
     report: Annotated[
-        Path | None, Argument(metavar="REPORT", help="A saved report or plan (JSON), shown again.")
+        Path | None, Argument(metavar="REPORT", help="A saved report or plan (JSON), shown again; or a YAML file.")
     ] = None,
-    config: OptionalConfig = None,
+    config: Config = None,
     everything: Annotated[bool, Option("--all", help="With --config: list the defaults, too.")] = False,
     vllm: Annotated[
         str | None, Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")
@@ -295,6 +314,8 @@ def inspect(
         "specialize_active_lora": specialize_active_lora or None,
     }
     given = {name: value for name, value in of_vllm.items() if value is not None}
+    if report is not None and report.suffix in YAML:
+        report, config = None, _configuration(report, config)
     if [report, config, vllm].count(None) != 2:
         raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
     for option, value in {"--split": split, "--all": everything, "--costs": costs, "--set": overrides}.items():
@@ -335,16 +356,18 @@ def schema(
 
 @app.command(
     epilog="\b\nExample:\n  cgplan init my_model.py:build > my.yaml\n"
-    "  cgplan init my_package.models:Net --kwargs '{hidden_size: 64}' > my.yaml"
+    "  cgplan init my_package.models:Net --kwargs '{hidden_size: 64}' > my.yaml\n"
+    "  cgplan init Qwen/Qwen3-0.6B > my.yaml"
 )
 def init(
-    target: Annotated[str, Argument(help="package.module:callable or path/to/file.py:callable that builds the model.")],
+    target: Annotated[str, Argument(help="package.module:callable, path/file.py:callable, or a Hugging Face model.")],
     kwargs: Annotated[str, Option(metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")] = "{}",
     show_traceback: Traceback = False,
 ) -> None:
     """Print a commented starting configuration.
 
-    The model is built on the CPU, and its inputs are read off its forward.
+    The model is built on the CPU, and its inputs are read off its forward. A Hugging Face model is an id in the local
+    cache, or a folder; its config.json alone is read, and the configuration builds it with random weights.
     """
     with failures_reported(show_traceback):
         from cgplan.cli.init import starting_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -56,11 +57,8 @@ def _schema() -> dict[str, Any]:
 
 def _model(node: Node, schema: Node) -> Node:
     """Schema of the section that a key holds; empty if it holds none."""
-    for option in (node, *node.get("anyOf", ()), node.get("additionalProperties") or {}):
-        if isinstance(option, Mapping) and "$ref" in option:
-            found: Node = schema["$defs"][option["$ref"].rpartition("/")[2]]
-            return found
-    return {}
+    found = re.search(r'"#/\$defs/(\w+)"', json.dumps(node))
+    return schema["$defs"][found[1]] if found else {}
 
 
 def _section(title: str, model: Node, schema: Node) -> Iterator[str]:

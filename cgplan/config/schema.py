@@ -34,7 +34,7 @@ from cgplan.config.values import (
     check_sizes,
     is_value_of,
 )
-from cgplan.errors import did_you_mean
+from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 
 SYMBOLS = ("num_tokens", "num_reqs")
@@ -226,7 +226,9 @@ class Dim(Section):
 
 
 class Input(Section):
-    """A tensor that the model reads: an argument of its forward, or an entry of the forward context's metadata."""
+    """A tensor that the model reads: an argument of its forward, or an entry of the forward context's metadata. In
+    short `[shape, dtype, pad]`, such as `[num_tokens, int32, -1]` or `[[num_tokens, 8], float32, 0]`.
+    """
 
     shape: Shape
     """Dimensions in order: numbers, `up to 16` where tensors may be narrower, names that `dims` declares, and at most
@@ -245,6 +247,18 @@ class Input(Section):
     `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]` for random whole numbers from
     low to high - 1. Absent: `normal` for floating point, the padding value otherwise.
     """
+
+    @classmethod
+    def like(cls, tensor: Any, rows: int = 0, *, pad: float | Literal["last"], symbol: str = "num_tokens") -> Input:
+        """Declare tensors of this dtype and shape whose dimension ``rows`` counts ``symbol``. Raises ConfigError."""
+        shape = [*tensor.shape]
+        if not -len(shape) <= rows < len(shape):
+            raise ConfigError(
+                f"a tensor of shape {shape} has no dimension {rows} that could count {symbol}",
+                remedy="Pass the dimension as `rows`, or declare it: cgplan.Input(shape=..., dtype=..., pad=...).",
+            )
+        shape[rows] = symbol
+        return cls(shape=tuple(shape), dtype=tensor.dtype, pad=pad)
 
     @model_validator(mode="after")
     def _consistent(self) -> Input:
@@ -266,6 +280,17 @@ class Input(Section):
     def row_dim(self) -> int | None:
         """Index of the dimension that counts tokens or requests, None if the input has a fixed shape."""
         return next((i for i, extent in enumerate(self.extents) if extent.symbol in SYMBOLS), None)
+
+
+def _from_short(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) != 3:
+        raise ValueError(f"found {value!r}, expected shape, dtype and pad, as in [num_tokens, int32, -1]")
+    return dict(zip(("shape", "dtype", "pad"), value, strict=True))
+
+
+_Declared = Annotated[Input, BeforeValidator(_from_short, json_schema_input_type=Input | tuple[Any, Any, Any])]
 
 
 class ModelConfig(Section):
@@ -476,9 +501,9 @@ class Config(Section):
     """Sizes of a batch that vary, by name, beside num_tokens and num_reqs. Where no input counts those, the first one
     stands for num_tokens.
     """
-    inputs: dict[str, Input] = Field(default_factory=dict)
+    inputs: dict[str, _Declared] = Field(default_factory=dict)
     """Arguments of the model's forward, by name."""
-    metadata: dict[str, Input] = Field(default_factory=dict)
+    metadata: dict[str, _Declared] = Field(default_factory=dict)
     """Tensors that the model reads from the forward context, by name."""
     compilation: CompilationConfig = Field(default_factory=CompilationConfig)
     """Which graphs are captured."""

@@ -55,7 +55,7 @@ def _input(guess: InputGuess) -> str:
 
 _HEAD = """\
 # A starting configuration, written by `cgplan init`. What it guessed is marked; correct it, then look at the plan with
-#   cgplan inspect --config FILE
+#   cgplan inspect FILE
 # All keys: `cgplan schema --format markdown`.
 """
 

@@ -488,6 +488,13 @@ class ModelState:
             self._once[path, kind] = self._once.get((path, kind), is_first) and is_same
         self._has_captured = True
 
+    @contextmanager
+    def setting_context(self) -> Iterator[None]:
+        """A block of an engine's code: what it changes is put back, and no graph relies on what is bound there."""
+        before = self._changes()
+        yield
+        self._once |= dict.fromkeys(self._changes().keys() - before.keys(), False)
+
     def forget_captures(self) -> None:
         """Say that no graph stays, so ``restore`` undoes what was made on first use, too."""
         self._once.clear()

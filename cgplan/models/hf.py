@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cgplan.models.loading import find_file, parse_dtype
 try:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.cache_utils import Cache, CacheLayerMixin
+    from transformers.utils.hub import cached_file
 except ImportError as error:
     raise ModelError(
         f"model target transformers: {error}", remedy="Install it: pip install cgplan[transformers]"
@@ -152,7 +154,18 @@ class RowDecoder(nn.Module):
         return seen[:, None, None]
 
 
-def _read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
+def find_config(name: str) -> str:
+    """Path of the config.json in a folder, or of a model in Hugging Face's cache. Raises ModelError."""
+    with suppress(OSError):
+        if (found := cached_file(name, "config.json", local_files_only=True)) is not None:
+            return str(found)
+    raise ModelError(
+        f"{name} is neither a target nor a Hugging Face model on this machine",
+        remedy="Write package.module:callable or path/to/file.py:callable, or name a folder with a config.json.",
+    )
+
+
+def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
     """The config object of transformers from the inline values or the file."""
     if (config is None) == (config_file is None):
         raise ModelError(
@@ -213,7 +226,7 @@ def build(
         raise ModelError(f"attn_implementation is {attn_implementation!r}", remedy="Choose sdpa or eager.")
     if max_cache_len < 1 or max_batch_size < 1:
         raise ModelError("max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs.")
-    values, device = _read_config(config, config_file), torch.get_default_device()
+    values, device = read_config(config, config_file), torch.get_default_device()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:

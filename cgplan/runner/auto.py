@@ -25,6 +25,7 @@ from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -82,6 +83,7 @@ def choose_mode(
     state: Sequence[object] | None = None,
     *,
     anyway: bool = False,
+    before_key: BeforeKey | None = None,
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
@@ -91,7 +93,7 @@ def choose_mode(
     smallest, the largest, and that for all requests. Each is timed against eager steps. Of ways that are as fast within
     2%, or within the spread of their rounds, the one with the smallest pool is chosen; the plan ends at the largest
     size at which it brings 2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and
-    the model is as it was.
+    the model is as it was. ``before_key`` is as in CaptureSession.
 
     Returns:
         The configuration with the settings that were chosen, and its plan, whose notes say what was tried.
@@ -117,7 +119,9 @@ def choose_mode(
             probe = config.model_copy(update={"compilation": tried, "budget": budget})
             try:
                 with _failing_module(model) as failed:
-                    runner = CaptureSession(build_plan(probe), model, backend, probe, state=state).run()
+                    runner = CaptureSession(
+                        build_plan(probe), model, backend, probe, state=state, before_key=before_key
+                    ).run()
                 # Timed without the hook, which slows eager steps down. One block: the model is looked at once.
                 with closing(runner), runner._graphed.keeping_state():
                     nbytes, apart = runner.report.pool_bytes, _apart(runner)
@@ -218,6 +222,7 @@ def _apart(runner: GraphRunner) -> str | None:
             outputs = list[list[Any]]()
             for run in (partial(graphed.run_eager, descriptor), partial(graphed.run_graphed, mode, descriptor)):
                 kept.restore(between_keys=True)
+                graphed.announce(mode, descriptor)
                 with random_state_kept(device, graphed.generators):
                     outputs.append([tree_map_only(Tensor, torch.clone, run(views)) for _ in range(3)])
             tensors = [t for t in tree_leaves(outputs[0]) if isinstance(t, Tensor) and t.numel()]

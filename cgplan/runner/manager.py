@@ -10,6 +10,7 @@ from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.captured_keys import Progress
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool, check_pools
@@ -82,6 +83,7 @@ class CudaGraphManager:
         plan: What it captures; absent: ``build_plan(config)``.
         name: What messages and reports call the model.
         progress: Called before each key.
+        before_key: See CaptureSession.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
@@ -100,6 +102,7 @@ class CudaGraphManager:
         plan: Plan | None = None,
         name: str = "model",
         progress: Progress | None = None,
+        before_key: BeforeKey | None = None,
     ) -> None:
         if backend is None:
             backend = pool.backend if pool is not None else select_backend(config.device)
@@ -113,7 +116,9 @@ class CudaGraphManager:
         self.plan = build_plan(config) if plan is None else plan
         self.pool = GraphPool(backend) if pool is None else pool
         given = self.pool if pool is not None or config.compilation.pool == "shared" else None
-        self._session = CaptureSession(self.plan, model, backend, config, progress=progress, pool=given, name=name)
+        self._session = CaptureSession(
+            self.plan, model, backend, config, progress=progress, pool=given, name=name, before_key=before_key
+        )
         self._runner: GraphRunner | None = None
 
     @property
@@ -147,13 +152,13 @@ class CudaGraphManager:
         self._runner = self._session.run()
         return self._runner.report
 
-    def run(self, **batch: Any) -> Any:
+    def run(self, *tensors: Any, **batch: Any) -> Any:
         """Run one batch; arguments, result and errors are those of GraphRunner's call.
 
         Returns:
             Valid until the next call of any member of the pool, unless ``compilation.outputs`` is ``clone``.
         """
-        return self.runner(**batch)
+        return self.runner(*tensors, **batch)
 
     def replan(self, **options: Any) -> ReplanReport:
         """Exchange graphs for those that the batches since the last time deserve, see GraphRunner.replan."""

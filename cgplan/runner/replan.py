@@ -59,6 +59,7 @@ def time_on_padding(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[Key, tupl
             times = found[mode, descriptor] = ([], [])
             for call, rounds in (1 + REPEATS) * list(zip(ways, times, strict=True)):  # in turns
                 kept.restore(between_keys=True)
+                graphed.announce(mode, descriptor)
                 rounds += backend.time_calls(call, 1)[0]
             for rounds in times:
                 del rounds[0]  # it warmed up

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
-from cgplan.buffers.batch import BatchReader
+from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
 from cgplan.errors import CgplanError, InputError
@@ -24,6 +24,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.dispatcher import Modes, set_of_modes
+from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
@@ -33,6 +34,7 @@ from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
+from cgplan.units import counted, format_bytes
 
 MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -109,6 +111,13 @@ class GraphRunner:
         self.stats.plan = self.plan
         self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
 
+    def __str__(self) -> str:
+        """What is captured, and how batches ran; six lines."""
+        plan, cost, inputs = self.plan, format_bytes(self.report.total_bytes), ", ".join(self.config.tensors)
+        sizes = f"{counted(len(plan.keys), 'graph')}, sizes {describe_sizes(plan.capture_sizes)}; {cost}"
+        head = f"{self._name} on {self.backend.device} ({self._state}): {plan.mode}, {sizes}"
+        return f"{head}\ninputs: {inputs}\n{self.stats}"
+
     @property
     def report(self) -> CaptureReport:
         """What the captures cost, those since the session included."""
@@ -144,7 +153,7 @@ class GraphRunner:
 
     def __call__(
         self,
-        *,
+        *tensors: Tensor,
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
@@ -153,8 +162,9 @@ class GraphRunner:
         """Run one batch.
 
         Args:
-            inputs: Every declared input and metadata tensor, by name, unpadded, on the runner's device or on the host.
-                Host tensors may be written to as soon as the call has returned.
+            tensors: The first inputs, in the order of their declaration.
+            inputs: Every other declared input, and the metadata, by name. All are unpadded, on the runner's device or
+                on the host. Host tensors may be written to as soon as the call has returned.
             uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query length of 1 it
                 follows from the counts; for a longer one the batch is taken as mixed.
             num_active_loras: Distinct adapters in the batch.
@@ -171,6 +181,8 @@ class GraphRunner:
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
             CgplanError: the runner is closed, or another call is under way.
         """
+        if tensors:
+            inputs = self._by_name(tensors, inputs)
         if not self._use.acquire(False):  # see Note [The hot path] in prepared.py
             raise self._use.under_way(self._name)
         try:
@@ -205,6 +217,15 @@ class GraphRunner:
             return output
         finally:
             self._use.release()
+
+    def _by_name(self, tensors: Values, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        given = dict(zip(names := self.config.inputs, tensors, strict=False))
+        if len(given) < len(tensors) or given.keys() & inputs:
+            raise InputError(
+                f"{len(tensors)} tensors by position and {', '.join(inputs) or 'none'} by name do not fit the inputs",
+                remedy=f"Pass inputs by position in the order {', '.join(names)}, or by name; metadata by name.",
+            )
+        return given | inputs
 
     def _prepare(
         self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
@@ -319,9 +340,25 @@ class GraphRunner:
             _keep(self._staged, counts, staged)
         return staged
 
+    def padded(
+        self, num_tokens: int, *sizes: int, uniform_decode: bool | None = None, num_active_loras: int = 0
+    ) -> int | None:
+        """Tokens of the key that serves a batch, to which a call pads it; None if the batch would run eagerly.
+
+        Nothing runs. With ``capture_policy: lazy`` it is the key that the next such call captures. Without
+        ``uniform_decode`` each token counts as a request. ``sizes`` are those of the other named dimensions, of which
+        ``route`` tells the padded ones. Raises InputError as a call does.
+        """
+        self._check_open()
+        batch = Batch(operator.index(num_tokens), None, sizes)
+        route = self._router.route(batch, uniform_decode, num_active_loras, None)
+        wanted = route.wanted if self._demand.may_capture(route) else None
+        mode, descriptor = wanted or (route.mode, route.descriptor)
+        return None if mode is CUDAGraphMode.NONE else descriptor.num_tokens
+
     def run_eagerly(
         self,
-        *,
+        *tensors: Tensor,
         padded: bool = True,
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
@@ -331,14 +368,16 @@ class GraphRunner:
 
         ``padded=False`` runs the tensors as they are, outside of the static buffers.
         """
+        if tensors:
+            inputs = self._by_name(tensors, inputs)
         with self._use.held(self._name):
             route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
             self._take_stream()
             tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
             values = self._pick(inputs)
             if route.mode is CUDAGraphMode.NONE or not padded:
-                tensors = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
-                return graphed.run_eager(route.unpadded, dict(tensors))
+                named = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
+                return graphed.run_eager(route.unpadded, dict(named))
             key = route.descriptor
             copier = self._copiers[key.sizes]
             copy = copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))

@@ -16,6 +16,7 @@ from cgplan.planning.plan import Mode
 from cgplan.runner.routing import RoutedBatch
 from cgplan.traffic.files import COLUMNS
 from cgplan.traffic.histogram import StepShape, Traffic
+from cgplan.units import counted, listed
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -173,6 +174,16 @@ class RunnerStats:
         for count in list(self._counts.values()):
             count.calls = 0
         self.timed_calls = self.timed_nanoseconds = 0
+
+    def __str__(self) -> str:
+        """Calls by graph and by the reason for none, and their tokens; four lines."""
+        graphs = listed([f"{mode} {key}: {n}" for (mode, key), n in self.replays.most_common()], 3)
+        reasons = listed([f"{reason}: {n}" for reason, n in self.eager.most_common()], 3)
+        return (
+            f"{counted(self.calls, 'call')}: {self.real_tokens} tokens, and {self.padded_rows} of padding\n"
+            f"by graphs: {graphs or 'none'}\neagerly: {reasons or 'none'}\n"
+            f"keys: {self.captures} captured, {self.evictions} evicted, {self.failures} failed"
+        )
 
     def table(self) -> str:
         """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic.

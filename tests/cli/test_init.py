@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from commands import good
 
 import cgplan
@@ -59,3 +60,38 @@ def test_init_does_not_pretend_where_the_forward_branches(home: Path) -> None:
     assert "in_features" not in text
     assert config.inputs["token_ids"].dtype == "int64"
     assert "the forward says int, but inputs are tensors" in text
+
+
+HUGGING_FACE = """{"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2,
+"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}"""
+
+
+def test_init_of_a_hugging_face_model_captures_as_it_is(home: Path) -> None:
+    pytest.importorskip("transformers")
+    (home / "tiny").mkdir()
+    (home / "tiny" / "config.json").write_text(HUGGING_FACE)
+    _, config = started(home, "tiny", "--kwargs", "{max_cache_len: 16}")
+    assert config.model is not None
+    assert (config.model.target, config.model.kwargs["config_file"]) == ("transformers", "tiny/config.json")
+    ids, positions = config.inputs.values()
+    assert (ids.dtype, ids.pad, ids.example) == ("int64", 0, (0, 61))
+    assert (positions.dtype, positions.pad, positions.example) == ("int64", -1, (0, 16)), "-1 writes nothing"
+    result = good("capture", "my.yaml", "--device", "cpu", "--json")
+    assert len(CaptureReport.model_validate_json(result.stdout).records) == 6
+    text, _ = started(home, "transformers", "--kwargs", "{config_file: tiny/config.json, max_cache_len: 16}")
+    assert text == (home / "my.yaml").read_text()
+
+
+def test_init_finds_a_model_in_the_cache_of_hugging_face(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from transformers.utils import hub
+
+    snapshot, refs = (home / "models--org--name" / part for part in ("snapshots/abc", "refs"))
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (snapshot / "config.json").write_text(HUGGING_FACE)
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(home))
+    _, config = started(home, "org/name")
+    assert config.model is not None
+    assert Path(config.model.kwargs["config_file"]) == snapshot / "config.json"

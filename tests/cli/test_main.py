@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -82,6 +83,13 @@ assert "torch" not in sys.modules
         ["inspect"],
         ["inspect", "run.json", "--config", "good.yaml"],
         ["inspect", "run.json", "--set", "device=cpu"],
+        ["inspect", "other.yaml", "--config", "good.yaml"],
+        ["capture"],
+        ["capture", "other.yaml", "--config", "good.yaml"],
+        ["bench", "other.yaml", "--config", "good.yaml"],
+        ["doctor", "other.yaml", "--config", "good.yaml"],
+        ["plan", "other.yaml", "--config", "good.yaml"],
+        ["plan", "good.yaml", "diff", "old.json", "new.json"],
         ["capture", "--config", "good.yaml", "--nonsense"],
         ["capture", "--config", "good.yaml", "--force"],
         ["bench", "--config", "good.yaml", "--seed", "1"],
@@ -224,7 +232,9 @@ def target(name: str) -> tuple[str, ...]:
         ("OutputPathError", (*PLAN, "--plot", "none/plan.svg"), ["cannot write none/plan.svg: No such file"]),
         ("OutputPathError", (*PLAN, "--plot", "it.svg", "--output", "./it.svg"), ["it.svg is to hold both"]),
         ("ReportError", (*PLAN, "--costs", ""), ["cannot read ."]),
-        ("ReportError", ("inspect", "good.yaml"), ["a configuration, it seems, which --config takes"]),
+        ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
+        ("ModelError", ("init", "no/model"), ["no/model is neither a target nor a Hugging Face model on this machine"]),
+        ("ModelError", ("init", "."), ["name a folder with a config.json"]),
         ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["a configuration, it seems"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -244,3 +254,16 @@ def test_no_gpu(home: Path) -> None:
     message = refused(errors.BackendError, *CAPTURE, "--device", "cuda")
     assert "torch sees no GPU" in message
     assert "device: cpu" in message
+
+
+@pytest.mark.parametrize("command", ["capture", "bench", "doctor", "inspect", "plan"])
+def test_a_configuration_may_stand_without_its_option(home: Path, command: str) -> None:
+    def shown(*arguments: str) -> Any:
+        report = json.loads(good(command, *arguments, "--json").stdout)
+        plan = report.get("capture", report).get("plan", report)
+        return plan["keys"], plan["config_hash"]
+
+    wanted = shown("--config", "good.yaml")
+    assert shown("good.yaml") == wanted
+    assert shown("good.yaml", "--config", "good.yaml") == wanted
+    assert shown("good.yaml", "--set", "compilation.cudagraph_capture_sizes=[2]") != wanted

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,6 +135,52 @@ def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> Non
 )  # fmt: skip
 def test_paddings_that_fit(dtype: str, pad: float) -> None:
     assert validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": dtype, "pad": pad}}}).inputs["x"]
+
+
+def test_inputs_in_short() -> None:
+    given = {
+        "x": ["num_tokens", "int32", -1],
+        "y": (("num_tokens", 8), "torch.float32", 0.5),
+        "z": ["num_reqs + 1", "int64", "last"],
+    }
+    found = validate_config({"inputs": given, "metadata": {"m": [[3], "bool", False]}})
+    assert found.inputs == {
+        "x": Input(shape=("num_tokens",), dtype="int32", pad=-1),
+        "y": Input(shape=("num_tokens", 8), dtype="float32", pad=0.5),
+        "z": Input(shape=("num_reqs + 1",), dtype="int64", pad="last"),
+    }
+    assert found.metadata["m"].shape == (3,)
+    assert validate_config(found.model_dump(mode="json")) == found
+
+
+@pytest.mark.parametrize(
+    ("short", "expected"),
+    [
+        (["num_tokens", "int32"], "expected shape, dtype and pad, as in [num_tokens, int32, -1]"),
+        (["num_tokens", 8, "float32", 0], "expected shape, dtype and pad"),
+        (["num_tokens", "int33", 0], "found 'int33'"),
+        (["num_tokens", "int32", 0.5], "pad 0.5 is not a value of dtype int32"),
+        (["num_token", "int32", 0], "did you mean 'num_tokens'?"),
+    ],
+)
+def test_inputs_in_short_that_cannot_be(short: list[Any], expected: str) -> None:
+    for section in ("inputs", "metadata"):
+        with pytest.raises(ConfigError) as caught:
+            validate_config({section: {"x": short}})
+        assert expected in caught.value.message
+        assert "x" in caught.value.message
+
+
+def test_inputs_like_a_tensor() -> None:
+    tensor = torch.zeros(3, 5, dtype=torch.int32)
+    assert Input.like(tensor, pad=-1) == Input(shape=("num_tokens", 5), dtype="int32", pad=-1)
+    assert Input.like(tensor, -1, pad=0, symbol="2 * num_reqs").shape == (3, "2 * num_reqs")
+    with pytest.raises(ConfigError, match="no dimension 2 that could count num_tokens"):
+        Input.like(tensor, rows=2, pad=0)
+    with pytest.raises(ConfigError, match=r"no dimension 0"):
+        Input.like(torch.tensor(1.0), pad=0)
+    with pytest.raises(ConfigError, match=r"pad 0\.5 is not a value of dtype int32"):
+        Input.like(tensor, pad=0.5)
 
 
 TEXT = {

@@ -91,6 +91,8 @@ def test_the_box_with_the_fewest_elements_serves(backend: GraphBackend) -> None:
         boxes = {(1, 16): (1, 64), (2, 16): (8, 16), (1, 17): (1, 64), (2, 17): (8, 64)}
         for asked, box in boxes.items():
             assert runner.route(batch(backend, *asked)).descriptor.box == box
+            assert runner.padded(*asked) == box[0]
+        assert runner.padded(1, 65) is None
         with pytest.raises(DispatchMissError, match="a batch of 1 x 65 tokens: larger than the largest"):
             runner(**batch(backend, 1, 65))
         assert "1x64" in str(runner.report)

@@ -794,3 +794,74 @@ def test_what_a_forward_keeps_is_no_state_that_could_move(backend: GraphBackend)
     model.weight.data = torch.full((2,), 5.0, device=backend.device)
     with pytest.raises(AddressError, match=r"model\.weight"):
         runner(x=batch(backend, 1))
+
+
+# --- for engines ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_inputs_by_position_and_by_name_are_the_same_batch(backend: GraphBackend, policy: str) -> None:
+    def model(x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale[:, None] + get_forward_context().metadata["shift"][:, None]
+
+    runner = open_runner(
+        backend,
+        model,
+        {"x": X, "scale": ROWS},
+        compilation={"capture_policy": policy},
+        metadata={"shift": {"shape": ["num_tokens"], "dtype": "float32", "pad": 0}},
+    )
+    x, device = torch.randn(3, 2, device=backend.device), backend.device
+    scale, shift = rows(1, 2, 3, device=device), rows(4, 5, 6, device=device)
+    wanted = x * scale[:, None] + shift[:, None]
+    for _ in range(2):
+        same(runner(x, scale, shift=shift), wanted)
+        same(runner(x, shift=shift, scale=scale), wanted)
+        same(runner(shift=shift, scale=scale, x=x), wanted)
+        same(runner.run_eagerly(x, scale, shift=shift), wanted)
+    assert [key[1].num_tokens for key in runner.stats.replays] == [4]
+    for wrong, named in (((x, scale, shift), {}), ((x,), {"x": x, "scale": scale}), ((x, scale), {"scale": scale})):
+        with pytest.raises(InputError, match=f"{len(wrong)} tensors by position") as caught:
+            runner(*wrong, **named, **({} if len(wrong) == 3 else {"shift": shift}))
+        assert "in the order x, scale" in caught.value.remedy
+    with pytest.raises(InputError, match="'shift' is missing"):
+        runner(x, scale)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "NONE"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_padded_tells_what_a_call_computes(backend: GraphBackend, mode: str, policy: str) -> None:
+    runner = open_runner(
+        backend,
+        lambda x: x * 2,
+        sizes=[2, 4, 8, 16],
+        compilation={"cudagraph_mode": mode, "capture_policy": policy},
+        speculative={"num_speculative_tokens": 1},
+    )
+    for count, uniform in ((1, False), (3, False), (2, True), (6, True), (16, True), (17, False), (18, True)):
+        captured = runner.plan.keys
+        padded = runner.padded(count, uniform_decode=uniform)
+        assert runner.plan.keys == captured
+        runner.stats.reset()
+        runner(x=torch.ones(count, 2, device=backend.device), uniform_decode=uniform)
+        assert [key.num_tokens for _, key in runner.stats.replays] == ([] if padded is None else [padded])
+        with runner.no_capture():
+            assert runner.padded(count, uniform_decode=uniform) == padded
+    with pytest.raises(InputError, match="not whole requests of 2"):
+        runner.padded(3, uniform_decode=True)
+    runner.close()
+    with pytest.raises(CgplanError, match="closed"):
+        runner.padded(1)
+
+
+def test_a_runner_says_what_it_is(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2)
+    for count in (1, 3, 9):
+        runner(x=torch.ones(count, 2, device=backend.device))
+    lines = str(runner).splitlines()
+    assert len(lines) <= 8
+    assert lines[0].startswith(f"runner on {backend.device} (open): FULL, 3 graphs, sizes 2, 4, 8; ")
+    assert lines[1] == "inputs: x"
+    assert "\n".join(lines[2:]) == str(runner.stats)
+    runner.close()
+    assert "(closed)" in str(runner)

@@ -436,3 +436,23 @@ def test_ranges_are_named_by_key(backend: GraphBackend, monkeypatch: pytest.Monk
     lengths = torch.ones(3, dtype=torch.int64, device=backend.device)
     assert torch.equal(runner(x=x, lengths=lengths), x * 2)
     assert runner.stats.calls == 7
+
+
+def test_stats_in_a_few_lines(backend: GraphBackend) -> None:
+    specs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    runner = cgplan.capture(
+        lambda x: x + 1, specs, compilation={"cudagraph_capture_sizes": [2, 4]}, device=backend.device
+    )
+    assert str(runner.stats).splitlines() == [
+        "0 calls: 0 tokens, and 0 of padding",
+        "by graphs: none",
+        "eagerly: none",
+        "keys: 2 captured, 0 evicted, 0 failed",
+    ]
+    for count in (1, 3, 3, 5):
+        runner(torch.ones(count, 2, device=backend.device))
+    assert str(runner.stats).splitlines()[:3] == [
+        "4 calls: 12 tokens, and 3 of padding",
+        "by graphs: FULL num_tokens=4 num_reqs=4: 2, FULL num_tokens=2 num_reqs=2: 1",
+        "eagerly: larger than the largest capture size: 1",
+    ]

@@ -6,20 +6,15 @@ from torch import nn
 import cgplan
 
 
-class Encoder(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.conv = nn.Conv1d(80, width, 3, padding=1)  # looks at neighbours: the mask hides padding
-
+class Encoder(nn.Conv1d):  # looks at neighbours: the mask hides padding
     def forward(self, banks, mask):
-        return self.conv((banks * mask[..., None]).transpose(1, 2)).transpose(1, 2).relu()
+        return super().forward((banks * mask[..., None]).transpose(1, 2)).transpose(1, 2).relu()
 
 
 class Predictor(nn.Module):
-    def __init__(self, width=64, tokens=30):
+    def __init__(self):
         super().__init__()
-        self.embed, self.cell = nn.Embedding(tokens, width), nn.GRUCell(width, width)
-        self.head = nn.Linear(width, tokens)
+        self.embed, self.cell, self.head = nn.Embedding(30, 64), nn.GRUCell(64, 64), nn.Linear(64, 30)
 
     def forward(self, frame, token, state):
         state = torch.where((token > 0)[:, None], self.cell(self.embed(token), state), state)
@@ -36,12 +31,10 @@ def graphed(net):
 
 
 def batches(device):
-    for rows in (1, 3):
-        frame = torch.randn(rows, 64, device=device)
-        yield (frame, torch.zeros(rows, dtype=torch.long, device=device), torch.zeros_like(frame)), {}
+    frame = torch.randn(3, 64, device=device)
+    yield (frame, torch.zeros(3, dtype=torch.long, device=device), torch.zeros_like(frame)), {}
 
 
-@torch.no_grad()
 def transcribe(encoder, predictor, banks, mask):
     frames, token, said = encoder(banks, mask).unbind(1), mask[:, 0].long() * 0, []
     state = torch.zeros_like(frames[0])
@@ -53,7 +46,7 @@ def transcribe(encoder, predictor, banks, mask):
 
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    predictor, encoder = model(device), Encoder().to(device).eval()
+    predictor, encoder = model(device), Encoder(80, 64, 3, padding=1).to(device).eval()
     shape = {0: cgplan.Dim("batch", max=4), 1: cgplan.Dim("frames", max=64, multiple_of=16)}
     fast = cgplan.graphed(encoder, dynamic={"banks": shape, "mask": shape})
     for rows, frames in ((1, 20), (3, 50)):
