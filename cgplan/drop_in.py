@@ -31,7 +31,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 
-from cgplan.backends import select_backend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import current_forward_context
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Dim, Extent, Input, validate_config
@@ -134,10 +134,9 @@ def _named(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 def _share(module: nn.Module, model: object) -> None:
     """Give a module the parameters, buffers and modules of another one, under the same names."""
-    names = (
-        ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set") if isinstance(model, nn.Module) else ()
-    )
-    module.__dict__.update({name: vars(model)[name] for name in names})
+    if isinstance(model, nn.Module):
+        held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+        module.__dict__.update({name: vars(model)[name] for name in held})
 
 
 class _ByName(nn.Module):
@@ -187,7 +186,6 @@ class _Kind:
         runner: Absent until the padding is proven.
     """
 
-    __graph_memory__ = True  # no state of a model that holds a Graphed
     runner: GraphRunner
 
     def __init__(self, forward: _ByName, specs: dict[str, Input], device: torch.device) -> None:
@@ -238,28 +236,38 @@ class _Proof:
     OutputShapeError for outputs whose shapes do not follow from sizes of the batch.
     """
 
-    def __init__(self, kind: _Kind, batch: Mapping[str, Tensor], device: torch.device) -> None:
-        self.kind, self.batch, self.device = kind, batch, device
+    def __init__(self, kind: _Kind, batch: Mapping[str, Tensor], backend: GraphBackend) -> None:
+        self.kind, self.batch, self.backend = kind, batch, backend
         self.real, self.padded = kind.sizes_of(batch), dict[str, int]()
         for name, dim in kind.dims.items():
-            sizes = sizes_of(dim)
-            to = next((size for size in sizes if size >= self.real[name]), sizes[-1])
-            if self.real[name] >= to > dim.min:  # no padding for it, or too large: a part of it is padded
-                self.real[name] = to - 1
-            self.padded[name] = to if to > self.real[name] else next((size for size in sizes if size > to), to)
-            self.real[name] = min(self.real[name], self.padded[name])
-        self.state, self.written, self.draws = ModelState.of({"model": kind.forward}, device), list[str](), False
-        self.shapes: list[list[int | str]] = []
+            size, sizes = self.real[name], sizes_of(dim)
+            larger = next((n for n in sizes if n > size), None)
+            # A length without a bound may be the longest that the model takes, so it is padded no further.
+            if larger is not None and not (size in sizes and name in kind.grows and name != kind.names[0]):
+                self.padded[name] = larger
+                continue
+            self.padded[name] = min(size, sizes[-1])
+            self.real[name] = max(self.padded[name] - 1, min(dim.min, self.padded[name]))
+            others = set(kind.varying([n for n in kind.names if n != name])) - set(kind.varying([name]))
+            if self.real[name] < size and not all(batch[n].is_floating_point() for n in others):
+                # indices may point at what is left out
+                raise InputError(
+                    f"no padding can be tried for {name}: the first batch has the largest size, {size}",
+                    remedy="Teach by a smaller batch: example=(...).",
+                )
+        self.state = ModelState.of({"model": kind.forward}, backend.device)
+        self.written, self.shapes, self.draws = list[str](), list[list[int | str]](), False
 
     def prove(self, pinned: Collection[str]) -> tuple[Any, ...]:
         """The output's form. ``pinned``: inputs whose padding is what was asked for, and nothing else."""
         kind, real = self.kind, self.real
-        checks = look(lambda: self.run(real, restores=False), self.state, 1 << 32).checks
+        limit = (self.backend.memory().free or 4 << 30) // 4
+        checks = look(lambda: self.run(real, restores=False), self.state, limit).checks
         with self.state.noting_capture():  # what is made once, on first use, stays
             self.run(real, restores=False)
         self.state.restore()
         outcome = [self.state.places.get(path) for path, (_, how) in self.state.outcome.items() if how != "new"]
-        self.written = [p.path for p in outcome if p and isinstance(p.value, Tensor) and p.value.nbytes < 1 << 30]
+        self.written = [p.path for p in outcome if p and isinstance(p.value, Tensor) and p.value.nbytes < limit // 4]
         form, alone, kept = self.run(real)
         self.shapes = [list(leaf.shape) for leaf in alone]
         grown = [name for name in self.padded if self.padded[name] > real[name]]
@@ -311,10 +319,11 @@ class _Proof:
             value: Any = (values or {}).get(name, spec.pad)
             tensors.append(part.new_full(_at(spec.extents, sizes), value))
             tensors[-1][tuple(map(slice, part.shape))] = part
-        is_cuda = self.device.type == "cuda"
-        default = torch.cuda.default_generators[self.device.index or 0] if is_cuda else torch.default_generator
+        device = self.backend.device
+        cuda = torch.cuda.default_generators
+        default = cuda[device.index or 0] if device.type == "cuda" else torch.default_generator
         generators = (default, *self.state.generators)
-        with torch.no_grad(), random_state_kept(self.device, self.state.generators):
+        with torch.no_grad(), random_state_kept(device, self.state.generators):
             before = [generator.get_state() for generator in generators]
             try:
                 form, leaves = self.kind.forward.flat(tensors)
@@ -331,6 +340,7 @@ class _Proof:
                 ) from error
             finally:
                 if restores:
+                    self.backend.synchronize()
                     self.state.restore()
 
     def infer(self, alone: Sequence[Tensor], base: Sequence[Tensor], name: str, *, same: bool) -> None:
@@ -379,6 +389,20 @@ def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], *, exact: bo
     return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) else None
 
 
+@dataclasses.dataclass
+class _Learnt:
+    """What a Graphed has learnt of calls, and its graphs."""
+
+    __graph_memory__ = True  # no state of a model that holds a Graphed
+    pool: GraphPool | None = None
+    autocasts: Callable[[], bool] = bool  # whether autocast is on for the device
+    kinds: list[_Kind] = dataclasses.field(default_factory=list)
+    calls: dict[tuple[Any, ...], tuple[GraphRunner, list[str], tuple[Any, ...] | None]] = dataclasses.field(
+        default_factory=dict
+    )
+    eager: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
 class Graphed(nn.Module):
     """A model that runs by captured graphs; ``graphed`` makes it, and says what its settings are.
 
@@ -388,15 +412,8 @@ class Graphed(nn.Module):
     the model and the settings. It owns graphs, pool and static buffers, not the model.
     """
 
-    _wrapped: Callable[..., Any]
-    _module: nn.Module
+    _learnt: _Learnt
     _signature: inspect.Signature
-    _settings: dict[str, Any]
-    _kinds: list[_Kind]
-    _calls: dict[tuple[Any, ...], tuple[GraphRunner, list[str], tuple[Any, ...] | None]]
-    _pool: GraphPool | None
-    _autocast: Callable[[], object]
-    _eager: Counter[str]
 
     def __init__(self, model: Callable[..., Any], settings: dict[str, Any]) -> None:
         super().__init__()
@@ -404,8 +421,8 @@ class Graphed(nn.Module):
         called = module.forward if module is model else model
         _share(self, module)
         self.__dict__.update(
-            _wrapped=model, _module=module, _settings=settings, _signature=inspect.signature(called), _kinds=[],
-            _calls={}, _pool=None, _autocast=object, _eager=Counter(), training=module.training,
+            _wrapped=model, _module=module, _settings=settings, _signature=inspect.signature(called),
+            _learnt=_Learnt(), training=module.training,
             forward=functools.update_wrapper(functools.partial(Graphed.forward, self), called),
         )  # fmt: skip
         if module is not model:
@@ -430,19 +447,23 @@ class Graphed(nn.Module):
         if kwargs:
             _flatten(kwargs.values(), form, tensors)
         asks = torch.is_grad_enabled() and True in map(_asks_grad, tensors)
-        form += asks, self._autocast()
+        learnt, kind = self._learnt, None
+        form += asks, learnt.autocasts() and self._autocast()
         key = (*form, *map(_shape, tensors), *map(_dtype, tensors), *map(Tensor.get_device, tensors))
-        call, kind = self._calls.get(key), None
+        call = learnt.calls.get(key)
         if call is None or self._module.training or current_forward_context() is not None:
             if (why := self._why_eager(tensors, asks=asks)) is not None:
-                self._eager[why] += 1
+                learnt.eager[why] += 1
                 return self._wrapped(*args, **kwargs)
+            if learnt.pool is None:
+                self._take_device(tensors)
+                return Graphed.forward(self, *args, **kwargs)  # autocast is asked for this device
             kind, names = self._prepare(args, kwargs, "the first call")
             self._make_room(kind, dict(zip(names, tensors, strict=True)))
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
+            if len(learnt.calls) >= _MOST_CALLS:
+                learnt.calls.clear()
             returns = kind.forward.returns
-            call = self._calls[key] = kind.runner, names, None if returns == (Tensor,) else returns
+            call = learnt.calls[key] = kind.runner, names, None if returns == (Tensor,) else returns
         runner, names, made = call
         inputs: dict[str, Any] = dict(zip(names, tensors, strict=True))
         output = runner(**inputs)
@@ -457,7 +478,7 @@ class Graphed(nn.Module):
         """Why a call runs by the model's own code; None where it does not."""
         if self._module.training:
             why = "the model is in training mode; call .eval() for graphs"
-            if not self._eager[why]:
+            if not self._learnt.eager[why]:
                 logger.warning("%s: %s", self._name, why)
             return why
         if current_forward_context() is not None:
@@ -474,59 +495,54 @@ class Graphed(nn.Module):
         """The kind of a call, its runner open and large enough, and the names of the tensors in the call's order."""
         given, tensors = list[Any](), list[Tensor]()
         _flatten([(args, kwargs)], given, tensors)
-        self._take_device(tensors)
+        if self._learnt.pool is None:
+            self._take_device(tensors)
         marks = [torch.empty(0) for _ in tensors]  # a tensor may come twice in a call, and a mark does not
         parts = iter(given)
         args, kwargs = _rebuild(next(parts), parts, iter(marks))
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         form, ordered = list[Any](), list[Tensor]()
         _flatten([arguments], form, ordered)
-        form.append(self._autocast())
+        form.append(self._learnt.autocasts() and self._autocast())
         starred = {n for n, parameter in self._signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
         pairs = [pair for n, value in arguments.items() for pair in _named(value, "" if n in starred else n)]
         name_of = {id(mark): name + "_" * (name in _RESERVED) for name, mark in pairs}
         tensor_of = {id(mark): tensor for mark, tensor in zip(marks, tensors, strict=True)}
         named = {name_of[id(mark)]: tensor_of[id(mark)] for mark in ordered}
-        kind = next((kind for kind in self._kinds if kind.fits(form, named)), None)
+        kind = next((kind for kind in self._learnt.kinds if kind.fits(form, named)), None)
         if kind is None:
             kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form)), named, origin)
         elif grown := [name for name in kind.grows if kind.sizes_of(named)[name] > kind.dims[name].top]:
             kind.dims |= {name: self._dim(kind, name, kind.sizes_of(named)[name]) for name in grown}
-            self._calls.clear()
-            kind.runner.close()
+            self._drop(kind)
             self._open(kind)
         return kind, [name_of[id(mark)] for mark in marks]
 
-    def _take_device(self, tensors: Sequence[Tensor]) -> GraphPool:
-        """The pool of all runners, on the device of the model or of the first batch."""
-        if self._pool is None:
-            held = [*self._module.parameters(), *self._module.buffers(), *tensors]
-            device = next((t.device for t in held if t.device.type != "cpu"), held[0].device)
-            pool = GraphPool(select_backend(str(self._settings["device"] or device)))
-            self.__dict__.update(_pool=pool, _autocast=functools.partial(_autocast, pool.backend.device.type))
-        assert self._pool is not None
-        return self._pool
+    def _take_device(self, tensors: Sequence[Tensor]) -> None:
+        """Make the pool of all runners, on the device of the model or of the first batch."""
+        held = [*self._module.parameters(), *self._module.buffers(), *tensors]
+        device = next((t.device for t in held if t.device.type != "cpu"), held[0].device)
+        self._learnt.pool = pool = GraphPool(select_backend(str(self._settings["device"] or device)))
+        self._learnt.autocasts = functools.partial(torch.is_autocast_enabled, pool.backend.device.type)
 
     def _learn(self, forward: _ByName, named: dict[str, Tensor], origin: str) -> _Kind:
         """Infer what a new kind of calls needs, prove its padding, and open its runner."""
-        device, pads = self._take_device(()).backend.device, self._settings["pad"] or {}
-        named = {n: tensor.to(device) if tensor.device.type == "cpu" else tensor for n, tensor in named.items()}
+        assert self._learnt.pool is not None
+        backend, pads = self._learnt.pool.backend, self._settings["pad"] or {}
+        named = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
         shapes, said = self._vary(named)
         specs = {n: Input(shape=shapes[n], dtype=t.dtype, pad=pads.get(n, 0)) for n, t in named.items()}
-        kind = _Kind(forward, specs, device)
+        kind = _Kind(forward, specs, backend.device)
         kind.notes = [f"{n}: {s.dtype} [{', '.join(map(str, s.shape))}], from {origin}" for n, s in specs.items()]
         kind.notes.append(said)
         for name, size in kind.sizes_of(named).items():
             kind.dims[name] = self._dim(kind, name, size)
-        if said is _NOTHING_VARIES:
-            kind.dims = {
-                name: Dim(name, min=size, max=size, sizes=(size,)) for name, size in kind.sizes_of(named).items()
-            }
-        kind.forward.returns = _Proof(kind, named, device).prove(pads)
+            if said is _NOTHING_VARIES:
+                kind.dims[name] = Dim(name, min=size, max=size, sizes=(size,))
+        kind.forward.returns = _Proof(kind, named, backend).prove(pads)
+        while len(self._learnt.kinds) >= self._settings["max_graphs"]:
+            self._drop(min(self._learnt.kinds, key=lambda kind: kind.runner.stats.calls))
         self._open(kind)
-        while len(self._kinds) >= self._settings["max_graphs"]:
-            self._drop(min(self._kinds, key=lambda kind: kind.runner.stats.calls))
-        self._kinds.append(kind)
         return kind
 
     def _vary(self, named: Mapping[str, Tensor]) -> tuple[dict[str, list[int | str]], str]:
@@ -572,8 +588,8 @@ class Graphed(nn.Module):
 
     def _open(self, kind: _Kind) -> None:
         """Give a kind its runner, for its present sizes."""
-        pool = self._take_device(())
-        compilation = {"capture_policy": "lazy", "outputs": self._settings["outputs"]}
+        assert self._learnt.pool is not None
+        pool, compilation = self._learnt.pool, {"capture_policy": "lazy", "outputs": self._settings["outputs"]}
         config = validate_config({
             "model": {"output_shapes": kind.outputs},
             "dims": kind.dims,
@@ -584,27 +600,32 @@ class Graphed(nn.Module):
         })  # fmt: skip
         plan = build_plan(config)
         kind.runner = CaptureSession(plan, kind.forward, pool.backend, config, pool=pool, name=self._name).run()
+        self._learnt.kinds.append(kind)
 
     def _make_room(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> None:
         """Free the least used graphs where a batch is about to have one more captured than there may be."""
         wanted = kind.runner.route(inputs).wanted
         failed = {(failed.mode, failed.descriptor) for failed in kind.runner.report.failed}
         while wanted is not None and wanted not in failed:
-            graphs = [(other, key) for other in self._kinds for key in other.runner.plan.keys]
+            graphs = [(other, key) for other in self._learnt.kinds for key in other.runner.plan.keys]
             if len(graphs) < self._settings["max_graphs"]:
                 break
             least, key = min(graphs, key=lambda graph: graph[0].runner.stats.replays[graph[1]])
             if not any(runner.stats.evictions for runner in self.runners):
                 logger.warning("%s: calls ask for more than %s graphs; the least used go", self._name, len(graphs))
-            self._calls.clear()
+            self._learnt.calls.clear()
             least.runner.evict([key])
             if least is not kind and not least.runner.plan.keys:
                 self._drop(least)
 
     def _drop(self, kind: _Kind) -> None:
-        self._calls.clear()
-        self._kinds.remove(kind)
+        self._learnt.calls.clear()
+        self._learnt.kinds.remove(kind)
         kind.runner.close()
+
+    def _autocast(self) -> torch.dtype:
+        assert self._learnt.pool is not None
+        return torch.get_autocast_dtype(self._learnt.pool.backend.device.type)
 
     @property
     def _name(self) -> str:
@@ -613,7 +634,9 @@ class Graphed(nn.Module):
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
         """The runner of each kind of calls, most calls first. Freed graphs close them."""
-        return tuple(sorted((k.runner for k in self._kinds), key=lambda runner: runner.stats.calls, reverse=True))
+        return tuple(
+            sorted((k.runner for k in self._learnt.kinds), key=lambda runner: runner.stats.calls, reverse=True)
+        )
 
     @property
     def report(self) -> CaptureReport:
@@ -627,14 +650,12 @@ class Graphed(nn.Module):
         lines = [
             f"{self._name}: {sum(len(r.plan.keys) for r in self.runners)} of {self._settings['max_graphs']} graphs"
         ]
-        eager = [(calls, why) for why, calls in self._eager.items()]
-        for kind in self._kinds:
+        eager = [(calls, why) for why, calls in self._learnt.eager.items()]
+        for kind in self._learnt.kinds:
             boxes = [(key.num_tokens, *key.sizes) for _, key in reversed(kind.runner.plan.keys)]
             sizes = ", ".join("x".join(map(str, box)) for box in boxes)
-            lines += [
-                f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}",
-                *(f"  {note}" for note in kind.notes),
-            ]
+            lines.append(f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}")
+            lines += [f"  {note}" for note in kind.notes]
             lines += [f"  not captured: {failed.descriptor}: {failed.detail}" for failed in kind.runner.report.failed]
             eager += [(calls, str(why)) for why, calls in kind.runner.stats.eager.items()]
         if any(p.requires_grad for p in self._module.parameters()):
@@ -646,7 +667,7 @@ class Graphed(nn.Module):
         what was inferred, and from what. Raises CgplanError before the first call.
         """
         assert self.report
-        kind = next(kind for kind in self._kinds if kind.runner is self.runners[0])
+        kind = next(kind for kind in self._learnt.kinds if kind.runner is self.runners[0])
         config, target = self.runners[0].config, _target(self._wrapped)
         values = config.model_dump(mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}})
         values["model"] = {**({"target": target} if target else {}), **values.get("model", {})}
@@ -662,9 +683,9 @@ class Graphed(nn.Module):
 
     def recapture(self) -> None:
         """Free all graphs; calls capture them again as they need them."""
-        for kind in list(self._kinds):
+        for kind in list(self._learnt.kinds):
             self._drop(kind)
-        self.__dict__.update(_pool=None, _autocast=object)
+        self.__dict__["_learnt"] = _Learnt(eager=self._learnt.eager)
 
     def __getattr__(self, name: str) -> Any:
         with suppress(AttributeError):
@@ -676,6 +697,9 @@ class Graphed(nn.Module):
         self.recapture()
 
     def __reduce__(self) -> Any:
+        name = getattr(self._wrapped, "__qualname__", "")  # a decorated function is a global of this name
+        if name and getattr(sys.modules.get(self._wrapped.__module__), name, None) is self:
+            return name
         return Graphed, (self._wrapped, {**self._settings, "example": None})
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Graphed:
@@ -696,10 +720,6 @@ class Graphed(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
         return self._module.load_state_dict(*args, **kwargs)
-
-
-def _autocast(device: str) -> object:
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
 def _target(model: Any) -> str | None:

@@ -37,6 +37,11 @@ class Scene:
     scale: float = 2.0
 
 
+@cgplan.graphed
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -253,6 +258,21 @@ def test_two_dimensions(backend: GraphBackend, kind: str) -> None:
     assert not g.runners[0].stats.eager
     assert "output 0: [batch, 4]" in g.explain()
     assert "output 1: [batch, length, 4]" in g.explain()
+
+
+def test_indices_may_not_point_behind_a_batch_that_is_cut_for_the_proof(backend: GraphBackend) -> None:
+    def gathered(atoms: Tensor, edges: Tensor) -> Tensor:
+        return torch.zeros_like(atoms).index_add(0, edges[1], atoms[edges[0]]) * 0 + atoms
+
+    dims = {"atoms": {0: cgplan.Dim("atoms", max=4)}, "edges": {1: cgplan.Dim("edges", max=8)}}
+    g = cgplan.graphed(gathered, dynamic=dims)
+    full = torch.tensor([[3, 0, 1], [0, 3, 2]], device=backend.device)
+    with pytest.raises(InputError, match="no padding can be tried for atoms"):
+        g(rows(backend, 4), full)
+    x = rows(backend, 3)
+    close(g(x, full.clamp(max=2)), x)
+    x = rows(backend, 4)
+    close(g(x, full), x)
 
 
 def test_nothing_varies_with_an_empty_dynamic(backend: GraphBackend) -> None:
@@ -489,6 +509,7 @@ def test_copies_and_pickles_have_no_graphs(backend: GraphBackend, net: Net) -> N
         assert other.inner is not net.inner
         close(other(x), net(x))
         assert sizes(other) == {4}
+    assert pickle.loads(pickle.dumps(doubled)) is doubled
     with pytest.raises(CgplanError, match="has no graphs"):
         _ = cgplan.graphed(net).report
 
@@ -511,6 +532,10 @@ def test_inside_another_runner_the_model_itself_runs(backend: GraphBackend, net:
         compilation={"cudagraph_capture_sizes": [4]},
         device=str(backend.device),
     )
+    close(outer(input=x), net(x))
+    assert not [warning for warning in outer.report.warnings if "changes" in warning]
+    g.recapture()
+    close(g(x), net(x))
     close(outer(input=x), net(x))
 
 
