@@ -291,6 +291,8 @@ def test_wrong_dynamic(backend: GraphBackend) -> None:
         cgplan.graphed(lambda x: x, dynamic={"x": {7: "batch"}})(rows(backend, 2))
     with pytest.raises(ConfigError, match="names no dimension"):
         cgplan.graphed(lambda x: x, dynamic={"x": {0: torch.export.Dim.AUTO}})
+    with pytest.raises(ConfigError, match="batch has a Dim, and sizes"):
+        cgplan.graphed(lambda x: x, sizes=[2], dynamic={"x": {0: cgplan.Dim("batch", max=4)}})(rows(backend, 2))
     with pytest.raises(ConfigError, match="dynamic names 'y'"):
         cgplan.graphed(lambda x: x, dynamic={"y": {0: "batch"}})
 
@@ -602,6 +604,30 @@ def test_borrowed_outputs(backend: GraphBackend, net: Net) -> None:
     found = g(x)
     g(y)
     close(found, net(y))
+
+
+def test_calls_in_inference_mode(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    with torch.inference_mode():
+        close(g(x), net(x))
+    close(g(x), net(x))
+    with torch.inference_mode():
+        close(g(rows(backend, 3) * 0 + x), net(x))
+
+
+def test_rounding_may_decide_whole_numbers_of_half_precision(backend: GraphBackend) -> None:
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=backend.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(1) + (len(x) & 1)  # another number in a batch of another size
+
+    x = rows(backend, 3)
+    assert cgplan.graphed(Greedy().eval())(x).shape == (3,)
+    with pytest.raises(NumbersError):
+        cgplan.graphed(Greedy().float().eval())(x)
 
 
 def test_what_captures_log(backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture) -> None:
