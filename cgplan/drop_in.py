@@ -272,7 +272,7 @@ class _Proof:
         form, alone, kept = self.run(real)
         self.shapes = [list(leaf.shape) for leaf in alone]
         grown = [name for name in self.padded if self.padded[name] > real[name]]
-        base, tried, found = alone, ["zeros"], list[str]()
+        base, tried, found = alone, ["what `pad` says" if pinned else "zeros"], list[str]()
         for names in [[name] for name in grown] + [grown] * (len(grown) > 1):
             other, base, state = self.run({**real, **{name: self.padded[name] for name in names}})
             if len(names) == 1:

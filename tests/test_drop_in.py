@@ -260,6 +260,30 @@ def test_two_dimensions(backend: GraphBackend, kind: str) -> None:
     assert "output 1: [batch, length, 4]" in g.explain()
 
 
+def test_a_text_encoder_in_batch_and_length(backend: GraphBackend) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=64,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    bert = transformers.BertModel(config).to(backend.device).eval()
+    shape = {0: cgplan.Dim("batch", max=4), 1: cgplan.Dim("length", max=32, multiple_of=8)}
+    g = cgplan.graphed(bert, dynamic={"input_ids": shape, "attention_mask": shape})
+    for count, length in ((3, 11), (4, 32), (1, 5), (2, 16)):
+        ids = torch.randint(1, 64, (count, length), device=backend.device)
+        mask = torch.ones_like(ids)
+        mask[-1, length // 2 + 1 :] = 0
+        found, wanted = g(ids, attention_mask=mask), bert(ids, attention_mask=mask)
+        assert type(found) is type(wanted)
+        for name in wanted:
+            assert found[name].shape == wanted[name].shape
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
+    boxes = {(key.num_tokens, *key.sizes) for _, key in g.runners[0].plan.keys}
+    assert boxes == {(4, 16), (4, 32), (1, 8), (2, 16)}
+    with pytest.raises(NumbersError, match="depends on padding of input_ids, where length = 11 is padded to 16"):
+        cgplan.graphed(bert, dynamic={"input_ids": shape})(ids[:1, :1].repeat(3, 11))
+
+
 def test_indices_may_not_point_behind_a_batch_that_is_cut_for_the_proof(backend: GraphBackend) -> None:
     def gathered(atoms: Tensor, edges: Tensor) -> Tensor:
         return torch.zeros_like(atoms).index_add(0, edges[1], atoms[edges[0]]) * 0 + atoms
