@@ -34,7 +34,7 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import current_forward_context
 from cgplan.buffers.batch import BatchReader
-from cgplan.config import Dim, Extent, Input, validate_config
+from cgplan.config import BudgetConfig, CompilationConfig, Dim, Extent, Input, validate_config
 from cgplan.config.values import DType
 from cgplan.errors import CgplanError, ConfigError, InputError, ModelError, NumbersError, OutputShapeError, did_you_mean
 from cgplan.graphs.ambient import random_state_kept
@@ -136,7 +136,7 @@ def _share(module: nn.Module, model: object) -> None:
     """Give a module the parameters, buffers and modules of another one, under the same names."""
     if isinstance(model, nn.Module):
         held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
-        module.__dict__.update({name: vars(model)[name] for name in held})
+        module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})  # scripts have none
 
 
 class _ByName(nn.Module):
@@ -422,9 +422,13 @@ class Graphed(nn.Module):
         super().__init__()
         module = model if isinstance(model, nn.Module) else nn.Module().eval()
         called = module.forward if module is model else model
+        try:
+            signature = inspect.signature(called)
+        except ValueError:  # of a builtin
+            signature = inspect.signature(lambda *args, **kwargs: None)  # noqa: ARG005
         _share(self, module)
         self.__dict__.update(
-            _wrapped=model, _module=module, _settings=settings, _signature=inspect.signature(called),
+            _wrapped=model, _module=module, _settings=settings, _signature=signature,
             _learnt=_Learnt(), training=module.training,
             forward=functools.update_wrapper(functools.partial(Graphed.forward, self), called),
         )  # fmt: skip
@@ -596,14 +600,14 @@ class Graphed(nn.Module):
     def _open(self, kind: _Kind) -> None:
         """Give a kind its runner, for its present sizes."""
         assert self._learnt.pool is not None
-        pool, compilation = self._learnt.pool, {"capture_policy": "lazy", "outputs": self._settings["outputs"]}
+        pool = self._learnt.pool
         config = validate_config({
             "model": {"output_shapes": kind.outputs},
             "dims": kind.dims,
             "device": str(pool.backend.device),
             "inputs": kind.specs,
-            "compilation": compilation | dict(self._settings["compilation"] or {}),
-            "budget": {"max_graphs": self._settings["max_graphs"]},
+            "compilation": self._settings["compilation"],
+            "budget": BudgetConfig(max_graphs=self._settings["max_graphs"]),
         })  # fmt: skip
         plan = build_plan(config)
         kind.runner = CaptureSession(plan, kind.forward, pool.backend, config, pool=pool, name=self._name).run()
@@ -794,8 +798,11 @@ def graphed(
     """
     if dynamic is not None:
         dynamic = {name: {at: _dim_of(dim) for at, dim in dims.items()} for name, dims in dynamic.items()}
+    if any(isinstance(value, str) for value in (pad or {}).values()):
+        raise ConfigError(f"pad is {pad}", remedy="Give numbers; cgplan.capture takes `last`.")
     settings: dict[str, Any] = {
-        "sizes": sizes, "max_size": max_size, "example": example, "dynamic": dynamic, "pad": pad,
-        "max_graphs": max_graphs, "device": device, "compilation": compilation, "outputs": outputs,
+        "sizes": sizes, "max_size": max_size, "example": example, "dynamic": dynamic, "pad": pad, "device": device,
+        "max_graphs": BudgetConfig(max_graphs=max_graphs).max_graphs,
+        "compilation": CompilationConfig(**{"capture_policy": "lazy", "outputs": outputs, **(compilation or {})}),
     }  # fmt: skip
     return functools.partial(Graphed, settings=settings) if model is None else Graphed(model, settings)

@@ -200,6 +200,23 @@ def test_an_object_is_known_by_identity_and_its_tensors_are_state(backend: Graph
         g(x, x.cpu().numpy())
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"max_graphs": 0}, {"compilation": {"cudagraph_mod": "FULL"}}, {"pad": {"x": "last"}}]
+)
+def test_wrong_settings_are_refused_at_once(backend: GraphBackend, net: Net, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        cgplan.graphed(net, **wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripts_and_builtins(backend: GraphBackend, net: Net) -> None:
+    x = rows(backend, 3)
+    for model in (torch.relu, torch.jit.trace(net, x)):
+        g = cgplan.graphed(model)
+        close(g(x[:2]), model(x[:2]))
+        assert sizes(g) == {2}
+
+
 def test_functions_are_decorated(backend: GraphBackend) -> None:
     @cgplan.graphed(sizes="powers_of_two", max_size=8)
     def policy(obs: Tensor) -> Tensor:
