@@ -33,7 +33,7 @@ def model(device):
 def graphed(net):
     atoms, edges = cgplan.Dim("atoms", max=64, multiple_of=16), cgplan.Dim("edges", max=512, multiple_of=64)
     shapes = {"kinds": {0: atoms}, "places": {0: atoms}, "edges": {1: edges}, "weight": {0: edges}}
-    return cgplan.graphed(net, dynamic=shapes, pad={"weight": 0}, max_graphs=16)  # 0 alone is harmless there
+    return cgplan.graphed(net, dynamic=shapes, pad={"weight": 0}, max_graphs=16)
 
 
 def batches(device):
