@@ -521,8 +521,10 @@ class Graphed(nn.Module):
             kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form)), named, origin)
         elif grown := [name for name in kind.grows if kind.sizes_of(named)[name] > kind.dims[name].top]:
             kind.dims |= {name: self._dim(kind, name, kind.sizes_of(named)[name]) for name in grown}
+            held = kind.runner.plan.keys
             self._drop(kind)
             self._open(kind)
+            kind.runner.exchange(held)
         return kind, [name_of[id(mark)] for mark in marks]
 
     def _take_device(self, tensors: Sequence[Tensor]) -> None:
@@ -594,7 +596,7 @@ class Graphed(nn.Module):
             most = most or max(sizes, default=None)
         if most is None:
             kind.grows.add(name)
-            most = 2 << (size - 1).bit_length()
+            most = 4 << (size - 1).bit_length()
         return Dim(name, max=most, sizes=sizes)
 
     def _open(self, kind: _Kind) -> None:
@@ -625,7 +627,7 @@ class Graphed(nn.Module):
             if not any(runner.stats.evictions for runner in self.runners):
                 logger.warning("%s: calls ask for more than %s graphs; the least used go", self._name, len(graphs))
             self._learnt.calls.clear()
-            least.runner.evict([key])
+            least.runner.exchange(evicted=[key])
             if least is not kind and not least.runner.plan.keys:
                 self._drop(least)
 

@@ -95,7 +95,7 @@ def test_two_lines_to_the_first_replay(backend: GraphBackend, net: Net) -> None:
     for found, wanted in kept:  # copies, which later calls leave alone
         close(found, wanted)
         assert not found.requires_grad
-    assert sizes(g) <= {1, 2, 4, 8, 16, 32}
+    assert sizes(g) == {1, 2, 4, 8, 32}, "graphs come along where buffers grow"
     assert not g.runners[0].stats.eager
     assert "detached" in g.explain()
     assert g.report.records

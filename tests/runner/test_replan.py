@@ -146,7 +146,8 @@ def test_evicted_keys_are_captured_again_on_demand(backend: GraphBackend) -> Non
     runner = open_runner(backend, "lazy", model)
     for count in (3, 9):
         runner(x=rows(backend, count))
-    runner.evict(runner.plan.keys[:1])
+    largest = runner.plan.keys[:1]
+    runner.exchange(evicted=largest)
     assert sizes_of(runner) == [4]
     assert (runner.stats.captures, runner.stats.evictions) == (2, 1)
     for count in (9, 3):
@@ -154,6 +155,9 @@ def test_evicted_keys_are_captured_again_on_demand(backend: GraphBackend) -> Non
         torch.testing.assert_close(equals_eager(runner, x=x), model(x), rtol=1e-4, atol=1e-5)
     assert sizes_of(runner) == [4, 16]
     assert runner.stats.captures == 3
+    runner.exchange(runner.wanted.keys, evicted=largest)
+    assert sizes_of(runner) == [2, 4, 16]
+    assert not runner.report.waiting
     runner.close()
 
 
