@@ -263,10 +263,12 @@ class _Proof:
         """The output's form. ``pinned``: inputs whose padding is what was asked for, and nothing else."""
         kind, real = self.kind, self.real
         limit = (self.backend.memory().free or 4 << 30) // 4
-        checks = look(lambda: self.run(real, restores=False), self.state, limit).checks
-        with self.state.noting_capture():  # what is made once, on first use, stays
-            self.run(real, restores=False)
-        self.state.restore()
+        try:
+            checks = look(lambda: self.run(real, restores=False), self.state, limit).checks
+            with self.state.noting_capture():  # what is made once, on first use, stays
+                self.run(real, restores=False)  # an error is the user's
+        finally:
+            self.state.restore()
         outcome = [self.state.places.get(path) for path, (_, how) in self.state.outcome.items() if how != "new"]
         self.written = [p.path for p in outcome if p and isinstance(p.value, Tensor) and p.value.nbytes < limit // 4]
         form, alone, kept = self.run(real)
@@ -446,6 +448,11 @@ class Graphed(nn.Module):
             args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
             self._prepare(args, kwargs, "the example")
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return Graphed.forward(self, *args, **kwargs)  # nn.Module would take a microsecond to find that out
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch: padded, by a graph, and cut; or by the model's own code."""
         form: list[Any] = [len(args), *kwargs]
@@ -456,7 +463,7 @@ class Graphed(nn.Module):
         asks = torch.is_grad_enabled() and True in map(_asks_grad, tensors)
         learnt, kind = self._learnt, None
         form += asks, learnt.autocasts() and self._autocast()
-        key = (*form, *map(_shape, tensors), *map(_dtype, tensors), *map(Tensor.get_device, tensors))
+        key = (*form, *map(_shape, tensors), *map(_dtype, tensors))  # runners look at devices
         call = learnt.calls.get(key)
         if call is None or self._module.training or current_forward_context() is not None:
             if (why := self._why_eager(tensors, asks=asks)) is not None:

@@ -491,6 +491,9 @@ def test_it_has_what_the_model_has(backend: GraphBackend, net: Net) -> None:
     assert list(inspect.signature(g.forward).parameters) == ["x", "scale"]
     with pytest.raises(AttributeError):
         _ = g.nonsense
+    seen = list[Tensor]()
+    with g.register_forward_hook(lambda module, args, output: seen.append(output)):
+        close(g(rows(backend, 2)), seen[0])
     state = {name: value * 2 for name, value in net.state_dict().items()}
     x = rows(backend, 2)
     g(x)
