@@ -445,7 +445,8 @@ class Graphed(nn.Module):
                     f"{setting} names {unknown[0]!r}, which is no argument of {self._name}", remedy=remedy
                 )
         if (example := settings["example"]) is not None:
-            args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+            alone = (example,) if isinstance(example, Tensor) else example
+            args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(alone), {})
             self._prepare(args, kwargs, "the example")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -767,7 +768,7 @@ def graphed(
     *,
     sizes: Sequence[int] | str | None = None,
     max_size: int | None = None,
-    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    example: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
     dynamic: Mapping[str, Mapping[int, Any]] | None = None,
     pad: Mapping[str, float] | None = None,
     max_graphs: int = 16,
@@ -791,7 +792,7 @@ def graphed(
         sizes: Capture sizes, or a ladder's name; absent: powers of two.
         max_size: The largest size. A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
             Absent: that of ``sizes``, or none, and graphs grow with the batches.
-        example: Arguments of one call, a sequence or a mapping by name; absent: the first call teaches.
+        example: Arguments of one call: a tensor, a sequence, or a mapping by name; absent: the first call teaches.
         dynamic: Dimensions that vary, by input: ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``; parts of an
             argument are named ``obs.position``. ``{}``: none, each shape has a graph. Absent: dimension 0 of the inputs
             that agree in it.

@@ -619,7 +619,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_is_said(
 
 def test_an_example_teaches_ahead_of_calls(backend: GraphBackend, net: Net) -> None:
     x = rows(backend, 3)
-    for example in ((x,), {"x": x}):
+    for example in (x, (x,), {"x": x}):
         g = cgplan.graphed(net, example=example, sizes=[2, 4], compilation={"capture_policy": "eager"})
         assert sizes(g) == {2, 4}
         assert "from the example" in g.explain()
