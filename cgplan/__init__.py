@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cgplan.backends import select_backend
     from cgplan.backends.context import forward_context, get_forward_context
     from cgplan.config import CompilationConfig, Config, Dim, Input, UpTo, load_config
+    from cgplan.drop_in import Graphed, graphed
     from cgplan.errors import (
         AddressError,
         AllReduceError,
@@ -90,6 +91,7 @@ __all__ = [
     "DistributedError",
     "GraphPool",
     "GraphRunner",
+    "Graphed",
     "HostSyncError",
     "Input",
     "InputError",
@@ -121,6 +123,7 @@ __all__ = [
     "eager_break_during_capture",
     "forward_context",
     "get_forward_context",
+    "graphed",
     "in_breakable_capture",
     "load_config",
     "load_model",
@@ -132,6 +135,7 @@ _HOMES = {
     "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.api": ("capture",),
+    "cgplan.drop_in": ("Graphed", "graphed"),
     "cgplan.backends": ("select_backend",),
     "cgplan.graphs.pools": ("GraphPool",),
     "cgplan.models.loading": ("load_model",),

@@ -21,7 +21,7 @@
     │   └── SealedError           14   ... because the runner is sealed and no session is open
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
     ├── AddressError              18   a tensor that a graph was captured with has moved
-    ├── NumbersError              19   in debug mode, a replay differs from the model's own code
+    ├── NumbersError              19   a replay differs from the model's own code, or padding reaches real rows
     ├── DistributedError          40   ranks cannot work together
     │   ├── RendezvousError       41   ... because one of them did not come
     │   ├── RankMismatchError     42   ... because they differ: configuration, model, torch, driver, captures
@@ -147,7 +147,9 @@ class AddressError(CgplanError, exit_code=18):
 
 
 class NumbersError(CgplanError, exit_code=19):
-    """In debug mode, a replay gave other numbers than the model's own code, or padding reached real rows."""
+    """In debug mode a replay gave other numbers than the model's own code, or padding reached real rows; there, and in
+    the proof of ``cgplan.graphed``.
+    """
 
 
 class DistributedError(CgplanError, exit_code=40):

@@ -26,7 +26,7 @@ PACKAGE = Path(cgplan.__file__).parent
 FOLDERS = (
     "version", "errors", "modes", "units", "config", "planning", "pricing", "traffic", "optimizer", "reports",
     "buffers", "backends", "models", "graphs", "piecewise", "captures", "runner", "speculative", "measure",
-    "distributed", "api", "cli",
+    "distributed", "api", "drop_in", "cli",
 )  # fmt: skip
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -456,6 +456,23 @@ class GraphRunner:
                 raise
             self.stats.captures += len(self.plan.keys)
 
+    def exchange(self, captured: Collection[Key] = (), evicted: Collection[Key] = ()) -> None:
+        """Free the graphs of some keys, and capture others now, as far as they are ``wanted``. With ``capture_policy:
+        lazy`` a batch that asks for an evicted key has it captured again. Raises CgplanError if a call is under way.
+        """
+        with self._use.held(self._name):
+            self._check_open()
+            self._take_stream()
+            self._graphed.check_autocast()
+            self._forget_calls()  # prepared calls hold outputs, and an evicted graph waits for its own
+            before = set(self.plan.keys)
+            try:
+                self._demand.live.capture(captured, evicted=evicted)
+            finally:
+                self.stats.evictions += len(before - set(self.plan.keys))
+                self.stats.captures += len(set(self.plan.keys) - before)
+                self._forget_calls()
+
     @contextmanager
     def no_capture(self) -> Iterator[None]:
         """A block in which no call captures: a batch whose graph is not there runs by a larger one, or eagerly."""

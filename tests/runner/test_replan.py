@@ -141,6 +141,26 @@ def test_each_key_is_captured_when_first_met(backend: GraphBackend) -> None:
     runner.close()
 
 
+def test_evicted_keys_are_captured_again_on_demand(backend: GraphBackend) -> None:
+    model = Net(backend)
+    runner = open_runner(backend, "lazy", model)
+    for count in (3, 9):
+        runner(x=rows(backend, count))
+    largest = runner.plan.keys[:1]
+    runner.exchange(evicted=largest)
+    assert sizes_of(runner) == [4]
+    assert (runner.stats.captures, runner.stats.evictions) == (2, 1)
+    for count in (9, 3):
+        x = rows(backend, count)
+        torch.testing.assert_close(equals_eager(runner, x=x), model(x), rtol=1e-4, atol=1e-5)
+    assert sizes_of(runner) == [4, 16]
+    assert runner.stats.captures == 3
+    runner.exchange(runner.wanted.keys, evicted=largest)
+    assert sizes_of(runner) == [2, 4, 16]
+    assert not runner.report.waiting
+    runner.close()
+
+
 def test_a_capture_leaves_memory_as_a_session_does(backend: GraphBackend) -> None:
     model = Net(backend)
     eager = open_runner(backend, "eager", model)

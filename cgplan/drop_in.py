@@ -1,0 +1,818 @@
+"""Graphed: a drop-in for a model. Calls tell what a configuration would say, and padding is proven before it is used.
+
+Note [Kinds of calls]
+    A kind of call is its structure, its arguments that are no tensors, and dtype, rank and fixed sizes of its tensors.
+    Each kind has a configuration and a GraphRunner; all runners share one pool. A call like an earlier one costs the
+    runner's call, the flattening of its arguments, and one look-up.
+
+Note [The proof]
+    The first batch of a kind runs alone and padded, by the model's own code. Real rows have to be equal: alone and
+    padded within a tolerance, since other sizes run other kernels; to the last bit between padding of zeros and of
+    extreme values and NaN in floats, unless an operator checks values on the device. The model is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
+
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.context import current_forward_context
+from cgplan.buffers.batch import BatchReader
+from cgplan.config import BudgetConfig, CompilationConfig, Dim, Extent, Input, validate_config
+from cgplan.config.values import DType
+from cgplan.errors import CgplanError, ConfigError, InputError, ModelError, NumbersError, OutputShapeError, did_you_mean
+from cgplan.graphs.ambient import random_state_kept
+from cgplan.graphs.footprint import look
+from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.pools import GraphPool
+from cgplan.planning import build_plan
+from cgplan.planning.build import sizes_of
+from cgplan.reports.records import CaptureReport
+from cgplan.runner.runner import GraphRunner
+from cgplan.runner.session import CaptureSession
+
+BATCH = "batch"
+_NOTHING_VARIES = "nothing varies: each shape has its graph"
+_UNPADDED = "With dynamic={} each shape has its own graph, without padding."
+_MOST_CALLS = 4096  # that are found by one look-up
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}  # of the largest value; others: 5e-2
+_RESERVED = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}  # words of a runner's call
+_CONSTANTS = frozenset({int, float, bool, str, type(None)})
+_shape, _dtype, _asks_grad = attrgetter("shape"), attrgetter("dtype"), attrgetter("requires_grad")
+logger = logging.getLogger(__name__)
+
+
+class _Held:
+    """A hashable box: of a structure of pytree, or of an object, which equals itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __eq__(self, other: object) -> bool:
+        is_spec = type(self.value) is TreeSpec
+        return isinstance(other, _Held) and (self.value == other.value if is_spec else self.value is other.value)
+
+
+def _flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> None:
+    """Append the tensors in values, and a hashable form from which ``_rebuild`` makes each value again."""
+    for value in items:
+        kind = type(value)
+        if kind is Tensor or isinstance(value, Tensor):
+            form.append(Tensor)
+            tensors.append(value)
+        elif kind in _CONSTANTS:
+            form += kind, value
+        elif kind is dict:
+            form += dict, tuple(value)
+            _flatten(value.values(), form, tensors)
+        elif kind is tuple or kind is list:
+            form += kind, len(value)
+            _flatten(value, form, tensors)
+        else:
+            _flatten_other(value, form, tensors)
+
+
+def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
+    leaves, spec = tree_flatten(value)
+    if spec.is_leaf() and dataclasses.is_dataclass(kind := type(value)):
+        register_dataclass(kind)
+        leaves, spec = tree_flatten(value)
+    if not spec.is_leaf():
+        form += TreeSpec, _Held(spec)
+        _flatten(leaves, form, tensors)
+    elif hasattr(value, "__array__"):
+        raise InputError(f"an argument is a {type(value).__name__}", remedy="Pass a tensor: torch.from_numpy(array).")
+    else:
+        has_value = isinstance(value, Hashable) and type(value).__hash__ is not object.__hash__
+        form += object, value if has_value else _Held(value)
+
+
+def _rebuild(kind: Any, form: Iterator[Any], tensors: Iterator[Any]) -> Any:
+    """A value again, whose form begins with ``kind``."""
+    if kind is Tensor:
+        return next(tensors)
+    told = next(form)
+    if kind is dict:
+        return {key: next(tensors) if (item := next(form)) is Tensor else _rebuild(item, form, tensors) for key in told}
+    if kind is tuple or kind is list or kind is TreeSpec:
+        count = told.value.num_leaves if kind is TreeSpec else told
+        items = [
+            next(tensors) if (item := next(form)) is Tensor else _rebuild(item, form, tensors) for _ in range(count)
+        ]
+        return items if kind is list else tuple(items) if kind is tuple else told.value.unflatten(items)
+    return told.value if type(told) is _Held else told
+
+
+def _named(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(item, f"{path}.{key}" if path else str(key))
+    else:
+        tensors = list[Tensor]()
+        _flatten([value], [], tensors)
+        yield from ((path if value is tensor else f"{path}.{i}", tensor) for i, tensor in enumerate(tensors))
+
+
+def _share(module: nn.Module, model: object) -> None:
+    """Give a module the parameters, buffers and modules of another one, under the same names."""
+    if isinstance(model, nn.Module):
+        held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+        module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})  # scripts have none
+
+
+class _ByName(nn.Module):
+    """The model as a runner calls it: tensors by name, in the form's order. A tensor or a tuple of them comes out."""
+
+    returns: tuple[Any, ...] = ()  # form of the output, once it is known
+
+    def __init__(self, model: Callable[..., Any], signature: inspect.Signature, form: tuple[Any, ...]) -> None:
+        super().__init__()
+        _share(self, model)
+        self.training, self.signature, self.form = getattr(model, "training", False), signature, form
+        self.__dict__["wrapped"] = model  # not as a module: it would be there twice
+
+    def flat(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """Form and tensors of the output."""
+        parts = iter(self.form)
+        given = inspect.BoundArguments(self.signature, _rebuild(next(parts), parts, iter(tensors)))
+        form, leaves = list[Any](), list[Tensor]()
+        _flatten([self.__dict__["wrapped"](*given.args, **given.kwargs)], form, leaves)
+        if hidden := [box.value for box in form if type(box) is _Held and type(box.value) is not TreeSpec]:
+            raise OutputShapeError(
+                f"the model returns a {type(hidden[0]).__name__}, whose tensors cannot be reached",
+                remedy="Return tensors in tuples, lists, dicts and dataclasses; transformers: pass use_cache=False.",
+            )
+        return tuple(form), leaves
+
+    def forward(self, **tensors: Tensor) -> Any:
+        form, leaves = self.flat(list(tensors.values()))
+        if form != self.returns:
+            raise OutputShapeError(
+                "the structure of the output, or a number in it, depends on the size of the batch",
+                remedy="Return tensors for what depends on the batch.",
+            )
+        return leaves[0] if form == (Tensor,) else tuple(leaves)
+
+
+class _Kind:
+    """One kind of calls: what was learnt of it, and its runner.
+
+    Attributes:
+        forward: The model, called with tensors by name.
+        specs: The inputs, in the order of the form; shapes have names where sizes vary.
+        dims: Bounds and sizes of the names; a kind has one size alone where ``min`` is ``max``.
+        grows: Names without a bound: for a larger batch the runner is opened again.
+        outputs: Shapes of the outputs.
+        notes: What was inferred, and from what.
+        runner: Absent until the padding is proven.
+    """
+
+    runner: GraphRunner
+
+    def __init__(self, forward: _ByName, specs: dict[str, Input], device: torch.device) -> None:
+        names = dict.fromkeys(e.symbol for spec in specs.values() for e in spec.extents if e.symbol)
+        self.forward, self.specs, self.reader = forward, specs, BatchReader(specs, tuple(names), device)
+        self.names, self.dims, self.grows = tuple(names), dict[str, Dim](), set[str]()
+        self.outputs: tuple[tuple[int | str, ...], ...] = ()
+        self.notes, self.failures = list[str](), 0
+
+    def sizes_of(self, named: Mapping[str, Tensor]) -> dict[str, int]:
+        """The sizes of a batch by name. Raises InputError where it is no batch of this kind."""
+        batch = self.reader.read(named)
+        sizes = dict(zip(self.names, (batch.num_tokens, *batch.sizes), strict=True))
+        if any(dim.min == dim.max != sizes[name] for name, dim in self.dims.items()):
+            raise InputError(f"a batch of {_words(sizes)}, which is another kind")
+        return sizes
+
+    def fits(self, form: list[Any], named: Mapping[str, Tensor]) -> bool:
+        """Whether a call is of this kind."""
+        with suppress(InputError):
+            return self.forward.form == tuple(form) and bool(self.sizes_of(named))
+        return False
+
+    def varying(self, names: Collection[str]) -> list[str]:
+        """The inputs with one of these names in their shapes."""
+        return [name for name, spec in self.specs.items() if any(extent.symbol in names for extent in spec.extents)]
+
+    def say_failures(self) -> None:
+        """Log why the latest graph could not be captured, once."""
+        failed = self.runner.report.failed
+        if len(failed) > self.failures:
+            logger.warning("%s was not captured and runs eagerly: %s", failed[-1].descriptor, failed[-1].detail)
+        self.failures = len(failed)
+
+
+def _at(extents: Iterable[Extent], sizes: Mapping[str, int]) -> list[int]:
+    return [extent.offset + (extent.factor * sizes[extent.symbol] if extent.symbol else 0) for extent in extents]
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())
+
+
+class _Proof:
+    """See Note [The proof]; for the first batch of a kind, whose ``outputs`` and ``notes`` it writes.
+
+    Raises NumbersError for padding that reaches real rows, ModelError where the model fails on padding, and
+    OutputShapeError for outputs whose shapes do not follow from sizes of the batch.
+    """
+
+    def __init__(self, kind: _Kind, batch: Mapping[str, Tensor], backend: GraphBackend) -> None:
+        self.kind, self.batch, self.backend = kind, batch, backend
+        self.real, self.padded = kind.sizes_of(batch), dict[str, int]()
+        for name, dim in kind.dims.items():
+            size, sizes = self.real[name], sizes_of(dim)
+            larger = next((n for n in sizes if n > size), None)
+            # A length without a bound may be the longest that the model takes, so it is padded no further.
+            if larger is not None and not (size in sizes and name in kind.grows and name != kind.names[0]):
+                self.padded[name] = larger
+                continue
+            self.padded[name] = min(size, sizes[-1])
+            self.real[name] = max(self.padded[name] - 1, min(dim.min, self.padded[name]))
+            others = set(kind.varying([n for n in kind.names if n != name])) - set(kind.varying([name]))
+            if self.real[name] < size and not all(batch[n].is_floating_point() for n in others):
+                # indices may point at what is left out
+                raise InputError(
+                    f"no padding can be tried for {name}: the first batch has the largest size, {size}",
+                    remedy="Teach by a smaller batch: example=(...).",
+                )
+        self.state = ModelState.of({"model": kind.forward}, backend.device)
+        self.written, self.shapes, self.draws = list[str](), list[list[int | str]](), False
+        self.is_coarse = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.kind.forward.parameters())
+
+    def prove(self, pinned: Collection[str]) -> tuple[Any, ...]:
+        """The output's form. ``pinned``: inputs whose padding is what was asked for, and nothing else."""
+        kind, real = self.kind, self.real
+        limit = (self.backend.memory().free or 4 << 30) // 4
+        try:
+            checks = look(lambda: self.run(real, restores=False), self.state, limit).checks
+            with self.state.noting_capture():  # what is made once, on first use, stays
+                self.run(real, restores=False)  # an error is the user's
+        finally:
+            self.state.restore()
+        outcome = [self.state.places.get(path) for path, (_, how) in self.state.outcome.items() if how != "new"]
+        self.written = [p.path for p in outcome if p and isinstance(p.value, Tensor) and p.value.nbytes < limit // 4]
+        form, alone, kept = self.run(real)
+        self.shapes = [list(leaf.shape) for leaf in alone]
+        grown = [name for name in self.padded if self.padded[name] > real[name]]
+        base, tried, found = alone, ["what `pad` says" if pinned else "zeros"], list[str]()
+        for names in [[name] for name in grown] + [grown] * (len(grown) > 1):
+            other, base, state = self.run({**real, **{name: self.padded[name] for name in names}})
+            if len(names) == 1:
+                self.infer(alone, base, names[0], same=form == other)
+            if not self.draws and (where := self.difference(base, alone)):
+                raise self.refusal(where, kind.varying(names), names)
+            differ = [_wrong_row(*pair, pair[1].shape) is not None for pair in zip(state, kept, strict=True)]
+            found += [path.removeprefix("model.") for path, d in zip(self.written, differ, strict=True) if d]
+        floats = [n for n in kind.varying(grown) if n not in pinned and self.batch[n].is_floating_point()]
+        if floats and checks is None:
+            exact = self.difference(self.run(self.padded)[1], base, exact=True) is None  # sums in any order on a GPU
+            for name in floats:
+                most = torch.finfo(self.batch[name].dtype).max
+                for value in (most, -most):
+                    if where := self.difference(self.run(self.padded, {name: value})[1], base, exact=exact):
+                        raise self.refusal(where, [name], grown)
+                if self.difference(self.run(self.padded, {name: math.nan})[1], base, exact=exact):
+                    tried.append(f"NaN in {name} reaches real rows and is never there")
+            tried[1:1] = ["extreme values", "NaN"]
+        kind.outputs = tuple(map(tuple, self.shapes))
+        kind.notes.append(
+            f"padding proven: {_words(real)} alone and as {_words(self.padded)}, with {', '.join(tried)}"
+            + f" alone, since the forward has {checks}" * bool(checks and floats)
+            + "; the forward draws random numbers, so alone was not compared" * self.draws
+            if grown
+            else "never padded"
+        )
+        for index, shape in enumerate(self.shapes):
+            is_fixed = not any(isinstance(dim, str) for dim in shape)
+            kind.notes.append(f"output {index}: [{', '.join(map(str, shape))}]{' (fixed)' * is_fixed}")
+        if found:
+            kind.notes.append(f"padding is written into the model's state: {', '.join(dict.fromkeys(found))}")
+            logger.warning("graphed: %s; give inputs a `pad` that is not kept, or dynamic={}", kind.notes[-1])
+        return form
+
+    def run(
+        self, sizes: Mapping[str, int], values: Mapping[str, float] | None = None, *, restores: bool = True
+    ) -> tuple[tuple[Any, ...], list[Tensor], list[Tensor]]:
+        """Form and tensors of the output for real rows that are padded to these sizes, with these values by input; and
+        what the model wrote.
+        """
+        tensors = list[Tensor]()
+        for name, spec in self.kind.specs.items():
+            part = self.batch[name][tuple(map(slice, _at(spec.extents, self.real)))]
+            value: Any = (values or {}).get(name, spec.pad)
+            tensors.append(part.new_full(_at(spec.extents, sizes), value))
+            tensors[-1][tuple(map(slice, part.shape))] = part
+        device = self.backend.device
+        cuda = torch.cuda.default_generators
+        default = cuda[device.index or 0] if device.type == "cuda" else torch.default_generator
+        generators = (default, *self.state.generators)
+        with torch.no_grad(), random_state_kept(device, self.state.generators):
+            before = [generator.get_state() for generator in generators]
+            try:
+                form, leaves = self.kind.forward.flat(tensors)
+                self.draws |= any(not torch.equal(g.get_state(), b) for g, b in zip(generators, before, strict=True))
+                kept = [self.state.places[path].value.clone() for path in self.written]
+                return form, [leaf.clone() for leaf in leaves], kept
+            except Exception as error:
+                if sizes == self.real or isinstance(error, CgplanError):
+                    raise
+                raise ModelError(
+                    f"the model fails where {_words(self.real)} is padded to {_words(sizes)}: {error}",
+                    remedy="Say which dimensions vary, by dynamic={...}; taken was "
+                    f"{ {name: list(spec.shape) for name, spec in self.kind.specs.items()} }. {_UNPADDED}",
+                ) from error
+            finally:
+                if restores:
+                    self.backend.synchronize()
+                    self.state.restore()
+
+    def infer(self, alone: Sequence[Tensor], base: Sequence[Tensor], name: str, *, same: bool) -> None:
+        """Write a name into the dimensions of outputs that grow with it; ``same``: whether the structures are."""
+        real, padded = self.real[name], self.padded[name]
+        for index, (one, other, shape) in enumerate(zip(alone, base, self.shapes, strict=same)):
+            same &= one.ndim == other.ndim
+            for i, (size, grown) in enumerate(zip(one.shape, other.shape, strict=False)):
+                factor, rest = divmod(grown - size, padded - real)
+                offset = size - factor * real
+                same &= not rest and factor >= 0 and offset >= 0 and not (factor and isinstance(shape[i], str))
+                if factor:
+                    shape[i] = f"{factor} * " * (factor > 1) + name + f" + {offset}" * (offset > 0)
+            if not same:
+                raise OutputShapeError(
+                    f"output {index} has shape {list(one.shape)} for {name} = {real} and {list(other.shape)} for "
+                    f"{padded}: it depends on data, on a product of sizes, or its structure on {name}",
+                    remedy="Return tensors whose sizes follow from those of the inputs.",
+                )
+
+    def difference(self, outputs: Sequence[Tensor], others: Sequence[Tensor], *, exact: bool = False) -> str | None:
+        """Where real rows of two outputs differ."""
+        for index, (one, other) in enumerate(zip(outputs, others, strict=True)):
+            if self.is_coarse and not exact and not (one.is_floating_point() or one.is_complex()):
+                continue  # rounding may decide another whole number
+            row = _wrong_row(one, other, _at(map(Extent.parse, self.shapes[index]), self.real), exact=exact)
+            if row is not None:
+                return f"row {row} of output {index}"
+        return None
+
+    def refusal(self, where: str, inputs: Sequence[str], names: Sequence[str]) -> NumbersError:
+        sizes = ", ".join(f"{name} = {self.real[name]} is padded to {self.padded[name]}" for name in names)
+        return NumbersError(
+            f"{where} depends on padding of {' or '.join(inputs)}, where {sizes}",
+            remedy="Give the model a mask that it uses, or name a value of padding that it ignores: pad={name: value}. "
+            + _UNPADDED,
+        )
+
+
+def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], *, exact: bool = False) -> int | None:
+    """The first row in which outputs differ, as far as ``shape`` reaches; beyond a tolerance, if not ``exact``."""
+    kind = torch.complex128 if found.is_complex() else torch.float64
+    one, other = (output[tuple(map(slice, shape))].to(kind) for output in (found, wanted))
+    apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0).nan_to_num(math.inf)
+    rounds = apart.numel() and not exact and (wanted.is_floating_point() or wanted.is_complex())
+    limit = _TOLERANCES.get(wanted.dtype, 5e-2) * float(other.abs().nan_to_num(0, 0, 0).max()) if rounds else 0.0
+    wrong = (apart > limit).nonzero()
+    return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) else None
+
+
+@dataclasses.dataclass
+class _Learnt:
+    """What a Graphed has learnt of calls, and its graphs."""
+
+    __graph_memory__ = True  # no state of a model that holds a Graphed
+    pool: GraphPool | None = None
+    autocasts: Callable[[], bool] = bool  # whether autocast is on for the device
+    kinds: list[_Kind] = dataclasses.field(default_factory=list)
+    calls: dict[tuple[Any, ...], tuple[GraphRunner, list[str], tuple[Any, ...] | None]] = dataclasses.field(
+        default_factory=dict
+    )
+    eager: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class Graphed(nn.Module):
+    """A model that runs by captured graphs; ``graphed`` makes it, and says what its settings are.
+
+    It has the model's attributes, parameters and ``state_dict``. After ``to``, and where an attribute is set, graphs
+    are captured again as calls ask for them. In training mode, and for a tensor argument that asks for a gradient in
+    grad mode, the model's own code runs; ``explain`` counts such calls. Outputs of graphs are detached. Pickles hold
+    the model and the settings. It owns graphs, pool and static buffers, not the model.
+    """
+
+    _learnt: _Learnt
+    _signature: inspect.Signature
+
+    def __init__(self, model: Callable[..., Any], settings: dict[str, Any]) -> None:
+        super().__init__()
+        module = model if isinstance(model, nn.Module) else nn.Module().eval()
+        called = module.forward if module is model else model
+        try:
+            signature = inspect.signature(called)
+        except ValueError:  # of a builtin
+            signature = inspect.signature(lambda *args, **kwargs: None)  # noqa: ARG005
+        _share(self, module)
+        self.__dict__.update(
+            _wrapped=model, _module=module, _settings=settings, _signature=signature,
+            _learnt=_Learnt(), training=module.training,
+            forward=functools.update_wrapper(functools.partial(Graphed.forward, self), called),
+        )  # fmt: skip
+        if module is not model:
+            self.__dict__.update({n: getattr(model, n) for n in functools.WRAPPER_ASSIGNMENTS if hasattr(model, n)})
+        known = self._signature.parameters
+        for setting in ("dynamic", "pad"):
+            names = [] if any(p.kind is p.VAR_KEYWORD for p in known.values()) else settings[setting] or ()
+            if unknown := [name for name in names if name.partition(".")[0] not in known]:
+                remedy = did_you_mean(unknown[0], known) + f"Arguments are {', '.join(known)}."
+                raise ConfigError(
+                    f"{setting} names {unknown[0]!r}, which is no argument of {self._name}", remedy=remedy
+                )
+        if (example := settings["example"]) is not None:
+            alone = (example,) if isinstance(example, Tensor) else example
+            args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(alone), {})
+            self._prepare(args, kwargs, "the example")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return Graphed.forward(self, *args, **kwargs)  # nn.Module would take a microsecond to find that out
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch: padded, by a graph, and cut; or by the model's own code."""
+        form: list[Any] = [len(args), *kwargs]
+        tensors = list[Tensor]()
+        _flatten(args, form, tensors)
+        if kwargs:
+            _flatten(kwargs.values(), form, tensors)
+        asks = torch.is_grad_enabled() and True in map(_asks_grad, tensors)
+        learnt, kind = self._learnt, None
+        form += asks, learnt.autocasts() and self._autocast()
+        key = (*form, *map(_shape, tensors), *map(_dtype, tensors))  # runners look at devices
+        call = learnt.calls.get(key)
+        if call is None or self._module.training or current_forward_context() is not None:
+            if (why := self._why_eager(tensors, asks=asks)) is not None:
+                learnt.eager[why] += 1
+                return self._wrapped(*args, **kwargs)
+            if learnt.pool is None:
+                self._take_device(tensors)
+                return Graphed.forward(self, *args, **kwargs)  # autocast is asked for this device
+            kind, names = self._prepare(args, kwargs, "the first call")
+            self._make_room(kind, dict(zip(names, tensors, strict=True)))
+            if len(learnt.calls) >= _MOST_CALLS:
+                learnt.calls.clear()
+            returns = kind.forward.returns
+            call = learnt.calls[key] = kind.runner, names, None if returns == (Tensor,) else returns
+        runner, names, made = call
+        inputs: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        output = runner(**inputs)
+        if kind is not None:
+            kind.say_failures()
+        if made is None:
+            return output
+        parts = iter(made)
+        return _rebuild(next(parts), parts, iter(output))
+
+    def _why_eager(self, tensors: Sequence[Tensor], *, asks: bool) -> str | None:
+        """Why a call runs by the model's own code; None where it does not."""
+        if self._module.training:
+            why = "the model is in training mode; call .eval() for graphs"
+            if not self._learnt.eager[why]:
+                logger.warning("%s: %s", self._name, why)
+            return why
+        if current_forward_context() is not None:
+            return "inside the forward of another runner"
+        if asks:
+            return "a tensor argument asks for a gradient"
+        if not any(tensor.ndim for tensor in tensors) or not all(tensor.numel() for tensor in tensors):
+            return "no tensor argument has a dimension, or one is empty"
+        odd = {str(t.dtype) for t in tensors if str(t.dtype).removeprefix("torch.") not in get_args(DType)}
+        odd |= {str(t.layout) for t in tensors if t.layout is not torch.strided or t.is_nested}
+        return f"a tensor argument is of {', '.join(sorted(odd))}" if odd else None
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], origin: str) -> tuple[_Kind, list[str]]:
+        """The kind of a call, its runner open and large enough, and the names of the tensors in the call's order."""
+        given, tensors = list[Any](), list[Tensor]()
+        _flatten([(args, kwargs)], given, tensors)
+        if self._learnt.pool is None:
+            self._take_device(tensors)
+        marks = [torch.empty(0) for _ in tensors]  # a tensor may come twice in a call, and a mark does not
+        parts = iter(given)
+        args, kwargs = _rebuild(next(parts), parts, iter(marks))
+        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        form, ordered = list[Any](), list[Tensor]()
+        _flatten([arguments], form, ordered)
+        form.append(self._learnt.autocasts() and self._autocast())
+        starred = {n for n, parameter in self._signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+        pairs = [pair for n, value in arguments.items() for pair in _named(value, "" if n in starred else n)]
+        name_of = {id(mark): name + "_" * (name in _RESERVED) for name, mark in pairs}
+        tensor_of = {id(mark): tensor for mark, tensor in zip(marks, tensors, strict=True)}
+        named = {name_of[id(mark)]: tensor_of[id(mark)] for mark in ordered}
+        kind = next((kind for kind in self._learnt.kinds if kind.fits(form, named)), None)
+        if kind is None:
+            kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form)), named, origin)
+        elif grown := [name for name in kind.grows if kind.sizes_of(named)[name] > kind.dims[name].top]:
+            kind.dims |= {name: self._dim(kind, name, kind.sizes_of(named)[name]) for name in grown}
+            held = kind.runner.plan.keys
+            self._drop(kind)
+            self._open(kind)
+            kind.runner.exchange(held)
+        return kind, [name_of[id(mark)] for mark in marks]
+
+    def _take_device(self, tensors: Sequence[Tensor]) -> None:
+        """Make the pool of all runners, on the device of the model or of the first batch."""
+        held = [*self._module.parameters(), *self._module.buffers(), *tensors]
+        device = next((t.device for t in held if t.device.type != "cpu"), held[0].device)
+        self._learnt.pool = pool = GraphPool(select_backend(str(self._settings["device"] or device)))
+        self._learnt.autocasts = functools.partial(torch.is_autocast_enabled, pool.backend.device.type)
+
+    def _learn(self, forward: _ByName, named: dict[str, Tensor], origin: str) -> _Kind:
+        """Infer what a new kind of calls needs, prove its padding, and open its runner."""
+        assert self._learnt.pool is not None
+        backend, pads = self._learnt.pool.backend, self._settings["pad"] or {}
+        named = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
+        shapes, said = self._vary(named)
+        specs = {n: Input(shape=shapes[n], dtype=t.dtype, pad=pads.get(n, 0)) for n, t in named.items()}
+        kind = _Kind(forward, specs, backend.device)
+        kind.notes = [f"{n}: {s.dtype} [{', '.join(map(str, s.shape))}], from {origin}" for n, s in specs.items()]
+        kind.notes.append(said)
+        for name, size in kind.sizes_of(named).items():
+            kind.dims[name] = self._dim(kind, name, size)
+            if said is _NOTHING_VARIES:
+                kind.dims[name] = Dim(name, min=size, max=size, sizes=(size,))
+        kind.forward.returns = _Proof(kind, named, backend).prove(pads)
+        while len(self._learnt.kinds) >= self._settings["max_graphs"]:
+            self._drop(min(self._learnt.kinds, key=lambda kind: kind.runner.stats.calls))
+        self._open(kind)
+        return kind
+
+    def _vary(self, named: Mapping[str, Tensor]) -> tuple[dict[str, list[int | str]], str]:
+        """Shapes with names where sizes vary, and why there."""
+        dynamic, said = self._settings["dynamic"], "names of dimensions: as dynamic says"
+        if dynamic is None:
+            rows = Counter(tensor.shape[0] for tensor in named.values() if tensor.ndim)
+            votes = [n for n in rows if rows[n] == max(rows.values())]
+            if len(votes) > 1:  # one row is broadcast
+                votes = [n for n in votes if n > 1]
+            one, other = (next(name for name, t in named.items() if t.shape[:1] == (n,)) for n in (votes[0], votes[-1]))
+            if len(votes) > 1:
+                raise InputError(
+                    f"inputs {one!r} and {other!r} disagree in dimension 0: {votes[0]} and {votes[-1]}",
+                    remedy=f"Say which dimensions vary, such as dynamic={{{one!r}: {{0: 'batch'}}}}.",
+                )
+            dynamic = {name: {0: BATCH} for name, t in named.items() if t.shape[:1] == (votes[0],)}
+            said = f"{BATCH}: dimension 0 of {', '.join(dynamic)}"
+        shapes: dict[str, list[int | str]] = {name: list(tensor.shape) for name, tensor in named.items()}
+        for name, shape in shapes.items():
+            for at, dim in dynamic.get(name, {}).items():
+                if not -len(shape) <= at < len(shape):
+                    raise ConfigError(f"dynamic: {name!r} has no dimension {at}; its shape is {shape}")
+                shape[at] = dim if isinstance(dim, str) else dim.name
+        if not any(isinstance(dim, str) for shape in shapes.values() for dim in shape):
+            next(shape for shape in shapes.values() if shape)[0] = BATCH
+            said = _NOTHING_VARIES
+        return shapes, said
+
+    def _dim(self, kind: _Kind, name: str, size: int) -> Dim:
+        """Bounds and sizes of a name: those given, or that grow with batches."""
+        given = [dim for dims in (self._settings["dynamic"] or {}).values() for dim in dims.values()]
+        sizes, most = (self._settings[key] if name == kind.names[0] else None for key in ("sizes", "max_size"))
+        for dim in given:
+            if isinstance(dim, Dim) and dim.name == name:
+                if sizes or most:
+                    remedy = f"Leave them out: cgplan.Dim({name!r}, max=..., sizes=...)."
+                    raise ConfigError(f"{name} has a Dim, and sizes or max_size were given, too", remedy=remedy)
+                return dim
+        if sizes is not None and not isinstance(sizes, str):
+            sizes = tuple(sizes)
+            most = most or max(sizes, default=None)
+        if most is None:
+            kind.grows.add(name)
+            most = 4 << (size - 1).bit_length()
+        return Dim(name, max=most, sizes=sizes)
+
+    def _open(self, kind: _Kind) -> None:
+        """Give a kind its runner, for its present sizes."""
+        assert self._learnt.pool is not None
+        pool = self._learnt.pool
+        config = validate_config({
+            "model": {"output_shapes": kind.outputs},
+            "dims": kind.dims,
+            "device": str(pool.backend.device),
+            "inputs": kind.specs,
+            "compilation": self._settings["compilation"],
+            "budget": BudgetConfig(max_graphs=self._settings["max_graphs"]),
+        })  # fmt: skip
+        plan = build_plan(config)
+        kind.runner = CaptureSession(plan, kind.forward, pool.backend, config, pool=pool, name=self._name).run()
+        self._learnt.kinds.append(kind)
+
+    def _make_room(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> None:
+        """Free the least used graphs where a batch is about to have one more captured than there may be."""
+        wanted = kind.runner.route(inputs).wanted
+        failed = {(failed.mode, failed.descriptor) for failed in kind.runner.report.failed}
+        while wanted is not None and wanted not in failed:
+            graphs = [(other, key) for other in self._learnt.kinds for key in other.runner.plan.keys]
+            if len(graphs) < self._settings["max_graphs"]:
+                break
+            least, key = min(graphs, key=lambda graph: graph[0].runner.stats.replays[graph[1]])
+            if not any(runner.stats.evictions for runner in self.runners):
+                logger.warning("%s: calls ask for more than %s graphs; the least used go", self._name, len(graphs))
+            self._learnt.calls.clear()
+            least.runner.exchange(evicted=[key])
+            if least is not kind and not least.runner.plan.keys:
+                self._drop(least)
+
+    def _drop(self, kind: _Kind) -> None:
+        self._learnt.calls.clear()
+        self._learnt.kinds.remove(kind)
+        kind.runner.close()
+
+    def _autocast(self) -> torch.dtype:
+        assert self._learnt.pool is not None
+        return torch.get_autocast_dtype(self._learnt.pool.backend.device.type)
+
+    @property
+    def _name(self) -> str:
+        return f"graphed {getattr(self._wrapped, '__name__', type(self._wrapped).__name__)}"
+
+    @property
+    def runners(self) -> tuple[GraphRunner, ...]:
+        """The runner of each kind of calls, most calls first. Freed graphs close them."""
+        return tuple(
+            sorted((k.runner for k in self._learnt.kinds), key=lambda runner: runner.stats.calls, reverse=True)
+        )
+
+    @property
+    def report(self) -> CaptureReport:
+        """Memory and time of the graphs, for the kind with the most calls. Raises CgplanError before the first one."""
+        if not self.runners:
+            raise CgplanError(f"{self._name} has no graphs", remedy="Call it first, or give it an example.")
+        return self.runners[0].report
+
+    def explain(self) -> str:
+        """What was inferred for each kind of calls, and from what; which graphs there are; calls that ran eagerly."""
+        lines = [
+            f"{self._name}: {sum(len(r.plan.keys) for r in self.runners)} of {self._settings['max_graphs']} graphs"
+        ]
+        eager = [(calls, why) for why, calls in self._learnt.eager.items()]
+        for kind in self._learnt.kinds:
+            boxes = [(key.num_tokens, *key.sizes) for _, key in reversed(kind.runner.plan.keys)]
+            sizes = ", ".join("x".join(map(str, box)) for box in boxes)
+            lines.append(f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}")
+            lines += [f"  {note}" for note in kind.notes]
+            lines += [f"  not captured: {failed.descriptor}: {failed.detail}" for failed in kind.runner.report.failed]
+            eager += [(calls, str(why)) for why, calls in kind.runner.stats.eager.items()]
+        if any(p.requires_grad for p in self._module.parameters()):
+            lines.append("outputs of graphs are detached; parameters ask for gradients")
+        return "\n".join([*lines, *(f"{calls} calls ran eagerly: {why}" for calls, why in eager)])
+
+    def save_config(self, path: str | Path) -> None:
+        """Write the configuration of the kind with the most calls, as `cgplan capture --config` takes it; comments say
+        what was inferred, and from what. Raises CgplanError before the first call.
+        """
+        assert self.report
+        kind = next(kind for kind in self._learnt.kinds if kind.runner is self.runners[0])
+        config, target = self.runners[0].config, _target(self._wrapped)
+        values = config.model_dump(mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}})
+        values["model"] = {**({"target": target} if target else {}), **values.get("model", {})}
+        values["compilation"].pop("capture_policy")
+        notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
+        if target is None:
+            notes.append("To fill in: model.target, a function that returns the model, such as my_model.py:build")
+        if set(kind.forward.form[2:-1]) != {Tensor}:
+            notes.append("Calls also hold arguments that are no tensors: the target returns a function of these inputs")
+        text = "".join(f"# {note}\n" for note in notes)
+        text += yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
+        Path(path).write_text(text, encoding="utf-8")
+
+    def recapture(self) -> None:
+        """Free all graphs; calls capture them again as they need them."""
+        for kind in list(self._learnt.kinds):
+            self._drop(kind)
+        self.__dict__["_learnt"] = _Learnt(eager=self._learnt.eager)
+
+    def __getattr__(self, name: str) -> Any:
+        with suppress(AttributeError):
+            return super().__getattr__(name)
+        return getattr(self.__dict__["_wrapped"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._wrapped, name, value)  # which the forward may read
+        self.recapture()
+
+    def __reduce__(self) -> Any:
+        name = getattr(self._wrapped, "__qualname__", "")  # a decorated function is a global of this name
+        if name and getattr(sys.modules.get(self._wrapped.__module__), name, None) is self:
+            return name
+        return Graphed, (self._wrapped, {**self._settings, "example": None})
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Graphed:
+        self.recapture()
+        self._module._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> Graphed:
+        """As the model's; in training mode calls run the model's own code."""
+        self._module.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self._module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self._module.load_state_dict(*args, **kwargs)
+
+
+def _target(model: object) -> str | None:
+    """The target that makes such a model: its class, if that is importable and asks for no arguments."""
+    kind = type(model)
+    is_global = getattr(sys.modules[kind.__module__], kind.__qualname__, None) is kind and kind.__module__ != "__main__"
+    made_alone = isinstance(model, nn.Module) and not inspect.signature(kind).parameters
+    return f"{kind.__module__}:{kind.__qualname__}" if is_global and made_alone else None
+
+
+def _dim_of(given: Any) -> Dim | str:
+    """A dimension of ``dynamic``: a name, or one with its bounds."""
+    if isinstance(given, Dim | str):
+        return given
+    if not hasattr(given, "__name__"):
+        raise ConfigError(
+            f"dynamic: {given!r} names no dimension", remedy="Give cgplan.Dim, torch.export.Dim, or a name."
+        )
+    is_bound = type(given.max) is int and given.__name__.isidentifier()
+    return Dim(given.__name__, min=max(given.min, 1), max=given.max) if is_bound else str(given.__name__)
+
+
+def graphed(
+    model: Callable[..., Any] | None = None,
+    *,
+    sizes: Sequence[int] | str | None = None,
+    max_size: int | None = None,
+    example: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Mapping[int, Any]] | None = None,
+    pad: Mapping[str, float] | None = None,
+    max_graphs: int = 16,
+    device: str | torch.device | None = None,
+    compilation: Mapping[str, Any] | None = None,
+    outputs: Literal["clone", "borrow"] = "clone",
+) -> Any:
+    """A drop-in for a model or a function of tensors that runs by captured graphs; also a decorator.
+
+    ::
+
+        g = cgplan.graphed(model, sizes=[1, 4, 16])
+        y = g(x)
+
+    A graph is captured when a batch first asks for it. Arguments may be tensors, numbers, text, None, and dicts, lists,
+    tuples, dataclasses and pytrees of them; those that are no tensors are part of the kind of the call. An object of
+    another kind is known by its identity: graphs see tensors in it, and no later change beside those.
+
+    Args:
+        model: Absent: a decorator is returned.
+        sizes: Capture sizes, or a ladder's name; absent: powers of two.
+        max_size: The largest size. A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
+            Absent: that of ``sizes``, or none, and graphs grow with the batches.
+        example: Arguments of one call: a tensor, a sequence, or a mapping by name; absent: the first call teaches.
+        dynamic: Dimensions that vary, by input: ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``; parts of an
+            argument are named ``obs.position``. ``{}``: none, each shape has a graph. Absent: dimension 0 of the inputs
+            that agree in it.
+        pad: Values of padding by input, where it is not 0: those alone have to be harmless.
+        max_graphs: Graphs at most, of all kinds of calls; the least used go.
+        device: Absent: the model's, or that of the tensors.
+        compilation: More settings of ``compilation``.
+        outputs: ``borrow``: outputs are valid until the next call; ``clone``: they are the caller's.
+
+    Calls raise NumbersError where padding changes real rows, InputError for inputs that disagree in a dimension,
+    ConfigError for a wrong setting, ModelError and OutputShapeError where the model fails on padding, or has outputs
+    whose sizes do not follow from those of its inputs.
+    """
+    if dynamic is not None:
+        dynamic = {name: {at: _dim_of(dim) for at, dim in dims.items()} for name, dims in dynamic.items()}
+    if any(isinstance(value, str) for value in (pad or {}).values()):
+        raise ConfigError(f"pad is {pad}", remedy="Give numbers; cgplan.capture takes `last`.")
+    settings: dict[str, Any] = {
+        "sizes": sizes, "max_size": max_size, "example": example, "dynamic": dynamic, "pad": pad, "device": device,
+        "max_graphs": BudgetConfig(max_graphs=max_graphs).max_graphs,
+        "compilation": CompilationConfig(**{"capture_policy": "lazy", "outputs": outputs, **(compilation or {})}),
+    }  # fmt: skip
+    return functools.partial(Graphed, settings=settings) if model is None else Graphed(model, settings)
