@@ -27,7 +27,7 @@ from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import CompilationConfig, Config
-from cgplan.errors import CaptureError, ModeError, ModelError, PlanError
+from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
@@ -134,9 +134,11 @@ def choose_mode(
                 else:
                     notes.append(f"AUTO: {name} has no graphs: the configuration or its budget leaves all of them out")
                 break
-            except (CaptureError, ModeError, ModelError, PlanError) as error:
+            except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
                 if not notes and isinstance(error, ModelError):  # FULL runs the model's own code
                     raise
+                if isinstance(error, ConfigError) and compilation.compiler == config.compilation.compiler:
+                    raise  # of the user's settings
                 drop_locals(error)
                 notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
             if not is_full or not failed or failed[0] in compilation.splitting_modules:

@@ -544,10 +544,10 @@ def test_calls_like_the_last_one_but_for_what_is_asked(backend: GraphBackend) ->
 def test_the_kernel_is_used_where_it_can_be_had() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     runner = cgplan.capture(five, FIVE, device="cuda", compilation={"cudagraph_capture_sizes": [8]})
-    assert runner._copier.name == "one kernel"
+    assert runner._copiers[()].name == "one kernel"
     many = {f"x{i}": ROWS for i in range(copy_kernel.INPUTS + 1)}
     runner = cgplan.capture(lambda **x: sum(x.values()), many, device="cuda")
-    assert runner._copier.name == "torch operators"
+    assert runner._copiers[()].name == "torch operators"
 
 
 @pytest.mark.gpu
