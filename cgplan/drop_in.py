@@ -41,6 +41,7 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool
+from cgplan.modes import Key
 from cgplan.planning import build_plan
 from cgplan.planning.build import sizes_of
 from cgplan.reports.records import CaptureReport
@@ -624,16 +625,21 @@ class Graphed(nn.Module):
         self._learnt.kinds.append(kind)
 
     def _make_room(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> None:
-        """Free the least used graphs where a batch is about to have one more captured than there may be."""
-        wanted = kind.runner.route(inputs).wanted
-        failed = {(failed.mode, failed.descriptor) for failed in kind.runner.report.failed}
-        while wanted is not None and wanted not in failed:
-            graphs = [(other, key) for other in self._learnt.kinds for key in other.runner.plan.keys]
-            if len(graphs) < self._settings["max_graphs"]:
-                break
-            least, key = min(graphs, key=lambda graph: graph[0].runner.stats.replays[graph[1]])
+        """Free the least used graphs, if there are too many with the one that a batch may be about to have captured."""
+
+        def use(graph: tuple[_Kind, Key]) -> tuple[bool, int]:
+            calls = graph[0].runner.stats.replays[graph[1]]
+            return graph[0] is kind and not calls, calls  # what is new is not freed first
+
+        wanted, failed = kind.runner.route(inputs).wanted, kind.runner.report.failed
+        is_new = wanted is not None and wanted not in [(key.mode, key.descriptor) for key in failed]
+        most = self._settings["max_graphs"] - is_new
+        while len(graphs := [(k, key) for k in self._learnt.kinds for key in k.runner.plan.keys]) > most:
+            least, key = min(graphs, key=use)
             if not any(runner.stats.evictions for runner in self.runners):
-                logger.warning("%s: calls ask for more than %s graphs; the least used go", self._name, len(graphs))
+                logger.warning(
+                    "%s: calls ask for more than %s graphs; the least used go", self._name, self._settings["max_graphs"]
+                )
             self._learnt.calls.clear()
             least.runner.exchange(evicted=[key])
             if least is not kind and not least.runner.plan.keys:

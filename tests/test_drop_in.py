@@ -601,6 +601,15 @@ def test_at_most_max_graphs_and_the_least_used_go(
     assert len(g.runners) <= 3
 
 
+def test_graphs_of_all_kinds_count(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net, sizes=[1, 2, 4], max_graphs=4, compilation={"capture_policy": "eager"})
+    x = rows(backend, 3)
+    for scale in (1.0, 2.0, 1.0):
+        close(g(x, scale), net(x, scale))
+        assert sum(len(runner.plan.keys) for runner in g.runners) <= 4
+    assert not any(runner.stats.eager for runner in g.runners)
+
+
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_is_said(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
