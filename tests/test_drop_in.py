@@ -668,17 +668,20 @@ def test_calls_in_inference_mode(backend: GraphBackend, net: Net) -> None:
         close(g(rows(backend, 3) * 0 + x), net(x))
 
 
-def test_rounding_may_decide_whole_numbers_of_half_precision(backend: GraphBackend) -> None:
+def test_models_in_half_precision_round_more_and_choose_otherwise(backend: GraphBackend) -> None:
     class Greedy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=backend.device))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x.argmax(1) + (len(x) & 1)  # another number in a batch of another size
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            odd = len(x) & 1  # other numbers in a batch of another size
+            return x.argmax(1) + odd, x.sigmoid() * (1 + odd * 1e-2)
 
     x = rows(backend, 3)
-    assert cgplan.graphed(Greedy().eval())(x).shape == (3,)
+    assert cgplan.graphed(Greedy().eval())(x)[0].shape == (3,)
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        assert cgplan.graphed(Greedy().float().eval())(x)[0].shape == (3,)
     with pytest.raises(NumbersError):
         cgplan.graphed(Greedy().float().eval())(x)
 
