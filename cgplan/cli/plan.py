@@ -51,11 +51,10 @@ def run_plan(
             "--speedup is about recorded requests and --step-times about traffic, and there is none",
             remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
         )
-    priced = costs_of(loaded, costs)
-    if traffic is not None or loaded.config.traffic is not None:
-        plan, curve, bars = _for_traffic(loaded.config, traffic, speedup, step_times, priced)
+    if loaded.config.dims and (traffic is not None or loaded.config.traffic is not None):
+        plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
     else:
-        plan, curve, bars = _by_ladder(loaded, priced)
+        plan, curve, bars = _for_traffic(loaded, traffic, speedup, step_times, costs_of(loaded, costs))
     if plot is not None and curve is None and not bars:
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
@@ -119,8 +118,11 @@ def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str |
 
 
 def _for_traffic(
-    config: Config, file: Path | None, speedup: float, step_times: Path | None, priced: Priced
+    loaded: LoadedConfig, file: Path | None, speedup: float, step_times: Path | None, priced: Priced
 ) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
+    config = loaded.config
+    if file is None and config.traffic is None:
+        return _by_ladder(loaded, priced)
     from cgplan.optimizer.propose import propose
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.histogram import Traffic
@@ -154,6 +156,23 @@ def _for_traffic(
         proposal = propose(config, again, times, priced.costs, priced.failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
+
+
+def _for_sizes(
+    config: Config, file: Path | None, step_times: Path | None, others: object
+) -> tuple[Plan, None, list[Bar]]:
+    if others or file is None:
+        raise ConfigError(
+            "--costs, --speedup, --emit and the `traffic` section do not know the boxes of `dims`",
+            remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
+        )
+    from cgplan.optimizer.boxes import dims_of, propose_boxes
+    from cgplan.traffic.files import read_sizes
+    from cgplan.traffic.step_times import StepSurface  # numpy from here on
+
+    surface = None if step_times is None else StepSurface.load(step_times, config.dim_names)
+    proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface)
+    return proposal.plan, None, padding_bars(proposal.evidence)
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:

@@ -12,12 +12,12 @@ Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
 class Expected(Record):
-    """Mean microseconds of a step with the plan's graphs, without graphs, and if each batch had a graph of its own size
-    in the best of its modes (no plan is below that ``bound``).
+    """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and if each batch had a
+    graph of its own size in the best of its modes (no plan is below that ``bound``).
     """
 
     plan: float
-    eager: float
+    eager: float | None
     bound: float
 
 
@@ -28,8 +28,8 @@ class ParetoPoint(Record):
 
     graphs: int
     expected_us: float
-    bytes: int | None
-    seconds: float | None
+    bytes: int | None = None
+    seconds: float | None = None
 
 
 class LadderPoint(ParetoPoint):
@@ -42,20 +42,31 @@ class LadderPoint(ParetoPoint):
     name: str
     padding: float
     unused: int
-    equal: ParetoPoint | None
-    alike: ParetoPoint | None
-    no_gain: bool
+    equal: ParetoPoint | None = None
+    alike: ParetoPoint | None = None
+    no_gain: bool = False
 
 
 class SizeUse(LaneRecord):
     """The steps that one graph of ``size`` tokens runs, or (mode NONE, size None) the eager steps.
 
-    ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1.
+    ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1. ``sizes``: in the
+    dimensions behind the first one, where batches have several.
     """
 
     size: int | None
     share: float
     padding: float
+    sizes: tuple[int, ...] = ()
+
+
+class PaddingMap(Record):
+    """Padding of the batches up to each size of two dimensions, as ``SizeUse`` has it; None: no batch."""
+
+    names: tuple[str, str]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    shares: tuple[tuple[float | None, ...], ...]
 
 
 class LaneSizes(LaneRecord):
@@ -105,29 +116,30 @@ class Evidence(Record):
     traffic_weight: float
     traffic_notes: tuple[str, ...]
     times_source: str
-    times_notes: tuple[str, ...]
-    costs_source: str | None
-    costs_estimated: bool | None
+    times_notes: tuple[str, ...] = ()
+    costs_source: str | None = None
+    costs_estimated: bool | None = None
     rule: str
     graphs: int
-    bytes: int | None
-    seconds: float | None
+    bytes: int | None = None
+    seconds: float | None = None
     expected_us: Expected
     lower_bound_us: float
     gap: float
     exact: bool
     binding: tuple[Limit, ...]
-    next_graph: NextGraph | None
-    lanes: tuple[LaneSizes, ...]
+    next_graph: NextGraph | None = None
+    lanes: tuple[LaneSizes, ...] = ()
     uses: tuple[SizeUse, ...]
-    pareto: tuple[ParetoPoint, ...]
+    pareto: tuple[ParetoPoint, ...] = ()
     ladders: tuple[LadderPoint, ...]
-    not_worth: tuple[NotWorth, ...]
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    not_worth: tuple[NotWorth, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     verdict: str
     costs_notes: tuple[str, ...] = ()
     unbounded: tuple[Limit, ...] = ()
     padding: float | None = None  # absent from plans of earlier versions, as all from costs_notes on
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[LeftOut, ...] = ()
+    padding_map: PaddingMap | None = None  # of batches with several sizes

@@ -76,11 +76,16 @@ def propose(
     plan. Keys in ``failed`` could not be captured, with the reason: the plan does without them, and says so.
 
     Raises:
-        ModeError, PlanError: as ``build_plan`` does.
+        ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see ``propose_boxes``.
         StepTimeError: times of a mode are missing.
         BudgetError: the budget does not pay for a single graph.
     """
     sizes, budget = config.compilation.cudagraph_capture_sizes, config.budget
+    if others := config.dim_names[1:]:
+        raise PlanError(
+            f"steps do not tell {', '.join(others)}, and boxes have these sizes",
+            remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and capture its plan.",
+        )
     base = build_plan(_with_sizes(config, (config.query_len,)))  # all but the keys
     base = base.model_copy(
         update={"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}

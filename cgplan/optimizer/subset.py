@@ -8,6 +8,8 @@ Note [Spread]
     the next one saves most, one by one, are spread best over all lanes. Each lane counts the same; of equal ones decode
     comes first.
 
+    With several sizes the lanes have as many graphs each, and their boxes are those that pad batches least.
+
     Where there are fewer graphs than lanes, the lanes stay that serve most kinds of batches: those for more adapters
     serve batches with fewer, those of mixed batches serve uniform decode.
 """
@@ -87,6 +89,17 @@ def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
         return tuple(keys)
     sizes, ends = plan.lanes(), Counter(Lane.of(*key) for key in keys)
     lanes = sorted(ends, key=lambda lane: (-lane.num_active_loras, lane.uniform))[:most]
+    if len(plan.dim_names) > 1:
+        import numpy as np
+
+        from cgplan.optimizer.boxes import least_padded
+
+        picked = set[Key]()
+        for lane in lanes:
+            found = [key for key in keys if Lane.of(*key) == lane]
+            boxes = np.array([descriptor.box for _, descriptor in found])
+            picked |= {found[index] for index in least_padded(boxes, most // len(lanes))}
+        return tuple(key for key in keys if key in picked)
     strides = {lane: plan.query_len if lane.uniform else 1 for lane in lanes}
     paths = {lane: _least_padding(sizes[lane], strides[lane], most) for lane in lanes}
 

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, LadderPoint
+from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap
 from cgplan.planning import Plan
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
@@ -74,6 +74,8 @@ def _plan(plan: Plan) -> RenderableType:
     said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
     head = facts("Plan", [*rows, *_predicted_rows(plan), ("config", plan.config_hash), *said])
     why = None if plan.evidence is None else render(Evidence.model_validate(plan.evidence))
+    if plan.config.get("dims"):
+        return stacked(why, head)
     return stacked(head, _padding(plan) if plan.keys else None, why)
 
 
@@ -201,9 +203,8 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
 def _evidence(evidence: Evidence) -> RenderableType:
     parts = [
         facts("Why these graphs", _evidence_rows(evidence)),
-        Grid(evidence.lanes, _LANE, Column("graphs", lambda part: len(part.sizes)), _SIZES)
-        if evidence.lanes
-        else Text("No graph: every batch runs eagerly."),
+        Grid(evidence.lanes, _LANE, Column("graphs", lambda part: len(part.sizes)), _SIZES) if evidence.lanes else None,
+        None if evidence.graphs else Text("No graph: every batch runs eagerly."),
     ]
     if evidence.pareto:
         curve = Drawing(partial(pareto_text, pareto_plot(evidence)))
@@ -223,10 +224,24 @@ def _evidence(evidence: Evidence) -> RenderableType:
     if evidence.uses:
         title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
         parts.append(titled(title, Drawing(partial(padding_text, padding_bars(evidence)))))
+    if evidence.padding_map:
+        parts.append(_padding_map(evidence.padding_map))
     if evidence.not_worth:
         spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
         parts.append(titled("Sizes not worth a graph", Grid(evidence.not_worth, _LANE, spans, _WHY)))
     return stacked(*parts)
+
+
+def _padding_map(found: PaddingMap) -> RenderableType:
+    first, second = found.names
+    lines = [Text(f"{first:>10} |" + "".join(f"{size:>5}" for size in found.columns) + f"  {second}")]
+    for size, shares in zip(found.rows, found.shares, strict=True):
+        lines.append(Text(f"{size:>10} |"))
+        for share in shares:
+            cool = round(255 * (1 - (share or 0)))
+            style = "" if share is None else f"black on rgb(255,{cool},{cool})"
+            lines[-1].append(" " * 5 if share is None else f"{share:.0%}".rjust(5), style)
+    return titled(f"Padding of the batches up to each {first} and {second}", *lines)
 
 
 def pareto_plot(evidence: Evidence) -> ParetoPlot:
@@ -238,7 +253,12 @@ def pareto_plot(evidence: Evidence) -> ParetoPlot:
 def padding_bars(evidence: Evidence) -> list[Bar]:
     """One bar for each graph, and one for the eager steps."""
     return [
-        Bar("eager" if use.size is None else f"{use.lane}: {use.size}", use.padding, use.share) for use in evidence.uses
+        Bar(
+            "eager" if use.size is None else f"{use.lane}: {' x '.join(map(str, (use.size, *use.sizes)))}",
+            use.padding,
+            use.share,
+        )
+        for use in evidence.uses
     ]
 
 
@@ -254,8 +274,9 @@ def _evidence_rows(evidence: Evidence) -> Iterator[Fact]:
     memory = "" if evidence.bytes is None else f", {format_bytes(evidence.bytes)}"
     start_up = "" if evidence.seconds is None else f", start-up {format_seconds(evidence.seconds)}"
     yield "graphs", f"{evidence.graphs}{memory}{start_up}"
-    bounds = f"eager {format_microseconds(expected.eager)}, with a graph for every size"
-    yield "step", f"{format_microseconds(expected.plan)} expected; {bounds} {format_microseconds(expected.bound)}"
+    eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
+    bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
+    yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
     proof = "proven: no plan within the limits is better, by these times and costs"
     if not evidence.exact:
         proof = "lower bound reported" + (f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else "")

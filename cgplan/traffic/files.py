@@ -9,21 +9,33 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from operator import le
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cgplan.config import load
+from cgplan.config import Dim, load
 from cgplan.config.schema import TrafficConfig
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, StepCounts, StepShape, Traffic
-from cgplan.traffic.rows import Form, RuntimeMode, Whole, csv_rows, first_line, json_object, jsonl_rows, short
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepCounts, StepShape, Traffic
+from cgplan.traffic.rows import (
+    Form,
+    RuntimeMode,
+    Whole,
+    csv_rows,
+    first_line,
+    json_object,
+    jsonl_rows,
+    short,
+    sized_rows,
+)
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
@@ -118,10 +130,7 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
     path = Path(path)
     if not 0 < speedup < math.inf:
         raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as recorded.")
-    text = load.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
-    if not text.strip():
-        raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
-    found = _parsed(text, path, plan)
+    found = _parsed(_text_of(path), path, plan)
     if isinstance(found, RequestTrace):
         if speedup == 1:
             return found
@@ -143,6 +152,30 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
         f"max_num_batched_tokens {tokens})"
     )
     return found.model_copy(update={"notes": (*found.notes, note)})
+
+
+def read_sizes(path: str | Path, dims: Sequence[Dim]) -> SizeCounts:
+    """Batches from CSV, or one JSON object a line: a column for each of ``dims`` by its name, and perhaps ``count``
+    (``weight``, if a dimension is named count; absent: 1). Batches above a dimension's max are counted apart.
+
+    Raises:
+        TrafficError: the file cannot be read, has other columns, holds no batch up to max, or a row makes no sense.
+    """
+    path, names, most = Path(path), [dim.name for dim in dims], [dim.max for dim in dims]
+    counts: Counter[tuple[int, ...]] = Counter()
+    beyond = 0
+    column = "weight" if "count" in names else "count"
+    for sizes, count in sized_rows(_text_of(path), path, names, TrafficError, column, (Whole, 1)):
+        if all(map(le, sizes, most)):
+            counts[sizes] += count
+        else:
+            beyond += count
+    if not counts.total():
+        raise TrafficError(
+            f"{path}: no batch up to {dict(zip(names, most, strict=True))} with a count above 0",
+            remedy="Give traffic with such a batch, or raise max in `dims`.",
+        )
+    return SizeCounts(tuple(names), {sizes: n for sizes, n in sorted(counts.items()) if n}, beyond, path.name)
 
 
 def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
@@ -169,6 +202,13 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
         adapters = np.where(rng.random(number) < made.lora_share, chosen, NO_ADAPTER).tolist()
     requests = list(map(Request, arrivals, prompts, outputs, adapters))
     return RequestTrace(requests, f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}")
+
+
+def _text_of(path: Path) -> str:
+    text = load.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
+    if not text.strip():
+        raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
+    return text
 
 
 def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:

@@ -133,3 +133,12 @@ class StepCounts:
             )
         if self._without_loras:
             yield "the source names no LoRA adapters: batches count as using none"
+
+
+class SizeCounts(NamedTuple):
+    """Counts of batches by their sizes in several dimensions."""
+
+    names: tuple[str, ...]
+    counts: Mapping[tuple[int, ...], int]  # ascending, above 0
+    beyond: int  # batches above the largest size of a dimension
+    source: str  # in words

@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from cgplan.errors import CgplanError, ConfigError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 
 R = TypeVar("R", bound=Record)
 
@@ -32,6 +33,7 @@ def _runtime_mode(value: object) -> CUDAGraphMode:
 
 
 Whole = Annotated[int, Field(ge=0, le=1 << 53)]  # which a float counts exactly
+Size = Annotated[int, Field(ge=1, le=MOST_BATCHED_TOKENS)]
 RuntimeMode = Annotated[CUDAGraphMode, BeforeValidator(_runtime_mode)]
 
 
@@ -134,6 +136,19 @@ def jsonl_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, R]]:
         if line.strip():
             row = json_object(line, where)
             yield where, form.read(dict(zip(form.match(list(row), where), row.values(), strict=True)), where)
+
+
+def sized_rows(
+    text: str, path: Path, names: Sequence[str], error: type[CgplanError], figure: str, kind: Any
+) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Sizes and a figure of each row: a column for each of ``names``, and the figure's, of pydantic's ``kind``."""
+    fields: dict[str, Any] = {f"size_{i}": (Size, Field(alias=name)) for i, name in enumerate(names)}
+    form: Form[Any] = Form(
+        f"a table of {figure}", create_model("_Row", __base__=Record, **fields, **{figure: kind}), error
+    )
+    for _, found in (jsonl_rows if text.lstrip().startswith("{") else csv_rows)(text, path, form):
+        *sizes, value = dict(found).values()
+        yield tuple(sizes), value
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise, product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +18,12 @@ from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
-from cgplan.traffic.rows import Form, RuntimeMode, Whole, csv_rows
+from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, csv_rows, sized_rows
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
 Floats = npt.NDArray[np.float64]
 
-Size = Annotated[int, Field(ge=1, le=MOST_BATCHED_TOKENS)]
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LORA_OVERHEAD = 0.1  # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
 PIECEWISE_SHARE = 0.25  # of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
@@ -55,6 +54,7 @@ class _BenchRecord(BaseModel):
     num_tokens: Size
     mode: Mode
     size: Size = Field(validation_alias=AliasPath("descriptor", "num_tokens"))
+    sizes: tuple[Size, ...] = Field((), validation_alias=AliasPath("descriptor", "sizes"))
     case: int = Field(0, validation_alias=AliasPath("descriptor", "num_active_loras"), ge=0)
     eager: Time = Field(validation_alias=AliasPath("eager", "median"))
     graph: Time | None = Field(None, validation_alias=AliasPath("graph", "median"))
@@ -253,6 +253,50 @@ class StepTimes(Record):
             measured = 0 if 0 in curves else with_adapters[0]
             return curves[measured], (1 + self.lora_overhead) ** ((case > 0) - (measured > 0))
         return curves[next((n for n in with_adapters if n >= case), with_adapters[-1])], 1.0
+
+
+class StepSurface(NamedTuple):
+    """Microseconds of a step by several sizes, nondecreasing in each: a time is raised to that of smaller batches.
+
+    Linear in each size between measured ones; below the first one its time; beyond the last one in proportion.
+    """
+
+    axes: tuple[Floats, ...]  # measured sizes of each dimension, ascending
+    values: Floats  # times of all their combinations, one dimension for each of the axes
+    source: str
+
+    @classmethod
+    def load(cls, path: str | Path, names: Sequence[str]) -> StepSurface:
+        """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench of a full grid. Of
+        equal sizes the longest time counts. Raises StepTimeError (TrafficError for other JSON).
+        """
+        text, longest, bench = load.read_text(path, StepTimeError, REMEDY), dict[tuple[int, ...], float](), None
+        with suppress(ValidationError):
+            bench = [((r.size, *r.sizes), r.graph) for r in _Bench.model_validate_json(text).records if r.graph]
+        for sizes, time in bench or sized_rows(text, Path(path), names, StepTimeError, "microseconds", (Time, ...)):
+            longest[sizes] = max(time, longest.get(sizes, 0.0))
+        axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
+        grid = list(product(*axes))
+        if len(axes) != len(names) or len(grid) > len(longest):
+            missing = next((f", not {sizes}" for sizes in grid if sizes not in longest), "")
+            raise StepTimeError(
+                f"{path}: no times of a full grid of {' x '.join(names)}: {len(longest)} rows{missing}",
+                remedy=f"Give CSV with {','.join(names)},microseconds, and a row for each combination of its sizes.",
+            )
+        values = np.array([longest[sizes] for sizes in grid]).reshape([len(axis) for axis in axes])
+        for dim in range(len(axes)):
+            np.maximum.accumulate(values, axis=dim, out=values)
+        return cls(tuple(np.array(axis, dtype=np.float64) for axis in axes), values, str(path))
+
+    def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
+        """Microseconds of boxes: [n, dimensions] -> [n]."""
+        rows = np.arange(len(sizes))
+        found = np.broadcast_to(self.values, (rows.size, *self.values.shape))
+        for axis, asked in zip(self.axes, sizes.T, strict=True):
+            place = np.interp(asked, axis, np.arange(axis.size))
+            share = (place % 1).reshape(-1, *[1] * (found.ndim - 2))
+            found = found[rows, place.astype(int)] * (1 - share) + found[rows, np.ceil(place).astype(int)] * share
+        return np.asarray(found * np.maximum(sizes / [axis[-1] for axis in self.axes], 1).prod(1))
 
 
 def _name(mode: CUDAGraphMode) -> str:

@@ -244,3 +244,74 @@ def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) ->
     assert "nothing is captured: the resolved cudagraph_mode is NONE" in good(*traffic, *none).stdout
     assert "it.svg was not drawn: there is no graph" in good(*PLAN, *none, "--plot", "it.svg").stderr
     assert not Path("it.svg").exists()
+
+
+# --- several sizes ----------------------------------------------------------------------------------------------
+
+SIZED = settings(
+    "compilation.cudagraph_capture_sizes=null",
+    "dims={batch: {max: 16}, length: {max: 64}}",
+    "inputs.x.shape=[batch, length, 8]",
+    "model.output_shapes=[[batch, length, 4]]",
+)
+
+
+def sized(home: Path, *more: str) -> tuple[str, ...]:
+    (home / "lengths.csv").write_text("batch,length,count\n1,60,100\n3,20,200\n12,10,50\n16,9,5\n20,9,1\n")
+    return (*PLAN, *SIZED, "--traffic", "lengths.csv", *more)
+
+
+def test_plan_for_batches_of_several_sizes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = sized(home, "--max-graphs", "3")
+    shown = good(*command, "--output", "plan.json").stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[0] == "verdict"
+    assert re.search(r"verdict steps [\d.]+% shorter than with the best full grid, ", " ".join(shown.split()))
+    assert "no step times were given" in " ".join(lines[2:6])
+    assert [line.split()[0] for line in lines if line.startswith(("this plan", "the best full", "powers", "even"))] == [
+        "this", "the", "powers", "even",
+    ]  # fmt: skip
+    assert "FULL: 3 x 20" in shown
+    at = lines.index("Padding of the batches up to each batch and length")
+    assert lines[at + 1].split() == ["batch", "|", "9", "10", "20", "60", "length"]
+    assert lines[at + 4].split() == ["12", "|", "25%"], "12 x 10 runs in 16 x 10"
+    assert good("inspect", "plan.json").stdout == shown
+    saved = load_report("plan.json")
+    assert isinstance(saved, Plan)
+    assert {key.box for _, key in saved.keys} == {(1, 60), (3, 20), (16, 10)}
+    assert saved.expected_us == pytest.approx((100 * 60 + 200 * 60 + 55 * 160) / 355)
+
+
+def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
+    """Full grids are measured whole: their bench gives the times of the next plan."""
+    good(*sized(home, "--max-graphs", "3"), "--output", "plan.json")
+    captured = json.loads(good("capture", *PLAN[1:], *SIZED, "--plan", "plan.json", "--json").stdout)
+    assert {(r["descriptor"]["num_tokens"], *r["descriptor"]["sizes"]) for r in captured["records"]} == {
+        (1, 60), (3, 20), (16, 10),
+    }  # fmt: skip
+    grid = settings("dims={batch: {max: 16, sizes: [1, 16]}, length: {max: 64, sizes: [8, 64]}}", "report.sizes=null")
+    good("bench", *PLAN[1:], *SIZED, *grid, "--output", "bench.json")
+    assert "bench.json" in good(*sized(home, "--step-times", "bench.json")).stdout
+
+
+def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
+    (home / "times.csv").write_text("batch,length,microseconds\n1,1,100\n16,1,100\n1,64,100\n16,64,500\n")
+    shown = good(*sized(home, "--step-times", "times.csv")).stdout
+    assert "no step times were given" not in shown
+    assert "times.csv" in shown
+
+
+def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
+    for option in (("--costs", "estimate"), ("--speedup", "2"), ("--emit", "vllm")):
+        assert f"{option[0]}" in refused(errors.ConfigError, *sized(home, *option))
+    made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
+    assert "`traffic` section" in refused(errors.ConfigError, *PLAN, *SIZED, *settings(made))
+    (home / "other.csv").write_text("num_tokens,count\n1,1\n")
+    told = refused(errors.TrafficError, *sized(home)[:-1], "other.csv")
+    assert "unknown column 'num_tokens'" in told
+    assert "batch, length" in told
+    (home / "times.csv").write_text("batch,length,microseconds\n1,1,1\n2,2,2\n")
+    told = refused(errors.StepTimeError, *sized(home, "--step-times", "times.csv"))
+    assert "no times of a full grid" in told

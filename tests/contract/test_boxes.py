@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ways import GraphBackend
 
 import cgplan
-from cgplan import ConfigError, DispatchMissError, GraphRunner, Input, InputError, OutputShapeError
+from cgplan import ConfigError, DispatchMissError, GraphRunner, Input, InputError, OutputShapeError, PlanError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -138,3 +138,7 @@ def test_what_cannot_be(backend: GraphBackend) -> None:
         for way in (runner.stage, runner.input_views):
             with pytest.raises(InputError, match="batches of length cannot be written in place"):
                 way(2)
+    with closing(open_runner(backend, Encoder(), capture_policy="adaptive")) as runner:
+        runner(**batch(backend, 2, 4))
+        with pytest.raises(PlanError, match="steps do not tell length"):
+            runner.replan()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import combinations, product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,30 @@ def test_the_largest_stays_and_what_pads_least(most: int, sizes: tuple[int, ...]
 
 def test_a_fine_ladder_is_thinned_out_evenly() -> None:
     assert kept(4, list(range(1, 65))) == {"FULL": (16, 32, 48, 64)}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9, 12])
+def test_boxes_that_pad_least_are_kept(most: int) -> None:
+    """Against each choice that keeps a graph for all batches, counted one by one."""
+    dims = {"batch": {"max": 8, "sizes": [1, 3, 8]}, "length": {"max": 6, "sizes": [1, 2, 4, 6]}}
+    config = config_of(most, dims=dims)
+    boxes = [key.box for _, key in build_plan(config).keys]
+    found = {key.box for _, key in within_count(build_plan(config), config).keys}
+
+    def elements(chosen: Iterable[tuple[int, ...]]) -> float:
+        held = ([a * b for a, b in chosen if a >= n and b >= m] for n, m in product(range(1, 9), range(1, 7)))
+        return sum(min(sizes, default=inf) for sizes in held)
+
+    assert len(found) == most
+    assert elements(found) == min(map(elements, combinations(boxes, most)))
+
+
+def test_boxes_of_all_lanes_are_kept() -> None:
+    dims = {"batch": {"max": 8}, "length": {"max": 64}}
+    config = config_of(5, dims=dims, lora={"max_loras": 2}, compilation={"cudagraph_specialize_lora": True})
+    found = within_count(build_plan(config), config).keys
+    assert sorted(key.num_active_loras for _, key in found) == [0, 0, 3, 3]
+    assert all((8, 64) in {key.box for _, key in found if key.num_active_loras == case} for case in (0, 3))
 
 
 @settings(deadline=None)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgplan.config import Config
+from cgplan.config import Config, Dim
 from cgplan.errors import TrafficError
 from cgplan.planning import build_plan
-from cgplan.traffic.files import read_traffic, synthetic_requests
+from cgplan.traffic.files import read_sizes, read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
@@ -407,3 +407,47 @@ def test_text_before_a_row_does_not_matter(written: Any, prefix: str) -> None:
 )
 def test_bad_logs(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:
     refused(text, line, message, remedy)
+
+
+# --- batches of several sizes -----------------------------------------------------------------------------------
+
+SIZES = (Dim("batch", max=8), Dim("length", max=100))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "batch,length,count\n2,50,3\n8,100,1\n9,1,4\n1,101,1\n",
+        "length;batch\n50;2\n50;2\n50;2\n100;8\n" + "101;1\n" * 5,
+        '{"batch": 2, "length": 50, "count": 3}\n{"length": 100, "batch": 8}\n{"batch": 9, "length": 1, "count": 5}\n',
+    ],
+)
+def test_batches_of_several_sizes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lengths.csv").write_text(text)
+    found = read_sizes(tmp_path / "lengths.csv", SIZES)
+    assert (found.names, found.source) == (("batch", "length"), "lengths.csv")
+    assert found.counts == {(2, 50): 3, (8, 100): 1}
+    assert found.beyond == 5, "batches above a max are counted apart"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ("batch,lenght\n1,2\n", "unknown column 'lenght' (did you mean 'length'?)"),
+        ("batch\n1\n", "column 'length' is missing"),
+        ("batch,length\n0,2\n", "lengths.csv:2: batch is '0'"),
+        ("batch,length,count\n1,2,-1\n", "count is '-1'"),
+        ("batch,length,count\n1,2,0\n9,9,1\n", "no batch up to {'batch': 8, 'length': 100}"),
+    ],
+)
+def test_bad_batches_of_several_sizes(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "lengths.csv").write_text(text)
+    with pytest.raises(TrafficError) as raised:
+        read_sizes(tmp_path / "lengths.csv", SIZES)
+    assert told in str(raised.value)
+
+
+def test_a_dimension_may_be_called_count(tmp_path: Path) -> None:
+    (tmp_path / "lengths.csv").write_text("count,weight\n3,7\n")
+    assert read_sizes(tmp_path / "lengths.csv", [Dim("count", max=8)]).counts == {(3,): 7}

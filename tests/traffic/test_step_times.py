@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, StepTimes
+from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, StepSurface, StepTimes
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
@@ -231,3 +231,59 @@ def test_missing_modes_are_named(points: Any, mode: CUDAGraphMode, message: str)
     with pytest.raises(StepTimeError, match=message) as caught:
         times_of(**points).of(mode, 1)
     assert caught.value.remedy.startswith("Measure ")
+
+
+# --- several sizes ----------------------------------------------------------------------------------------------
+
+
+def surface_of(tmp_path: Path, text: str) -> StepSurface:
+    (tmp_path / "times.csv").write_text(text)
+    return StepSurface.load(tmp_path / "times.csv", ("batch", "length"))
+
+
+def test_times_of_several_sizes(tmp_path: Path) -> None:
+    rows = {(1, 10): 100, (1, 20): 200, (5, 10): 90, (5, 20): 600}
+    text = "length,batch,microseconds\n" + "".join(f"{length},{batch},{us}\n" for (batch, length), us in rows.items())
+    surface = surface_of(tmp_path, text + "10,1,80\n")
+    asked = {
+        (1, 10): 100,  # the longest of two
+        (5, 10): 100,  # raised to that of a smaller batch
+        (5, 20): 600,
+        (3, 20): 400,  # halfway in one size
+        (3, 15): 250,  # and in both
+        (1, 5): 100,  # below the first size
+        (1, 40): 400,  # in proportion beyond the last one
+        (10, 40): 2400,
+    }
+    assert surface.at(np.array(list(asked))).tolist() == pytest.approx(list(asked.values()))
+
+
+def test_times_of_one_length(tmp_path: Path) -> None:
+    surface = surface_of(tmp_path, "batch,length,microseconds\n1,10,100\n4,10,400\n")
+    assert surface.at(np.array([[2, 5], [2, 10], [2, 20]])).tolist() == pytest.approx([200, 200, 400])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("batch,microseconds\n1,10\n", "column 'length' is missing"),
+        ("batch,length,microseconds\n1,10,0\n", "microseconds is '0'"),
+        ("batch,length,microseconds\n", "no times of a full grid of batch x length: 0 rows"),
+        ("batch,length,microseconds\n1,10,5\n2,20,9\n", "2 rows, not (1, 20)"),
+    ],
+)
+def test_bad_times_of_several_sizes(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(StepTimeError) as raised:
+        surface_of(tmp_path, text)
+    assert told in str(raised.value)
+
+
+def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
+    def boxed(batch: int, length: int, graph: float | None) -> dict[str, Any]:
+        descriptor = {"num_tokens": batch, "sizes": [length]}
+        graphed = graph and {"median": graph}
+        return {"num_tokens": batch, "mode": "FULL", "descriptor": descriptor, "eager": {"median": 9}, "graph": graphed}
+
+    measured = [boxed(1, 10, 100), boxed(1, 20, 200), boxed(4, 10, 300), boxed(4, 20, 500), boxed(9, 9, None)]
+    text = json.dumps({"kind": "bench", "records": measured})
+    assert surface_of(tmp_path, text).at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx([150, 500])

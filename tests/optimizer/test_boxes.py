@@ -1,0 +1,234 @@
+"""Boxes for batches of several sizes, against brute force over all sets of boxes."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cgplan.config import Config
+from cgplan.errors import BudgetError, PlanError
+from cgplan.optimizer.boxes import best_boxes, propose_boxes
+from cgplan.optimizer.evidence import Evidence
+from cgplan.planning import build_plan, config_hash
+from cgplan.reports import render_text
+from cgplan.traffic.histogram import SizeCounts
+from cgplan.traffic.step_times import StepSurface
+
+Counts = dict[tuple[int, ...], int]
+DIMS = {"batch": {"max": 64}, "length": {"max": 512}}
+
+
+def config_of(graphs: int | None = None, dims: Any = DIMS, **sections: Any) -> Config:
+    compilation = {"cudagraph_mode": "FULL", **sections.pop("compilation", {})}
+    return Config.model_validate(
+        {"dims": dims, "budget": {"max_graphs": graphs}, "compilation": compilation, **sections}
+    )
+
+
+def traffic_of(counts: Counts, beyond: int = 0, names: tuple[str, ...] = ("batch", "length")) -> SizeCounts:
+    return SizeCounts(names, dict(sorted(counts.items())), beyond, "test")
+
+
+def evidence_of(counts: Counts, graphs: int | None = None, **options: Any) -> Evidence:
+    return propose_boxes(config_of(graphs, **options), traffic_of(counts)).evidence
+
+
+def boxes_of(evidence: Evidence) -> set[tuple[int | None, ...]]:
+    return {(use.size, *use.sizes) for use in evidence.uses}
+
+
+def random_counts(rng: np.random.Generator, number: int) -> Counts:
+    """Traffic of at most so many sizes in each dimension."""
+    rows, columns = (np.unique(rng.integers(1, most + 1, number)) for most in (64, 512))
+    counts = {pair: int(rng.integers(0, 30)) for pair in product(rows.tolist(), columns.tolist())}
+    counts[int(rows[-1]), int(columns[0])] = 1
+    return {pair: count for pair, count in counts.items() if count}
+
+
+def brute_force(counts: Counts, graphs: int) -> float:
+    """The least mean of the elements that run, over all sets of boxes that hold all batches."""
+    sizes = [sorted({batch[dim] for batch in counts}) for dim in (0, 1)]
+    boxes, batches = np.array(list(product(*sizes))), np.array(list(counts))
+    cost = np.where((batches[:, None] <= boxes).all(-1), boxes.prod(1) * 1.0, np.inf)
+    sets = np.array(list(combinations(range(len(boxes)), min(graphs, len(boxes)))))
+    weights = np.array(list(counts.values()))
+    return float((weights @ cost[:, sets].min(2)).min()) / sum(counts.values())
+
+
+def test_the_plan_is_the_best_of_all_sets_of_boxes() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        counts, graphs = random_counts(rng, int(rng.integers(2, 5))), int(rng.integers(1, 5))
+        evidence = evidence_of(counts, graphs)
+        assert evidence.exact
+        assert evidence.graphs <= graphs
+        assert evidence.expected_us.plan == pytest.approx(brute_force(counts, graphs))
+        assert all(any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts)
+
+
+def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:
+    rng = np.random.default_rng(2)
+    counts = {
+        (rows, columns): int(rng.integers(1, 100)) for rows in (1, 4, 9, 30, 64) for columns in (20, 64, 200, 300, 500)
+    }
+    steps = []
+    for graphs in range(1, 26):
+        evidence = evidence_of(counts, graphs)
+        assert evidence.exact
+        steps.append(evidence.expected_us.plan)
+        if graphs <= 3:
+            assert steps[-1] == pytest.approx(brute_force(counts, graphs))
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == evidence.expected_us.bound, "a box for each batch"
+
+
+def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
+    rng = np.random.default_rng(3)
+    sizes = [
+        np.unique(np.clip(rng.lognormal(median, 1, 300), 1, most).astype(int)) for median, most in ((2, 64), (5, 512))
+    ]
+    counts = {(int(rng.choice(sizes[0][:24])), int(rng.choice(sizes[1]))): int(rng.integers(1, 50)) for _ in range(500)}
+    few, evidence = evidence_of(counts, 4), evidence_of(counts, 20)
+    assert few.expected_us.plan <= few.ladders[0].expected_us, "a full grid is a choice of boxes, too"
+    assert not evidence.exact
+    assert 0 < evidence.gap < 0.1
+    assert evidence.lower_bound_us < evidence.expected_us.plan
+    shown = render_text(evidence)
+    assert "proven" not in shown
+    assert f"at most {evidence.gap:.1%} above the best" in shown
+
+
+def test_a_bound_is_below_the_best_choice_of_any_costs() -> None:
+    """Costs that are no times of boxes: the search does not need them to be."""
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        cost, weights = rng.random((9, 8)), rng.random(9) + 0.1
+        for graphs in (1, 2, 4):
+            least = min(weights @ cost[:, chosen].min(1) for chosen in combinations(range(8), graphs))
+            chosen, bound = best_boxes(cost, weights, graphs)
+            assert weights @ cost[:, chosen].min(1) == pytest.approx(least)
+            assert bound == pytest.approx(least)
+
+
+def test_other_grids_stand_beside_the_plan() -> None:
+    counts = {(1, 500): 10, (64, 10): 10, (3, 40): 80}
+    evidence = evidence_of(counts, 3)
+    assert boxes_of(evidence) == set(counts)
+    full, powers, even = evidence.ladders
+    assert full.graphs <= 3
+    assert (powers.graphs, even.graphs) == (7 * 10, 4 * 8)
+    assert powers.expected_us == pytest.approx((10 * 1 * 512 + 10 * 64 * 16 + 80 * 4 * 64) / 100)
+    assert even.expected_us == pytest.approx((10 * 16 * 512 + 10 * 64 * 64 + 80 * 16 * 64) / 100)
+    assert even.padding == pytest.approx(1 - (10 * 500 + 10 * 640 + 80 * 120) / (100 * even.expected_us))
+    assert evidence.padding == 0
+    assert powers.unused == 70 - 3
+    assert min(ladder.expected_us for ladder in evidence.ladders) >= evidence.expected_us.plan
+
+
+def test_the_full_grid_is_the_best_of_as_many_graphs() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        counts = random_counts(rng, 4)
+        sizes = [sorted({batch[dim] for batch in counts}) for dim in (0, 1)]
+        steps = []
+        for rows, columns in ((1, 4), (2, 2), (4, 1), (1, 3), (3, 1), (1, 2), (2, 1), (1, 1)):
+            for grid in product(combinations(sizes[0], rows), combinations(sizes[1], columns)):
+                if grid[0][-1] == sizes[0][-1] and grid[1][-1] == sizes[1][-1]:
+                    up = [np.prod([min(s for s in g if s >= n) for g, n in zip(grid, b, strict=True)]) for b in counts]
+                    steps.append(np.dot(up, list(counts.values())) / sum(counts.values()))
+        assert evidence_of(counts, 4).ladders[0].expected_us <= min(steps) * 1.02
+
+
+def test_boxes_have_sizes_that_dimensions_allow() -> None:
+    dims = {"batch": {"max": 60, "min": 4, "multiple_of": 4}, "length": {"max": 500, "multiple_of": 64}}
+    assert boxes_of(evidence_of({(1, 1): 5, (59, 450): 1}, 2, dims=dims)) == {(4, 64), (60, 512)}
+
+
+def test_times_decide_where_they_are_given() -> None:
+    """Two boxes: with elements the rare large batches share one; steps of length 100 take as long as those of 50."""
+    counts = {(1, 50): 100, (1, 100): 90, (8, 100): 10}
+    flat = StepSurface(
+        (np.array([1.0, 8.0]), np.array([50.0, 100.0])), np.array([[10.0, 10.0], [20.0, 90.0]]), "times.csv"
+    )
+    found = propose_boxes(config_of(2), traffic_of(counts), flat).evidence
+    assert boxes_of(found) == {(1, 100), (8, 100)}
+    assert found.expected_us.plan == pytest.approx(0.95 * 10 + 0.05 * 90)
+    assert (found.times_source, found.warnings) == ("times.csv", ())
+    assert boxes_of(evidence_of({(1, 50): 900, (1, 100): 10, (8, 100): 10}, 2)) == {(1, 50), (8, 100)}
+
+
+def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
+    """The box with the fewest elements is the slower one here, so the plan is not called proven."""
+    counts = {(1, 10): 1, (8, 20): 1, (2, 100): 1}
+    slow = StepSurface(
+        (np.array([1.0, 2.0, 8.0]), np.array([10.0, 20.0, 100.0])),
+        np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 9.0], [90.0, 90.0, 95.0]]),
+        "times.csv",
+    )
+    found = propose_boxes(config_of(2), traffic_of(counts), slow).evidence
+    assert boxes_of(found) == {(8, 20), (2, 100)}
+    assert found.expected_us.plan == pytest.approx((90 + 90 + 9) / 3)
+    assert found.lower_bound_us <= (90 + 9 + 9) / 3 + 1e-9
+    assert not found.exact
+
+
+def test_too_many_sizes_are_thinned_out() -> None:
+    counts = {(1 + n % 3, n): 1 + n % 7 for n in range(1, 400)}
+    evidence = evidence_of(counts, 8)
+    assert any(note.startswith("so many sizes of length that") for note in evidence.traffic_notes)
+    assert not evidence.exact, "other sizes could be better"
+    assert all(any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts)
+    assert all(any(box[dim] in {batch[dim] for batch in counts} for dim in (0, 1)) for box in boxes_of(evidence))
+
+
+def test_three_dimensions_and_one() -> None:
+    dims = {name: {"max": 32} for name in ("batch", "height", "width")}
+    counts = {(1, 8, 32): 5, (1, 32, 8): 5, (4, 4, 4): 2}
+    found = propose_boxes(config_of(3, dims), traffic_of(counts, names=tuple(dims))).evidence
+    assert boxes_of(found) == set(counts)
+    assert [ladder.graphs for ladder in found.ladders[1:]] == [6**3], "a grid of 4 x 8 has two dimensions"
+    one = propose_boxes(config_of(2, {"batch": {"max": 32}}), traffic_of({(3,): 1, (7,): 5, (8,): 1}, names=("batch",)))
+    assert boxes_of(one.evidence) in ({(3,), (8,)}, {(7,), (8,)})
+    assert one.evidence.expected_us.plan == pytest.approx((7 + 35 + 8) / 7)
+    assert one.evidence.padding_map is None
+
+
+def test_batches_without_a_graph_are_told() -> None:
+    found = propose_boxes(config_of(2), traffic_of({(1, 8): 5, (4, 4): 5}, beyond=3)).evidence
+    assert "3 batches are above the max of a dimension: they run eagerly, and no figure has them" in found.traffic_notes
+    assert any("64 x 512" in note for note in found.traffic_notes)
+    assert not any("64 x 512" in note for note in evidence_of({(64, 512): 1}, 2).traffic_notes)
+
+
+def test_padding_is_mapped() -> None:
+    found = evidence_of({(1, 100): 3, (2, 100): 1, (2, 50): 2}, 1).padding_map
+    assert found is not None
+    assert (found.names, found.rows, found.columns) == (("batch", "length"), (1, 2), (50, 100))
+    assert found.shares == ((None, 0.5), (0.5, 0.0))
+
+
+def test_the_plan_captures_its_boxes() -> None:
+    config = config_of(2)
+    proposal = propose_boxes(config, traffic_of({(1, 8): 5, (4, 4): 5}))
+    boxes = sorted(boxes_of(proposal.evidence))
+    with_boxes = config_of(2, compilation={"boxes": boxes})
+    assert sorted(proposal.plan.keys) == sorted(build_plan(with_boxes).keys)
+    assert proposal.plan.config_hash == config_hash(config), "so that it is captured with the configuration as it is"
+    assert Evidence.model_validate(proposal.plan.evidence) == proposal.evidence
+
+
+def test_a_graph_is_counted_for_each_lora_case() -> None:
+    counts = {(1, 8): 5, (4, 4): 5, (9, 9): 1}
+    lora = {"lora": {"max_loras": 2}, "compilation": {"cudagraph_specialize_lora": True}}
+    found = propose_boxes(config_of(5, **lora), traffic_of(counts)).evidence
+    assert (found.graphs, len(found.uses), found.ladders[1].graphs) == (4, 2, 140)
+    with pytest.raises(BudgetError, match=r"budget.max_graphs is 1, too few"):
+        propose_boxes(config_of(1, **lora), traffic_of(counts))
+
+
+def test_a_mode_without_graphs_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no graphs"):
+        evidence_of({(1, 8): 5}, compilation={"cudagraph_mode": "NONE"})
