@@ -41,6 +41,7 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool
+from cgplan.modes import Key
 from cgplan.planning import build_plan
 from cgplan.planning.build import sizes_of
 from cgplan.reports.records import CaptureReport
@@ -106,20 +107,19 @@ def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
         form += object, value if has_value else _Held(value)
 
 
-def _rebuild(kind: Any, form: Iterator[Any], tensors: Iterator[Any]) -> Any:
-    """A value again, whose form begins with ``kind``."""
+def _rebuild(form: Iterator[Any], tensors: Iterator[Any], kind: Any = None) -> Any:
+    """A value again, whose form begins with ``kind``; absent: the next of the form."""
+    kind = kind or next(form)
     if kind is Tensor:
         return next(tensors)
     told = next(form)
+    if kind not in (dict, tuple, list, TreeSpec):
+        return told.value if type(told) is _Held else told
+    count = told.value.num_leaves if kind is TreeSpec else len(told) if kind is dict else told
+    items = [next(tensors) if (item := next(form)) is Tensor else _rebuild(form, tensors, item) for _ in range(count)]
     if kind is dict:
-        return {key: next(tensors) if (item := next(form)) is Tensor else _rebuild(item, form, tensors) for key in told}
-    if kind is tuple or kind is list or kind is TreeSpec:
-        count = told.value.num_leaves if kind is TreeSpec else told
-        items = [
-            next(tensors) if (item := next(form)) is Tensor else _rebuild(item, form, tensors) for _ in range(count)
-        ]
-        return items if kind is list else tuple(items) if kind is tuple else told.value.unflatten(items)
-    return told.value if type(told) is _Held else told
+        return dict(zip(told, items, strict=True))
+    return items if kind is list else tuple(items) if kind is tuple else told.value.unflatten(items)
 
 
 def _named(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -152,8 +152,7 @@ class _ByName(nn.Module):
 
     def flat(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
         """Form and tensors of the output."""
-        parts = iter(self.form)
-        given = inspect.BoundArguments(self.signature, _rebuild(next(parts), parts, iter(tensors)))
+        given = inspect.BoundArguments(self.signature, _rebuild(iter(self.form), iter(tensors)))
         form, leaves = list[Any](), list[Tensor]()
         _flatten([self.__dict__["wrapped"](*given.args, **given.kwargs)], form, leaves)
         if hidden := [box.value for box in form if type(box) is _Held and type(box.value) is not TreeSpec]:
@@ -257,7 +256,9 @@ class _Proof:
                 )
         self.state = ModelState.of({"model": kind.forward}, backend.device)
         self.written, self.shapes, self.draws = list[str](), list[list[int | str]](), False
-        self.is_coarse = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.kind.forward.parameters())
+        tensors, halves = (*kind.forward.parameters(), *batch.values()), (torch.float16, torch.bfloat16)
+        is_half = torch.is_autocast_enabled(backend.device.type) or any(t.dtype in halves for t in tensors)
+        self.tolerance = 5e-2 if is_half else 0.0  # at least: an output in float32 may come of bfloat16
 
     def prove(self, pinned: Collection[str]) -> tuple[Any, ...]:
         """The output's form. ``pinned``: inputs whose padding is what was asked for, and nothing else."""
@@ -281,7 +282,7 @@ class _Proof:
                 self.infer(alone, base, names[0], same=form == other)
             if not self.draws and (where := self.difference(base, alone)):
                 raise self.refusal(where, kind.varying(names), names)
-            differ = [_wrong_row(*pair, pair[1].shape) is not None for pair in zip(state, kept, strict=True)]
+            differ = [_wrong_row(one, b, b.shape, 5e-2) is not None for one, b in zip(state, kept, strict=True)]
             found += [path.removeprefix("model.") for path, d in zip(self.written, differ, strict=True) if d]
         floats = [n for n in kind.varying(grown) if n not in pinned and self.batch[n].is_floating_point()]
         if floats and checks is None:
@@ -367,9 +368,10 @@ class _Proof:
     def difference(self, outputs: Sequence[Tensor], others: Sequence[Tensor], *, exact: bool = False) -> str | None:
         """Where real rows of two outputs differ."""
         for index, (one, other) in enumerate(zip(outputs, others, strict=True)):
-            if self.is_coarse and not exact and not (one.is_floating_point() or one.is_complex()):
+            if self.tolerance and not exact and not (one.is_floating_point() or one.is_complex()):
                 continue  # rounding may decide another whole number
-            row = _wrong_row(one, other, _at(map(Extent.parse, self.shapes[index]), self.real), exact=exact)
+            tolerance = 0.0 if exact else max(self.tolerance, _TOLERANCES.get(one.dtype, 5e-2))
+            row = _wrong_row(one, other, _at(map(Extent.parse, self.shapes[index]), self.real), tolerance)
             if row is not None:
                 return f"row {row} of output {index}"
         return None
@@ -383,13 +385,13 @@ class _Proof:
         )
 
 
-def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], *, exact: bool = False) -> int | None:
-    """The first row in which outputs differ, as far as ``shape`` reaches; beyond a tolerance, if not ``exact``."""
+def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], tolerance: float) -> int | None:
+    """The first row in which outputs differ, as far as ``shape`` reaches. Floats may by a part of the largest value."""
     kind = torch.complex128 if found.is_complex() else torch.float64
     one, other = (output[tuple(map(slice, shape))].to(kind) for output in (found, wanted))
     apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0).nan_to_num(math.inf)
-    rounds = apart.numel() and not exact and (wanted.is_floating_point() or wanted.is_complex())
-    limit = _TOLERANCES.get(wanted.dtype, 5e-2) * float(other.abs().nan_to_num(0, 0, 0).max()) if rounds else 0.0
+    rounds = apart.numel() and tolerance and (wanted.is_floating_point() or wanted.is_complex())
+    limit = tolerance * float(other.abs().nan_to_num(0, 0, 0).max()) if rounds else 0.0
     wrong = (apart > limit).nonzero()
     return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) else None
 
@@ -399,8 +401,8 @@ class _Learnt:
     """What a Graphed has learnt of calls, and its graphs."""
 
     __graph_memory__ = True  # no state of a model that holds a Graphed
-    pool: GraphPool | None = None
-    autocasts: Callable[[], bool] = bool  # whether autocast is on for the device
+    pool: Any = None  # a GraphPool, once the device is known
+    device: str = "cpu"  # the pool's type of device
     kinds: list[_Kind] = dataclasses.field(default_factory=list)
     calls: dict[tuple[Any, ...], tuple[GraphRunner, list[str], tuple[Any, ...] | None]] = dataclasses.field(
         default_factory=dict
@@ -445,9 +447,9 @@ class Graphed(nn.Module):
                     f"{setting} names {unknown[0]!r}, which is no argument of {self._name}", remedy=remedy
                 )
         if (example := settings["example"]) is not None:
-            alone = (example,) if isinstance(example, Tensor) else example
-            args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(alone), {})
-            self._prepare(args, kwargs, "the example")
+            named = dict(example) if isinstance(example, Mapping) else {}
+            args = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
+            self._prepare(args, named, "the example")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
@@ -463,7 +465,8 @@ class Graphed(nn.Module):
             _flatten(kwargs.values(), form, tensors)
         asks = torch.is_grad_enabled() and True in map(_asks_grad, tensors)
         learnt, kind = self._learnt, None
-        form += asks, learnt.autocasts() and self._autocast()
+        device = learnt.device
+        form += asks, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         key = (*form, *map(_shape, tensors), *map(_dtype, tensors))  # runners look at devices
         call = learnt.calls.get(key)
         if call is None or self._module.training or current_forward_context() is not None:
@@ -484,10 +487,7 @@ class Graphed(nn.Module):
         output = runner(**inputs)
         if kind is not None:
             kind.say_failures()
-        if made is None:
-            return output
-        parts = iter(made)
-        return _rebuild(next(parts), parts, iter(output))
+        return output if made is None else _rebuild(iter(made), iter(output))
 
     def _why_eager(self, tensors: Sequence[Tensor], *, asks: bool) -> str | None:
         """Why a call runs by the model's own code; None where it does not."""
@@ -513,12 +513,12 @@ class Graphed(nn.Module):
         if self._learnt.pool is None:
             self._take_device(tensors)
         marks = [torch.empty(0) for _ in tensors]  # a tensor may come twice in a call, and a mark does not
-        parts = iter(given)
-        args, kwargs = _rebuild(next(parts), parts, iter(marks))
+        args, kwargs = _rebuild(iter(given), iter(marks))
         arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         form, ordered = list[Any](), list[Tensor]()
         _flatten([arguments], form, ordered)
-        form.append(self._learnt.autocasts() and self._autocast())
+        device = self._learnt.device
+        form.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         starred = {n for n, parameter in self._signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
         pairs = [pair for n, value in arguments.items() for pair in _named(value, "" if n in starred else n)]
         name_of = {id(mark): name + "_" * (name in _RESERVED) for name, mark in pairs}
@@ -540,11 +540,10 @@ class Graphed(nn.Module):
         held = [*self._module.parameters(), *self._module.buffers(), *tensors]
         device = next((t.device for t in held if t.device.type != "cpu"), held[0].device)
         self._learnt.pool = pool = GraphPool(select_backend(str(self._settings["device"] or device)))
-        self._learnt.autocasts = functools.partial(torch.is_autocast_enabled, pool.backend.device.type)
+        self._learnt.device = pool.backend.device.type
 
     def _learn(self, forward: _ByName, named: dict[str, Tensor], origin: str) -> _Kind:
         """Infer what a new kind of calls needs, prove its padding, and open its runner."""
-        assert self._learnt.pool is not None
         backend, pads = self._learnt.pool.backend, self._settings["pad"] or {}
         named = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
         shapes, said = self._vary(named)
@@ -609,7 +608,6 @@ class Graphed(nn.Module):
 
     def _open(self, kind: _Kind) -> None:
         """Give a kind its runner, for its present sizes."""
-        assert self._learnt.pool is not None
         pool = self._learnt.pool
         config = validate_config({
             "model": {"output_shapes": kind.outputs},
@@ -624,16 +622,21 @@ class Graphed(nn.Module):
         self._learnt.kinds.append(kind)
 
     def _make_room(self, kind: _Kind, inputs: Mapping[str, Tensor]) -> None:
-        """Free the least used graphs where a batch is about to have one more captured than there may be."""
-        wanted = kind.runner.route(inputs).wanted
-        failed = {(failed.mode, failed.descriptor) for failed in kind.runner.report.failed}
-        while wanted is not None and wanted not in failed:
-            graphs = [(other, key) for other in self._learnt.kinds for key in other.runner.plan.keys]
-            if len(graphs) < self._settings["max_graphs"]:
-                break
-            least, key = min(graphs, key=lambda graph: graph[0].runner.stats.replays[graph[1]])
+        """Free the least used graphs, if there are too many with the one that a batch may be about to have captured."""
+
+        def use(graph: tuple[_Kind, Key]) -> tuple[bool, int]:
+            calls = graph[0].runner.stats.replays[graph[1]]
+            return graph[0] is kind and not calls, calls  # what is new is not freed first
+
+        wanted, failed = kind.runner.route(inputs).wanted, kind.runner.report.failed
+        is_new = wanted is not None and wanted not in [(key.mode, key.descriptor) for key in failed]
+        most = self._settings["max_graphs"] - is_new
+        while len(graphs := [(k, key) for k in self._learnt.kinds for key in k.runner.plan.keys]) > most:
+            least, key = min(graphs, key=use)
             if not any(runner.stats.evictions for runner in self.runners):
-                logger.warning("%s: calls ask for more than %s graphs; the least used go", self._name, len(graphs))
+                logger.warning(
+                    "%s: calls ask for more than %s graphs; the least used go", self._name, self._settings["max_graphs"]
+                )
             self._learnt.calls.clear()
             least.runner.exchange(evicted=[key])
             if least is not kind and not least.runner.plan.keys:
@@ -643,10 +646,6 @@ class Graphed(nn.Module):
         self._learnt.calls.clear()
         self._learnt.kinds.remove(kind)
         kind.runner.close()
-
-    def _autocast(self) -> torch.dtype:
-        assert self._learnt.pool is not None
-        return torch.get_autocast_dtype(self._learnt.pool.backend.device.type)
 
     @property
     def _name(self) -> str:

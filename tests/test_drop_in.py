@@ -601,6 +601,15 @@ def test_at_most_max_graphs_and_the_least_used_go(
     assert len(g.runners) <= 3
 
 
+def test_graphs_of_all_kinds_count(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net, sizes=[1, 2, 4], max_graphs=4, compilation={"capture_policy": "eager"})
+    x = rows(backend, 3)
+    for scale in (1.0, 2.0, 1.0):
+        close(g(x, scale), net(x, scale))
+        assert sum(len(runner.plan.keys) for runner in g.runners) <= 4
+    assert not any(runner.stats.eager for runner in g.runners)
+
+
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_is_said(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -659,17 +668,20 @@ def test_calls_in_inference_mode(backend: GraphBackend, net: Net) -> None:
         close(g(rows(backend, 3) * 0 + x), net(x))
 
 
-def test_rounding_may_decide_whole_numbers_of_half_precision(backend: GraphBackend) -> None:
+def test_models_in_half_precision_round_more_and_choose_otherwise(backend: GraphBackend) -> None:
     class Greedy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=backend.device))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x.argmax(1) + (len(x) & 1)  # another number in a batch of another size
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            odd = len(x) & 1  # other numbers in a batch of another size
+            return x.argmax(1) + odd, x.sigmoid() * (1 + odd * 1e-2)
 
     x = rows(backend, 3)
-    assert cgplan.graphed(Greedy().eval())(x).shape == (3,)
+    assert cgplan.graphed(Greedy().eval())(x)[0].shape == (3,)
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        assert cgplan.graphed(Greedy().float().eval())(x)[0].shape == (3,)
     with pytest.raises(NumbersError):
         cgplan.graphed(Greedy().float().eval())(x)
 
