@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from cgplan.backends import select_backend
 from cgplan.config.load import read_yaml
 from cgplan.config.template import InputGuess, starting_yaml
+from cgplan.drop_in import Graphed, graphed
 from cgplan.errors import ConfigError
-from cgplan.models.loading import ForwardArgument, forward_signature, load_model
+from cgplan.models.loading import ForwardArgument, call_target, forward_signature, load_model
 
 # Arguments that hold indices in most models, by the end of their name.
 _INDEX_NAMES = ("_ids", "_idx", "_indices", "_index", "_tokens", "_positions", "_lengths", "_lens")
@@ -22,14 +24,23 @@ _CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 
 
-def starting_config(target: str, kwargs_text: str) -> str:
-    """YAML for a model. Raises ConfigError for wrong kwargs, ModelError if the model cannot be built."""
+def starting_config(target: str, kwargs_text: str, call: str | None = None) -> str:
+    """YAML for a model, from its code, or from one call: of ``call``, a target that returns the arguments of the
+    forward, a tensor, a sequence or a mapping by name. Raises ConfigError for wrong kwargs, ModelError if the model
+    cannot be built, and what ``graphed`` raises.
+    """
     kwargs = read_yaml(kwargs_text, f"--kwargs {kwargs_text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
     if not isinstance(kwargs, dict):
         raise ConfigError(
             f"--kwargs {kwargs_text!r} is not a mapping of names to values",
             remedy="Write keyword arguments, such as '{hidden_size: 64}'.",
         )
+    if call is not None:
+        device = select_backend("auto").device
+        with redirect_stdout(sys.stderr):
+            made = load_model(target, kwargs, device=device).forward
+            graphs: Graphed = graphed(made, example=call_target(call, {}, device=device))
+        return graphs.config_text(target, kwargs)
     if ":" not in target and not target.endswith(".py"):
         return _of_hugging_face(target, kwargs)
     with redirect_stdout(sys.stderr):  # a model's prints are not the result

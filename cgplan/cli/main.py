@@ -360,19 +360,29 @@ def schema(
     "  cgplan init Qwen/Qwen3-0.6B > my.yaml"
 )
 def init(
-    target: Annotated[str, Argument(help="package.module:callable, path/file.py:callable, or a Hugging Face model.")],
+    target: Annotated[
+        str | None, Argument(help="package.module:callable, path/file.py:callable, or a Hugging Face model.")
+    ] = None,
     kwargs: Annotated[str, Option(metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")] = "{}",
+    example: Annotated[str | None, Option(metavar="TARGET", help="The target, where --call is given.")] = None,
+    call: Annotated[
+        str | None, Option(metavar="TARGET", help="file.py:callable that returns the arguments of one call.")
+    ] = None,
     show_traceback: Traceback = False,
 ) -> None:
     """Print a commented starting configuration.
 
-    The model is built on the CPU, and its inputs are read off its forward. A Hugging Face model is an id in the local
+    The model is built on the CPU, and its inputs are read off its forward; with --call off one call, which proves that
+    padding is harmless, so that the configuration captures as it is. A Hugging Face model is an id in the local
     cache, or a folder; its config.json alone is read, and the configuration builds it with random weights.
     """
     with failures_reported(show_traceback):
         from cgplan.cli.init import starting_config
+        from cgplan.errors import ConfigError
 
-        typer.echo(starting_config(target, kwargs), nl=False)
+        if (made := target or example) is None or (example and not call):
+            raise ConfigError("no model, or --example without --call", remedy="Name the target that makes the model.")
+        typer.echo(starting_config(made, kwargs, call), nl=False)
 
 
 def main() -> None:

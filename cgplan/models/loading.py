@@ -70,6 +70,21 @@ def load_model(
         ModelError: the target is malformed, does not exist, fails, or returns something that cannot be called. An error
             of the model's own code is the cause.
     """
+    model = call_target(target, kwargs, device=device, base_dir=base_dir)
+    if not callable(model):
+        raise ModelError(
+            f"{target} returned {type(model).__name__}, which is not callable",
+            remedy="Return an nn.Module or a function that takes the inputs and returns tensors.",
+        )
+    if not isinstance(model, nn.Module):
+        return LoadedModel(model, None, target)
+    with _blaming(f"moving the model of {target} to {device}"):
+        placed = model.to(device).eval()
+    return LoadedModel(placed, placed, target)
+
+
+def call_target(target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None) -> Any:
+    """What a target returns. Arguments and errors as for ``load_model``."""
     kwargs = dict(kwargs)
     if target == "transformers":
         target, config_file = "cgplan.models.hf:build", kwargs.get("config_file")
@@ -98,17 +113,7 @@ def load_model(
                 message = f"model.kwargs do not fit {target}: {error}"
                 raise ModelError(message, remedy=f"It takes {signature}. Change model.kwargs.") from error
         with _blaming(f"calling {target}"), torch.device(device):
-            model = found(**kwargs)
-    if not callable(model):
-        raise ModelError(
-            f"{target} returned {type(model).__name__}, which is not callable",
-            remedy="Return an nn.Module or a function that takes the inputs and returns tensors.",
-        )
-    if not isinstance(model, nn.Module):
-        return LoadedModel(model, None, target)
-    with _blaming(f"moving the model of {target} to {device}"):
-        placed = model.to(device).eval()
-    return LoadedModel(placed, placed, target)
+            return found(**kwargs)
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:

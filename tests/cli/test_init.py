@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import good
+from commands import good, refused
 
 import cgplan
 from cgplan.config import load_config
@@ -95,3 +95,19 @@ def test_init_finds_a_model_in_the_cache_of_hugging_face(home: Path, monkeypatch
     _, config = started(home, "org/name")
     assert config.model is not None
     assert Path(config.model.kwargs["config_file"]) == snapshot / "config.json"
+
+
+def test_init_of_one_call_captures_as_it_is(home: Path) -> None:
+    (home / "call.py").write_text("import torch\n\n\ndef example():\n    return {'x': torch.randn(3, 8)}\n")
+    text = good("init", "--example", "models.py:Net", "--call", "call.py:example", "--kwargs", "{width: 24}").stdout
+    (home / "my.yaml").write_text(text)
+    config = load_config("my.yaml")
+    assert config.inputs["x"].shape == ("batch", 8)
+    assert "padding proven: batch = 3 alone and as batch = 4" in text
+    result = good("capture", "my.yaml", "--device", "cpu", "--json")
+    assert len(CaptureReport.model_validate_json(result.stdout).records) == 5
+
+
+@pytest.mark.parametrize("arguments", [[], ["--example", "models.py:Net"]])
+def test_init_without_a_model(arguments: list[str]) -> None:
+    assert "no model" in refused(cgplan.ConfigError, "init", *arguments)
