@@ -19,12 +19,13 @@ import inspect
 import logging
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import yaml
@@ -414,6 +415,11 @@ class _Learnt:
     eager: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
+def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
+    # The bound method, in the attribute that code asks for its signature, would keep a dropped one and its graphs.
+    return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
+
+
 class Graphed(nn.Module):
     """A model that runs by captured graphs; ``graphed`` makes it, and says what its settings are.
 
@@ -438,7 +444,7 @@ class Graphed(nn.Module):
         self.__dict__.update(
             _wrapped=model, _module=module, _settings=settings, _signature=signature,
             _learnt=_Learnt(), training=module.training,
-            forward=functools.update_wrapper(functools.partial(Graphed.forward, self), called),
+            forward=functools.update_wrapper(functools.partial(_forward, weakref.ref(self)), called),
         )  # fmt: skip
         if module is not model:
             self.__dict__.update({n: getattr(model, n) for n in functools.WRAPPER_ASSIGNMENTS if hasattr(model, n)})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import pickle
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -690,3 +692,15 @@ def test_what_captures_log(backend: GraphBackend, net: Net, caplog: pytest.LogCa
     caplog.set_level(logging.WARNING)
     cgplan.graphed(net)(rows(backend, 3))
     assert not caplog.text
+
+
+def test_one_that_is_dropped_frees_its_graphs_at_once(backend: GraphBackend) -> None:
+    graphs = cgplan.graphed(nn.Linear(4, 4).to(backend.device).eval())
+    graphs(torch.randn(3, 4, device=backend.device))
+    held = [weakref.ref(graphs), weakref.ref(graphs.runners[0])]
+    gc.disable()
+    try:
+        del graphs
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()

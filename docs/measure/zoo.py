@@ -596,7 +596,7 @@ def line(record):
         return f"{record['name']:21} {words[0]}"[:158]
     times = [ratio(record, record["timed"][-1], "device_us", name, "eager") for name in GRAPHED]
     both = [f"{word:.11} {time:.2f}" if time else word for word, time in zip(words, times, strict=True)]
-    return f"{record['name']:21} " + "".join(f"{text:17.16}" for text in both) + f"{record['seconds']:4.0f} s"
+    return f"{record['name']:21} " + "".join(f"{text:16.15}" for text in both) + f"{record['seconds']:4.0f} s"
 
 
 def summary(records):
@@ -761,7 +761,7 @@ def main(arguments=None):
         records.pop(model.name, None)
         (options.out / f"{model.name}.json").unlink(missing_ok=True)
     print(f"each way: is it as eager code, and its device time over that of eager, at {options.timed[-1]} rows")
-    print(f"{'model':21} " + "".join(f"{name:17}" for name in GRAPHED))
+    print(f"{'model':21} " + "".join(f"{name:16}" for name in GRAPHED))
     for record in run_all(models, options):
         records[record["name"]] = record
         print(line(record), flush=True)
