@@ -709,7 +709,7 @@ class Graphed(nn.Module):
         values = config.model_dump(mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}})
         made_by = {name: value for name, value in (("target", target), ("kwargs", dict(kwargs or {}))) if value}
         values["model"] = {**made_by, **values.get("model", {})}
-        values["compilation"].pop("capture_policy")
+        values["compilation"].pop("capture_policy", None)
         notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
         if target is None:
             notes.append("To fill in: model.target, a function that returns the model, such as my_model.py:build")

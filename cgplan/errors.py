@@ -147,8 +147,8 @@ class AddressError(CgplanError, exit_code=18):
 
 
 class NumbersError(CgplanError, exit_code=19):
-    """In debug mode a replay gave other numbers than the model's own code, or padding reached real rows; there, and in
-    the proof of ``cgplan.graphed``.
+    """In debug mode a replay gave other numbers than the model's own code; or padding reached real rows, in debug mode
+    or in the proof of ``cgplan.graphed``.
     """
 
 

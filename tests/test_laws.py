@@ -31,7 +31,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TINY: set[str] = set()
-BUDGET = {"lines": 26_960, "tokens": 188_030, "files": 134, "files in a folder": 13}
+BUDGET = {"lines": 26_990, "tokens": 188_400, "files": 134, "files in a folder": 13}
 
 
 @dataclass(frozen=True)

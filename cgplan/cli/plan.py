@@ -51,7 +51,7 @@ def run_plan(
             "--speedup is about recorded requests and --step-times about traffic, and there is none",
             remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
         )
-    if loaded.config.dims and (traffic is not None or loaded.config.traffic is not None):
+    if loaded.config.dims and (traffic or costs or engine or loaded.config.traffic is not None):
         plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
     else:
         plan, curve, bars = _for_traffic(loaded, traffic, speedup, step_times, costs_of(loaded, costs))

@@ -197,12 +197,14 @@ Shape = Annotated[
 class Dim(Section):
     """A size of the batch that varies: its rows, the length of texts, the height of pictures."""
 
-    name: Annotated[str, Field(pattern=r"[a-z_][a-z0-9_]*")] = ""
+    name: Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_]*)?$")] = ""
     """In a file the key; the name that shapes of inputs have."""
     min: Count = 1
     """Smallest size."""
     max: BatchBound
-    """Largest size. Larger batches run eagerly, or are an error (`compilation.on_miss`)."""
+    """Largest size that has a graph, rounded up to multiple_of. Batches beyond run eagerly, or are an error
+    (`compilation.on_miss`).
+    """
     multiple_of: Count = 1
     """Capture sizes are multiples of this number."""
     sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
@@ -215,8 +217,10 @@ class Dim(Section):
     def _in_bounds(self) -> Dim:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, which is above max = {self.max}; exchange the two")
-        if isinstance(self.sizes, tuple) and (wrong := [n for n in self.sizes if n > self.top or n % self.multiple_of]):
-            raise ValueError(f"size {wrong[0]} is above max = {self.max}, or no multiple of {self.multiple_of}")
+        given = self.sizes if isinstance(self.sizes, tuple) else ()
+        if wrong := [n for n in given if not self.min <= n <= self.top or n % self.multiple_of]:
+            bounds = f"{self.min} to {self.top} and multiples of {self.multiple_of} are allowed"
+            raise ValueError(f"size {wrong[0]} cannot be captured; {bounds}")
         return self
 
     @property
@@ -555,6 +559,15 @@ class Config(Section):
                 raise ValueError(f"{where} has {self.dim_names[0]!r} twice; only one dimension may count rows")
         if len(self.dim_names) > 1 and self.tensors and given is None:
             raise ValueError("`dims` declares more than one name: write the shapes of outputs into model.output_shapes")
+        self._check_boxes()
+
+    def _check_boxes(self) -> None:
+        for box in self.compilation.boxes or ():
+            for name, size in zip(self.dim_names, box, strict=False):
+                if name in self.dims and size > self.dims[name].top:
+                    raise ValueError(f"compilation.boxes: {size} is above the max of {name}, {self.dims[name].top}")
+        if self.dim_names[0] in self.dims and self.compilation.max_cudagraph_capture_size is not None:
+            raise ValueError(f"max_cudagraph_capture_size counts tokens; write dims.{self.dim_names[0]}.max")
         widths = {len(box) for box in self.compilation.boxes or ()} - {len(self.dim_names)}
         if widths or (self.compilation.boxes and not self.dims):
             raise ValueError(f"compilation.boxes has sizes of {', '.join(self.dim_names)} each, in this order")

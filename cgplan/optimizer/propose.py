@@ -81,9 +81,9 @@ def propose(
         BudgetError: the budget does not pay for a single graph.
     """
     sizes, budget = config.compilation.cudagraph_capture_sizes, config.budget
-    if others := config.dim_names[1:]:
+    if config.dims:
         raise PlanError(
-            f"steps do not tell {', '.join(others)}, and boxes have these sizes",
+            f"steps of requests do not tell {', '.join(config.dims)}, and graphs have these sizes",
             remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and capture its plan.",
         )
     base = build_plan(_with_sizes(config, (config.query_len,)))  # all but the keys

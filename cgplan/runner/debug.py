@@ -61,7 +61,7 @@ class DebugChecks:
         with torch.no_grad():
             for tensor in self._handed:
                 tensor.detach().fill_(math.nan)  # the caller may have asked for its gradient
-        padding = self._padding(descriptor)
+        padding = self._padding(descriptor, call.route.batch.sizes)
         checked = (mode, descriptor, bool(padding))
         try:
             references = [] if checked in self._seen else self._references(call, padding, read)
@@ -130,14 +130,17 @@ class DebugChecks:
                 rows.copy_(real)
             return [(name, eager), ("the same batch with copies of real rows in its padding rows", read())]
 
-    def _padding(self, descriptor: BatchDescriptor) -> list[tuple[Tensor, Tensor]]:
-        """Padding rows of floating-point inputs, and one real row of each."""
-        reqs, found = self._graphed.padded_reqs(descriptor), []
-        for buffer in self._graphed.buffers[descriptor.sizes].buffers.values():
-            count = buffer.count(descriptor.num_tokens, reqs) - buffer.filled
-            if buffer.row_dim is not None and buffer.tensor.is_floating_point() and count and buffer.filled:
-                padding = buffer.tensor.narrow(buffer.row_dim, buffer.filled, count)
-                found.append((padding, buffer.tensor.narrow(buffer.row_dim, 0, 1)))
+    def _padding(self, descriptor: BatchDescriptor, sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Padding of floating-point inputs in each dimension, and one real slice beside it."""
+        reqs, found, real = self._graphed.padded_reqs(descriptor), [], self._graphed.config.tensors_at(sizes)
+        for name, buffer in self._graphed.buffers[descriptor.sizes].buffers.items():
+            for dim, extent in enumerate(real[name].extents if buffer.tensor.is_floating_point() else ()):
+                filled, end = extent.offset, buffer.tensor.shape[dim]
+                if dim == buffer.row_dim:
+                    filled, end = buffer.filled, buffer.count(descriptor.num_tokens, reqs)
+                if 0 < filled < end:
+                    padding = buffer.tensor.narrow(dim, filled, end - filled)
+                    found.append((padding, buffer.tensor.narrow(dim, 0, 1)))
         return found
 
 

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from ways import GraphBackend
 
 import cgplan
-from cgplan import ConfigError, DispatchMissError, GraphRunner, Input, InputError, OutputShapeError, PlanError
+from cgplan import (
+    ConfigError,
+    DispatchMissError,
+    GraphRunner,
+    Input,
+    InputError,
+    NumbersError,
+    OutputShapeError,
+    PlanError,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -140,5 +149,20 @@ def test_what_cannot_be(backend: GraphBackend) -> None:
                 way(2)
     with closing(open_runner(backend, Encoder(), capture_policy="adaptive")) as runner:
         runner(**batch(backend, 2, 4))
-        with pytest.raises(PlanError, match="steps do not tell length"):
+        with pytest.raises(PlanError, match="steps of requests do not tell batch, length"):
             runner.replan()
+
+
+def test_debug_finds_padding_that_reaches_real_rows_from_any_dimension(backend: GraphBackend) -> None:
+    config = {
+        "dims": {"batch": {"max": 4}, "length": {"max": 8}},
+        "inputs": {"x": {"shape": ["batch", "length"], "dtype": "float32", "pad": 0}},
+        "model": {"output_shapes": ["batch"]},
+        "compilation": {"debug": True},
+        "device": str(backend.device),
+    }
+    x = torch.ones(3, 6, device=backend.device)
+    with closing(cgplan.capture(lambda x: x.nansum(1), config=config)) as runner:
+        same(runner(x=x), torch.full((3,), 6.0, device=backend.device))
+    with closing(cgplan.capture(lambda x: x.mean(1), config=config)) as runner, pytest.raises(NumbersError):
+        runner(x=x)
