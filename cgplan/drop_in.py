@@ -105,7 +105,7 @@ def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
         raise InputError(f"an argument is a {type(value).__name__}", remedy="Pass a tensor: torch.from_numpy(array).")
     else:
         has_value = isinstance(value, Hashable) and type(value).__hash__ is not object.__hash__
-        form += object, value if has_value else _Held(value)
+        form += type(value), value if has_value else _Held(value)
 
 
 def _rebuild(form: Iterator[Any], tensors: Iterator[Any], kind: Any = None) -> Any:
@@ -214,8 +214,12 @@ class _Kind:
         return [name for name, spec in self.specs.items() if any(extent.symbol in names for extent in spec.extents)]
 
     def say_failures(self) -> None:
-        """Log why the latest graph could not be captured, once."""
+        """Log why the latest graph could not be captured, once. Raises OutputShapeError where another graph would serve
+        the batch, and cut its outputs wrongly.
+        """
         failed = self.runner.report.failed
+        if odd := next((failure for failure in failed if failure.error == OutputShapeError.__name__), None):
+            raise OutputShapeError(odd.detail, remedy="Return tensors whose sizes follow from those of the inputs.")
         if len(failed) > self.failures:
             logger.warning("%s was not captured and runs eagerly: %s", failed[-1].descriptor, failed[-1].detail)
         self.failures = len(failed)
@@ -243,14 +247,18 @@ class _Proof:
             size, sizes = self.real[name], sizes_of(dim)
             larger = next((n for n in sizes if n > size), None)
             # A length without a bound may be the longest that the model takes, so it is padded no further.
-            if larger is not None and not (size in sizes and name in kind.grows and name != kind.names[0]):
-                self.padded[name] = larger
-                continue
-            self.padded[name] = min(size, sizes[-1])
-            self.real[name] = max(self.padded[name] - 1, min(dim.min, self.padded[name]))
+            if larger is None or (size in sizes and name in kind.grows and name != kind.names[0]):
+                larger = min(size, sizes[-1])
+            self.padded[name] = larger
+            # The most padding that a batch there has; indices may point at what is left out.
+            shortest = max(*(n + 1 for n in (0, *sizes) if n < larger), min(dim.min, larger))
+            if shortest == larger:
+                shortest = max(larger - 1, min(dim.min, larger))
             others = set(kind.varying([n for n in kind.names if n != name])) - set(kind.varying([name]))
+            if size < larger and not all(batch[n].is_floating_point() for n in others):
+                continue
+            self.real[name] = min(size, shortest)
             if self.real[name] < size and not all(batch[n].is_floating_point() for n in others):
-                # indices may point at what is left out
                 raise InputError(
                     f"no padding can be tried for {name}: the first batch has the largest size, {size}",
                     remedy="Teach by a smaller batch: example=(...).",
@@ -396,7 +404,8 @@ def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], tolerance: f
     one, other = (output[tuple(map(slice, shape))].to(kind) for output in (found, wanted))
     apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0).nan_to_num(math.inf)
     rounds = apart.numel() and tolerance and (wanted.is_floating_point() or wanted.is_complex())
-    limit = tolerance * float(other.abs().nan_to_num(0, 0, 0).max()) if rounds else 0.0
+    differing = other.abs().nan_to_num(0, 0, 0).masked_fill(apart == 0, 0)  # a mask's finfo.min would hide the others
+    limit = tolerance * float(differing.max()) if rounds else 0.0
     wrong = (apart > limit).nonzero()
     return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) else None
 
@@ -491,12 +500,13 @@ class Graphed(nn.Module):
             if len(learnt.calls) >= _MOST_CALLS:
                 learnt.calls.clear()
             returns = kind.forward.returns
-            call = learnt.calls[key] = kind.runner, names, None if returns == (Tensor,) else returns
+            call = kind.runner, names, None if returns == (Tensor,) else returns
         runner, names, made = call
         inputs: dict[str, Any] = dict(zip(names, tensors, strict=True))
         output = runner(**inputs)
         if kind is not None:
             kind.say_failures()
+            learnt.calls[key] = call
         return output if made is None else _rebuild(iter(made), iter(output))
 
     def _why_eager(self, tensors: Sequence[Tensor], *, asks: bool) -> str | None:
@@ -755,7 +765,9 @@ class Graphed(nn.Module):
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """The model's; graphs are captured again where parameters are exchanged (``assign=True``)."""
+        if kwargs.get("assign"):
+            self.recapture()
         return self._module.load_state_dict(*args, **kwargs)
 
 

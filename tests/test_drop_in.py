@@ -299,7 +299,7 @@ def test_a_text_encoder_in_batch_and_length(backend: GraphBackend) -> None:
             torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
     boxes = {(key.num_tokens, *key.sizes) for _, key in g.runners[0].plan.keys}
     assert boxes == {(4, 16), (4, 32), (1, 8), (2, 16)}
-    with pytest.raises(NumbersError, match="depends on padding of input_ids, where length = 11 is padded to 16"):
+    with pytest.raises(NumbersError, match="depends on padding of input_ids, where length = 9 is padded to 16"):
         cgplan.graphed(bert, dynamic={"input_ids": shape})(ids[:1, :1].repeat(3, 11))
 
 
@@ -704,3 +704,42 @@ def test_one_that_is_dropped_frees_its_graphs_at_once(backend: GraphBackend) -> 
         assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_short_batch_tells_of_padding_that_a_long_one_hides(backend: GraphBackend) -> None:
+    """A first batch of the whole size is cut, so that as much is padded as in any batch there."""
+    net = nn.Embedding(20, 16).to(backend.device, torch.bfloat16).eval()
+    mean = cgplan.graphed(lambda ids: net(ids).mean(1), dynamic={"ids": {1: "length"}})
+    with pytest.raises(NumbersError, match="depends on padding of ids"):
+        mean(torch.randint(1, 20, (3, 64), device=backend.device))
+
+
+def test_large_numbers_of_a_mask_hide_no_difference(backend: GraphBackend) -> None:
+    def scores(ids: Tensor) -> Tensor:
+        low = torch.full((len(ids), 1), torch.finfo(torch.float32).min, device=ids.device)
+        return torch.cat([ids.float().mean(1, keepdim=True), low], 1)
+
+    graphs = cgplan.graphed(scores, dynamic={"ids": {1: "length"}})
+    with pytest.raises(NumbersError):
+        graphs(torch.full((1, 5), 8, device=backend.device))
+
+
+def test_outputs_that_count_rows_twice_and_strided_ones(backend: GraphBackend) -> None:
+    square = cgplan.graphed(lambda x: x @ x.t())
+    for rows in (3, 4, 1, 7):
+        x = torch.randn(rows, 2, device=backend.device)
+        torch.testing.assert_close(square(x), x @ x.t())
+    halved = cgplan.graphed(lambda x: x[::2])
+    x = torch.randn(3, 4, device=backend.device)
+    torch.testing.assert_close(halved(x), x[::2])
+    for _ in range(2):
+        with pytest.raises(OutputShapeError, match=r"model\.output_shapes says"):  # 1 row of 2 and of 1
+            halved(x[:2])
+
+
+def test_parameters_that_are_exchanged(backend: GraphBackend) -> None:
+    net, x = nn.Linear(4, 4).to(backend.device).eval(), torch.randn(3, 4, device=backend.device)
+    graphs = cgplan.graphed(net)
+    graphs(x)
+    graphs.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()}, assign=True)
+    torch.testing.assert_close(graphs(x), net(x))

@@ -555,7 +555,7 @@ class Config(Section):
                     raise ValueError(f"{where} has a dimension {extent.symbol!r}, which `dims` does not declare{hint}")
             if any(e.symbol in self.dim_names[1:] for e in extents) and where in lasts:
                 raise ValueError(f"{where}: pad: last goes with rows of the batch, not with {', '.join(self.dims)}")
-            if sum(extent.symbol == self.dim_names[0] for extent in extents) > 1:
+            if where.startswith("input") and sum(extent.symbol == self.dim_names[0] for extent in extents) > 1:
                 raise ValueError(f"{where} has {self.dim_names[0]!r} twice; only one dimension may count rows")
         if len(self.dim_names) > 1 and self.tensors and given is None:
             raise ValueError("`dims` declares more than one name: write the shapes of outputs into model.output_shapes")
