@@ -466,6 +466,11 @@ class Graphed(nn.Module):
                     f"{setting} names {unknown[0]!r}, which is no argument of {self._name}", remedy=remedy
                 )
         if (example := settings["example"]) is not None:
+            if not isinstance(example, Sequence | Mapping | Tensor):
+                raise ConfigError(
+                    f"the example is a {type(example).__name__}",
+                    remedy="Give the arguments of one call: a tensor, a sequence, or a mapping by name.",
+                )
             named = dict(example) if isinstance(example, Mapping) else {}
             args = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
             self._prepare(args, named, "the example")
@@ -566,6 +571,10 @@ class Graphed(nn.Module):
         """Infer what a new kind of calls needs, prove its padding, and open its runner."""
         backend, pads = self._learnt.pool.backend, self._settings["pad"] or {}
         named = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
+        for given in (*(self._settings["dynamic"] or ()), *pads):
+            parts = [name for name in named if name.partition(".")[0] == given.partition(".")[0]]
+            if parts and given not in named:  # an argument that this call leaves out may come in another
+                raise ConfigError(f"dynamic or pad names {given!r}", remedy=f"Names there are {', '.join(parts)}.")
         shapes, said = self._vary(named)
         specs = {n: Input(shape=shapes[n], dtype=t.dtype, pad=pads.get(n, 0)) for n, t in named.items()}
         kind = _Kind(forward, specs, backend.device)

@@ -743,3 +743,12 @@ def test_parameters_that_are_exchanged(backend: GraphBackend) -> None:
     graphs(x)
     graphs.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()}, assign=True)
     torch.testing.assert_close(graphs(x), net(x))
+
+
+def test_parts_that_an_argument_has_not(backend: GraphBackend) -> None:
+    graphs = cgplan.graphed(lambda point: point.x * 2, dynamic={"point.x": {0: "rows"}})
+    with pytest.raises(ConfigError, match=r"names 'point\.x'") as caught:
+        graphs(Point(torch.ones(2, device=backend.device), torch.ones(2, device=backend.device)))
+    assert "point.0, point.1" in caught.value.remedy
+    with pytest.raises(ConfigError, match="the example is a int"):
+        cgplan.graphed(nn.Linear(4, 4), example=5)
