@@ -150,6 +150,9 @@ class _ByName(nn.Module):
         _share(self, model)
         self.training, self.signature, self.form = getattr(model, "training", False), signature, form
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        by_name = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+        self.plain: tuple[str, ...] = form[1] if by_name and set(form[2:-1]) == {Tensor} else ()
 
     def flat(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
         """Form and tensors of the output."""
@@ -164,6 +167,8 @@ class _ByName(nn.Module):
         return tuple(form), leaves
 
     def forward(self, **tensors: Tensor) -> Any:
+        if self.plain and self.returns == (Tensor,):  # nothing that a trace would not follow
+            return self.__dict__["wrapped"](**dict(zip(self.plain, tensors.values(), strict=True)))
         form, leaves = self.flat(list(tensors.values()))
         if form != self.returns:
             raise OutputShapeError(

@@ -752,3 +752,14 @@ def test_parts_that_an_argument_has_not(backend: GraphBackend) -> None:
     assert "point.0, point.1" in caught.value.remedy
     with pytest.raises(ConfigError, match="the example is a int"):
         cgplan.graphed(nn.Linear(4, 4), example=5)
+
+
+@pytest.mark.parametrize("settings", [{"splitting_ops": ["aten::relu"]}, {"splitting_modules": ["1"]}], ids=str)
+def test_segments_of_a_model(backend: GraphBackend, settings: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(backend.device).eval()
+    graphs = cgplan.graphed(net, compilation={"cudagraph_mode": "PIECEWISE", **settings})
+    for rows in (3, 1, 8):
+        x = torch.randn(rows, 4, device=backend.device)
+        torch.testing.assert_close(graphs(x), net(x))
+    assert not graphs.report.failed
+    assert graphs.report.records[0].eager_pieces == 1
