@@ -35,7 +35,9 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import current_forward_context
 from cgplan.buffers.batch import BatchReader
+from cgplan.buffers.compare import apart
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Extent, Input, validate_config
+from cgplan.config.schema import WORDS_OF_A_CALL
 from cgplan.config.values import DType
 from cgplan.errors import CgplanError, ConfigError, InputError, ModelError, NumbersError, OutputShapeError, did_you_mean
 from cgplan.graphs.ambient import random_state_kept
@@ -54,7 +56,6 @@ _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _UNPADDED = "With dynamic={} each shape has its own graph, without padding."
 _MOST_CALLS = 4096  # that are found by one look-up
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}  # of the largest value; others: 5e-2
-_RESERVED = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}  # words of a runner's call
 _CONSTANTS = frozenset({int, float, bool, str, type(None)})
 _shape, _dtype, _asks_grad = attrgetter("shape"), attrgetter("dtype"), attrgetter("requires_grad")
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class _Kind:
         self.notes, self.failures = list[str](), 0
 
     def sizes_of(self, named: Mapping[str, Tensor]) -> dict[str, int]:
-        """The sizes of a batch by name. Raises InputError where it is no batch of this kind."""
+        """The sizes of a batch by name. Raises InputError for a batch of another kind."""
         batch = self.reader.read(named)
         sizes = dict(zip(self.names, (batch.num_tokens, *batch.sizes), strict=True))
         if any(dim.min == dim.max != sizes[name] for name, dim in self.dims.items()):
@@ -231,7 +232,7 @@ class _Kind:
 
 
 def _at(extents: Iterable[Extent], sizes: Mapping[str, int]) -> list[int]:
-    return [extent.offset + (extent.factor * sizes[extent.symbol] if extent.symbol else 0) for extent in extents]
+    return [extent.at(sizes) for extent in extents]
 
 
 def _words(sizes: Mapping[str, int]) -> str:
@@ -260,10 +261,11 @@ class _Proof:
             if shortest == larger:
                 shortest = max(larger - 1, min(dim.min, larger))
             others = set(kind.varying([n for n in kind.names if n != name])) - set(kind.varying([name]))
-            if size < larger and not all(batch[n].is_floating_point() for n in others):
+            may_cut = all(batch[n].is_floating_point() for n in others)
+            if size < larger and not may_cut:
                 continue
             self.real[name] = min(size, shortest)
-            if self.real[name] < size and not all(batch[n].is_floating_point() for n in others):
+            if self.real[name] < size and not may_cut:
                 raise InputError(
                     f"no padding can be tried for {name}: the first batch has the largest size, {size}",
                     remedy="Teach by a smaller batch: example=(...).",
@@ -405,13 +407,13 @@ class _Proof:
 
 def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], tolerance: float) -> int | None:
     """The first row in which outputs differ, as far as ``shape`` reaches. Floats may by a part of the largest value."""
-    kind = torch.complex128 if found.is_complex() else torch.float64
-    one, other = (output[tuple(map(slice, shape))].to(kind) for output in (found, wanted))
-    apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0).nan_to_num(math.inf)
-    rounds = apart.numel() and tolerance and (wanted.is_floating_point() or wanted.is_complex())
-    differing = other.abs().nan_to_num(0, 0, 0).masked_fill(apart == 0, 0)  # a mask's finfo.min would hide the others
+    one, other = (output[tuple(map(slice, shape))] for output in (found, wanted))
+    between = apart(one, other)
+    rounds = one.numel() and tolerance and (wanted.is_floating_point() or wanted.is_complex())
+    # Where both are equal, a mask's finfo.min would hide the others.
+    differing = other.abs().double().nan_to_num(0, 0, 0).masked_fill(between == 0, 0) if rounds else between
     limit = tolerance * float(differing.max()) if rounds else 0.0
-    wrong = (apart > limit).nonzero()
+    wrong = (between > limit).nonzero()
     return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) else None
 
 
@@ -551,7 +553,7 @@ class Graphed(nn.Module):
         form.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         starred = {n for n, parameter in self._signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
         pairs = [pair for n, value in arguments.items() for pair in _named(value, "" if n in starred else n)]
-        name_of = {id(mark): name + "_" * (name in _RESERVED) for name, mark in pairs}
+        name_of = {id(mark): name + "_" * (name in WORDS_OF_A_CALL) for name, mark in pairs}
         tensor_of = {id(mark): tensor for mark, tensor in zip(marks, tensors, strict=True)}
         named = {name_of[id(mark)]: tensor_of[id(mark)] for mark in ordered}
         kind = next((kind for kind in self._learnt.kinds if kind.fits(form, named)), None)
@@ -695,9 +697,13 @@ class Graphed(nn.Module):
     @property
     def report(self) -> CaptureReport:
         """Memory and time of the graphs, for the kind with the most calls. Raises CgplanError before the first one."""
-        if not self.runners:
+        return self._busiest.runner.report
+
+    @property
+    def _busiest(self) -> _Kind:
+        if not self._learnt.kinds:
             raise CgplanError(f"{self._name} has no graphs", remedy="Call it first, or give it an example.")
-        return self.runners[0].report
+        return max(self._learnt.kinds, key=lambda kind: kind.runner.stats.calls)
 
     def explain(self) -> str:
         """What was inferred for each kind of calls, and from what; which graphs there are; calls that ran eagerly."""
@@ -706,8 +712,7 @@ class Graphed(nn.Module):
         ]
         eager = [(calls, why) for why, calls in self._learnt.eager.items()]
         for kind in self._learnt.kinds:
-            boxes = [(key.num_tokens, *key.sizes) for _, key in reversed(kind.runner.plan.keys)]
-            sizes = ", ".join("x".join(map(str, box)) for box in boxes)
+            sizes = ", ".join(key.size for _, key in reversed(kind.runner.plan.keys))
             lines.append(f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}")
             lines += [f"  {note}" for note in kind.notes]
             lines += [f"  not captured: {failed.descriptor}: {failed.detail}" for failed in kind.runner.report.failed]
@@ -727,9 +732,8 @@ class Graphed(nn.Module):
         Args:
             target, kwargs: What makes the model; absent: its class, where that needs no arguments.
         """
-        assert self.report
-        kind = next(kind for kind in self._learnt.kinds if kind.runner is self.runners[0])
-        config, target = self.runners[0].config, target or _target(self._wrapped)
+        kind = self._busiest
+        config, target = kind.runner.config, target or _target(self._wrapped)
         values = config.model_dump(mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}})
         made_by = {name: value for name, value in (("target", target), ("kwargs", dict(kwargs or {}))) if value}
         values["model"] = {**made_by, **values.get("model", {})}

@@ -50,7 +50,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
     """Largest absolute difference of two tensors of one shape; NaN equals NaN, and nothing else."""
+    return float(apart(one, other).max()) if one.numel() else 0.0
+
+
+def apart(one: Tensor, other: Tensor) -> Tensor:
+    """Absolute differences, as in ``largest_difference``, of each element."""
     dtype = torch.complex128 if one.is_complex() else torch.float64
     one, other = one.to(dtype), other.to(dtype)
-    apart = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0.0)
-    return float(apart.nan_to_num(math.inf, posinf=math.inf).max()) if apart.numel() else 0.0
+    found = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0.0)
+    return found.nan_to_num(math.inf, posinf=math.inf)

@@ -63,17 +63,19 @@ class OutputRows:
 
     def cut(self, output: Any, batch: Batch) -> Any:
         """The output without its padding: views, or copies where ``clone`` says so."""
-        shapes = iter(self.shapes(batch, batch.num_reqs))
-        views = tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
+        views = self._views(output, batch)
         return tree_map_only(Tensor, torch.clone, views) if self.clone else views
+
+    def _views(self, output: Any, batch: Batch) -> Any:
+        shapes = iter(self.shapes(batch, batch.num_reqs))
+        return tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
 
     def reader(self, output: Any, batch: Batch) -> Callable[[], Any]:
         """``cut`` for an output that lies on the same memory each time, as a function: its views are made here, once,
         and each call returns new tensor objects on that memory, or copies.
         """
-        shapes = iter(self.shapes(batch, batch.num_reqs))
         with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could be used only there
-            views = tree_map_only(Tensor, lambda t: t[tuple(map(slice, next(shapes)))], output)
+            views = self._views(output, batch)
         return renewed(views, clone=self.clone)
 
 

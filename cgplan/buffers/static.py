@@ -183,6 +183,7 @@ class StaticBuffers:
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
+        """See StaticBoxes."""
         marks, kept = replace(self.marks), {name: buffer.tensor.clone() for name, buffer in self.buffers.items()}
         self.clear()
         try:

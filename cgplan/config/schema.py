@@ -38,7 +38,7 @@ from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 
 SYMBOLS = ("num_tokens", "num_reqs")
-_WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
+WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}
 _UP_TO = "up to "
 _EXTENT = re.compile(r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<symbol>[a-z_]\w*)\s*(?:\+\s*(?P<offset>\d+))?", re.ASCII)
 
@@ -74,13 +74,14 @@ class Extent:
 
     def size(self, num_tokens: int, num_reqs: int) -> int:
         """Rows of this dimension in a batch of ``num_tokens`` tokens and ``num_reqs`` requests."""
-        assert self.symbol in (None, *SYMBOLS), "`Config.tensors_at` puts numbers in place of other names"
-        if self.symbol is None:
-            return self.offset
-        return self.factor * (num_tokens if self.symbol == "num_tokens" else num_reqs) + self.offset
+        return self.at({"num_tokens": num_tokens, "num_reqs": num_reqs})
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """Rows of this dimension where the names have these sizes."""
+        return self.offset if self.symbol is None else self.factor * sizes[self.symbol] + self.offset
 
     def takes(self, size: int) -> bool:
-        """Whether a tensor may have that size there, where there is no symbol."""
+        """Whether a tensor may have ``size`` rows there; for a dimension without a symbol."""
         return size <= self.offset if self.is_most else size == self.offset
 
     def count(self, size: int) -> int | None:
@@ -530,7 +531,7 @@ class Config(Section):
     def _consistent(self) -> Config:
         if twice := sorted(set(self.inputs) & set(self.metadata)):
             raise ValueError(f"{twice[0]!r} is both an input and metadata; a name may stand in one of them")
-        if reserved := sorted(_WORDS_OF_A_CALL & {*self.inputs, *self.metadata}):
+        if reserved := sorted(WORDS_OF_A_CALL & {*self.inputs, *self.metadata}):
             raise ValueError(f"{reserved[0]!r} is a word of the runner's call and cannot name an input")
         self._check_dims()
         if self.traffic is not None and self.traffic.lora_share > 0 and self.lora is None:
@@ -589,10 +590,8 @@ class Config(Section):
         first, *others = self.dim_names
         at, found = dict(zip(others, sizes, strict=True)), list[int | str]()
         for given, extent in zip(shape, map(Extent.parse, shape), strict=True):
-            if extent.symbol in at:
-                found.append(extent.factor * at[extent.symbol] + extent.offset)
-            else:
-                found.append(re.sub(first, "num_tokens", str(given)) if extent.symbol == first else given)
+            renamed = re.sub(first, "num_tokens", str(given)) if extent.symbol == first else given
+            found.append(extent.at(at) if extent.symbol in at else renamed)
         return tuple(found)
 
     def tensors_at(self, sizes: Sequence[int] = ()) -> dict[str, Input]:

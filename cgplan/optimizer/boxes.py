@@ -61,7 +61,7 @@ def best_boxes(cost: Floats, weights: Floats, graphs: int, start: Sequence[int] 
         cost: [rows, columns].
         weights: [rows], above 0.
         graphs: At least 1.
-        start: A choice that is no better than what is found.
+        start: A choice to begin with; what is found is at least as good.
     """
 
     best, value, effort, number = list[int](), np.inf, EFFORT, count()

@@ -16,6 +16,7 @@ from cgplan.units import grouped
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
 Modes = Collection[CUDAGraphMode] | None
+_GRAPHS = frozenset({CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE})
 
 
 class MissReason(StrEnum):
@@ -88,7 +89,7 @@ class CudagraphDispatcher:
         )
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._cases = range(max((*plan.lora_cases, 0)) + 1)
-        self._restricted: dict[tuple[bool, int, bool, bool], _Row] = {}
+        self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
         self._num_sizes = len(plan.keys[0][1].box) if plan.keys else None
         self._eager = _Row((), self._num_sizes)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode; counts of adapters that go to
@@ -97,7 +98,7 @@ class CudagraphDispatcher:
         case_of = [next((case for case in captured if case >= n), -1) for n in self._cases]
         self._rows = tuple(
             {n: rows.get(case, self._eager) for n, case in enumerate(case_of)}
-            for rows in ({case: self._row(uniform, case, True, True) for case in captured} for uniform in (False, True))
+            for rows in ({case: self._row(uniform, case, _GRAPHS) for case in captured} for uniform in (False, True))
         )
 
     def dispatch(
@@ -123,22 +124,16 @@ class CudagraphDispatcher:
         Returns:
             FULL or PIECEWISE with its key, else NONE with the unpadded descriptor (``explain`` says why).
         """
+        asked = (num_tokens, *sizes) if sizes else num_tokens
         if valid_modes is None and invalid_modes is None:
             try:
-                return self._rows[uniform_decode][num_active_loras][(num_tokens, *sizes) if sizes else num_tokens]
+                return self._rows[uniform_decode][num_active_loras][asked]
             except KeyError:  # more adapters than any graph serves
-                return self._eager[(num_tokens, *sizes) if sizes else num_tokens]
+                return self._eager[asked]
         if num_active_loras not in self._cases:
-            return self._eager[(num_tokens, *sizes) if sizes else num_tokens]
-        graphs = {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
-        allowed = graphs if valid_modes is None else graphs & set_of_modes(valid_modes)
-        allowed -= set_of_modes(invalid_modes or ())
-        full, piecewise = (mode in allowed for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE))
-        case = (bool(uniform_decode), num_active_loras, full, piecewise)
-        row = self._restricted.get(case)
-        if row is None:
-            row = self._restricted[case] = self._row(*case)
-        return row[(num_tokens, *sizes) if sizes else num_tokens]
+            return self._eager[asked]
+        allowed = _GRAPHS if valid_modes is None else _GRAPHS & set_of_modes(valid_modes)
+        return self._row(uniform_decode, num_active_loras, allowed - set_of_modes(invalid_modes or ()))[asked]
 
     def explain(
         self,
@@ -167,11 +162,10 @@ class CudagraphDispatcher:
             return MissReason.NO_GRAPH_FOR_MIXED
         return MissReason.TOO_LARGE if max(serving) >= num_active_loras else MissReason.NO_LORA_CASE
 
-    def _row(self, uniform: bool, num_active_loras: int, full: bool, piecewise: bool) -> _Row:
+    def _row(self, uniform: bool, num_active_loras: int, modes: Collection[CUDAGraphMode]) -> _Row:
         """Answers of the first lane that holds a batch, by its smallest box that does."""
-        found = list[Key]()
-        for lane, keys in self._lanes.items():
-            allowed = full if lane.mode is CUDAGraphMode.FULL else piecewise
-            if allowed and lane.uniform <= uniform and lane.num_active_loras >= num_active_loras:
-                found += keys
-        return _Row(found, self._num_sizes)
+        serving = (n for n in self._lanes if n.mode in modes and n.num_active_loras >= num_active_loras)
+        lanes = tuple(lane for lane in serving if uniform or not lane.uniform)
+        if lanes not in self._by_lanes:
+            self._by_lanes[lanes] = _Row([key for lane in lanes for key in self._lanes[lane]], self._num_sizes)
+        return self._by_lanes[lanes]

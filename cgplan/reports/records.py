@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from cgplan.config.load import read_text
 from cgplan.config.messages import first_problem
 from cgplan.errors import BudgetError, ConfigError, ReportError
-from cgplan.modes import Key
+from cgplan.modes import BatchDescriptor, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
 from cgplan.planning.difference import PlanDifference
@@ -263,7 +263,7 @@ class BenchRecord(KeyRecord):
     @property
     def size(self) -> str:
         """``3``; with more dimensions ``3x100``."""
-        return "x".join(map(str, (self.num_tokens, *self.sizes)))
+        return BatchDescriptor(self.num_tokens, sizes=self.sizes).size
 
     @property
     def speedup(self) -> float | None:
