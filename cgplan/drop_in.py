@@ -6,9 +6,10 @@ Note [Kinds of calls]
     runner's call, the flattening of its arguments, and one look-up.
 
 Note [The proof]
-    The first batch of a kind runs alone and padded, by the model's own code. Real rows have to be equal: alone and
-    padded within a tolerance, since other sizes run other kernels; to the last bit between padding of zeros and of
-    extreme values and NaN in floats, unless an operator checks values on the device. The model is as it was afterwards.
+    The first batch of a kind runs alone and padded, by the model's own code, and so does each that is smaller than all
+    before it. Real rows have to be equal: alone and padded within a tolerance, since other sizes run other kernels; to
+    the last bit between padding of zeros and of extreme values and NaN in floats, unless an operator checks values on
+    the device. The model is as it was afterwards.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class _ByName(nn.Module):
         self.plain: tuple[str, ...] = form[1] if by_name and set(form[2:-1]) == {Tensor} else ()
 
     def flat(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """Form and tensors of the output."""
+        """Form and tensors of the output. Raises OutputShapeError where the form is not as it is known to be."""
         given = inspect.BoundArguments(self.signature, _rebuild(iter(self.form), iter(tensors)))
         form, leaves = list[Any](), list[Tensor]()
         _flatten([self.__dict__["wrapped"](*given.args, **given.kwargs)], form, leaves)
@@ -165,17 +166,17 @@ class _ByName(nn.Module):
                 f"the model returns a {type(hidden[0]).__name__}, whose tensors cannot be reached",
                 remedy="Return tensors in tuples, lists, dicts and dataclasses; transformers: pass use_cache=False.",
             )
+        if self.returns and tuple(form) != self.returns:
+            raise OutputShapeError(
+                "the structure of the output, or a number in it, depends on the size of the batch",
+                remedy="Return tensors for what depends on the batch.",
+            )
         return tuple(form), leaves
 
     def forward(self, **tensors: Tensor) -> Any:
         if self.plain and self.returns == (Tensor,):  # nothing that a trace would not follow
             return self.__dict__["wrapped"](**dict(zip(self.plain, tensors.values(), strict=True)))
         form, leaves = self.flat(list(tensors.values()))
-        if form != self.returns:
-            raise OutputShapeError(
-                "the structure of the output, or a number in it, depends on the size of the batch",
-                remedy="Return tensors for what depends on the batch.",
-            )
         return leaves[0] if form == (Tensor,) else tuple(leaves)
 
 
@@ -187,7 +188,8 @@ class _Kind:
         specs: The inputs, in the order of the form; shapes have names where sizes vary.
         dims: Bounds and sizes of the names; a kind has one size alone where ``min`` is ``max``.
         grows: Names without a bound: for a larger batch the runner is opened again.
-        outputs: Shapes of the outputs.
+        outputs: Shapes of the outputs, once padding is proven.
+        proven: The smallest sizes for which it is.
         notes: What was inferred, and from what.
         runner: Absent until the padding is proven.
     """
@@ -199,7 +201,7 @@ class _Kind:
         self.forward, self.specs, self.reader = forward, specs, BatchReader(specs, tuple(names), device)
         self.names, self.dims, self.grows = tuple(names), dict[str, Dim](), set[str]()
         self.outputs: tuple[tuple[int | str, ...], ...] = ()
-        self.notes, self.failures = list[str](), 0
+        self.proven, self.notes, self.failures = dict[str, int](), list[str](), 0
 
     def sizes_of(self, named: Mapping[str, Tensor]) -> dict[str, int]:
         """The sizes of a batch by name. Raises InputError for a batch of another kind."""
@@ -240,7 +242,7 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 
 class _Proof:
-    """See Note [The proof]; for the first batch of a kind, whose ``outputs`` and ``notes`` it writes.
+    """See Note [The proof]; for a batch of a kind, whose ``outputs``, ``proven`` and ``notes`` it writes.
 
     Raises NumbersError for padding that reaches real rows, ModelError where the model fails on padding, and
     OutputShapeError for outputs whose shapes do not follow from sizes of the batch.
@@ -264,6 +266,8 @@ class _Proof:
             may_cut = all(batch[n].is_floating_point() for n in others)
             if size < larger and not may_cut:
                 continue
+            if size > shortest and not may_cut and kind.proven:
+                continue
             self.real[name] = min(size, shortest)
             if self.real[name] < size and not may_cut:
                 raise InputError(
@@ -271,34 +275,46 @@ class _Proof:
                     remedy="Teach by a smaller batch: example=(...).",
                 )
         self.state = ModelState.of({"model": kind.forward}, backend.device)
-        self.written, self.shapes, self.draws = list[str](), list[list[int | str]](), False
+        self.written, self.shapes, self.draws = list[str](), [list(shape) for shape in kind.outputs], False
+        self.overwritten: set[str] = set()
         tensors, halves = (*kind.forward.parameters(), *batch.values()), (torch.float16, torch.bfloat16)
         is_half = torch.is_autocast_enabled(backend.device.type) or any(t.dtype in halves for t in tensors)
         self.tolerance = 5e-2 if is_half else 0.0  # at least: an output in float32 may come of bfloat16
 
-    def prove(self, pinned: Collection[str]) -> tuple[Any, ...]:
-        """The output's form. ``pinned``: inputs whose padding is what was asked for, and nothing else."""
-        kind, real = self.kind, self.real
+    def look(self) -> str | None:
+        """Find out what the forward writes, and how exactly it computes; which values it checks on the device."""
         limit = (self.backend.memory().free or 4 << 30) // 4
         try:
-            seen = look(lambda: self.run(real, restores=False), self.state, limit)
+            seen = look(lambda: self.run(self.real, restores=False), self.state, limit)
             with self.state.noting_capture():  # what is made once, on first use, stays
-                self.run(real, restores=False)  # an error is the user's
+                self.run(self.real, restores=False)  # an error is the user's
         finally:
             self.state.restore()
-        checks, is_cuda = seen.checks, self.backend.device.type == "cuda"
         convolves = torch.backends.cudnn.allow_tf32 and any("conv" in name for name in seen.names)
-        if is_cuda and (convolves or torch.get_float32_matmul_precision() != "highest"):  # TensorFloat32
+        is_coarse = convolves or torch.get_float32_matmul_precision() != "highest"
+        if is_coarse and self.backend.device.type == "cuda":  # TensorFloat32
             self.tolerance = 5e-2
         outcome = [self.state.places.get(path) for path, (_, how) in self.state.outcome.items() if how != "new"]
         self.written = [p.path for p in outcome if p and isinstance(p.value, Tensor) and p.value.nbytes < limit // 4]
+        return seen.checks
+
+    def prove(self, pinned: Collection[str]) -> tuple[Any, ...]:
+        """The output's form. ``pinned``: inputs whose padding is what was asked for, and nothing else."""
+        kind, real, checks = self.kind, self.real, self.look()
         form, alone, kept = self.run(real)
-        self.shapes = [list(leaf.shape) for leaf in alone]
+        if is_first := not kind.proven:
+            self.shapes = [list(leaf.shape) for leaf in alone]
+        for index, (leaf, shape) in enumerate(zip(alone, self.shapes, strict=True)):
+            if (wanted := _at(map(Extent.parse, shape), real)) != list(leaf.shape):
+                raise OutputShapeError(
+                    f"output {index} has shape {list(leaf.shape)} for {_words(real)}, and {wanted} by larger batches",
+                    remedy="Return tensors whose sizes follow from those of the inputs.",
+                )
         grown = [name for name in self.padded if self.padded[name] > real[name]]
         base, tried, found = alone, ["what `pad` says" if pinned else "zeros"], list[str]()
         for names in [[name] for name in grown] + [grown] * (len(grown) > 1):
             other, base, state = self.run({**real, **{name: self.padded[name] for name in names}})
-            if len(names) == 1:
+            if is_first and len(names) == 1:
                 self.infer(alone, base, names[0], same=form == other)
             if not self.draws and (where := self.difference(base, alone)):
                 raise self.refusal(where, kind.varying(names), names)
@@ -306,16 +322,9 @@ class _Proof:
             found += [path.removeprefix("model.") for path, d in zip(self.written, differ, strict=True) if d]
         floats = [n for n in kind.varying(grown) if n not in pinned and self.batch[n].is_floating_point()]
         if floats and checks is None:
-            exact = self.difference(self.run(self.padded)[1], base, exact=True) is None  # sums in any order on a GPU
-            for name in floats:
-                most = torch.finfo(self.batch[name].dtype).max
-                for value in (most, -most):
-                    if where := self.difference(self.run(self.padded, {name: value})[1], base, exact=exact):
-                        raise self.refusal(where, [name], grown)
-                if self.difference(self.run(self.padded, {name: math.nan})[1], base, exact=exact):
-                    tried.append(f"NaN in {name} reaches real rows and is never there")
-            tried[1:1] = ["extreme values", "NaN"]
+            tried += ["extreme values", "NaN", *self.try_extremes(floats, grown, base)]
         kind.outputs = tuple(map(tuple, self.shapes))
+        kind.proven = {name: min(size, kind.proven.get(name, size)) for name, size in real.items()}
         kind.notes.append(
             f"padding proven: {_words(real)} alone and as {_words(self.padded)}, with {', '.join(tried)}"
             + f" alone, since the forward has {checks}" * bool(checks and floats)
@@ -323,13 +332,31 @@ class _Proof:
             if grown
             else "never padded"
         )
-        for index, shape in enumerate(self.shapes):
+        for index, shape in enumerate(self.shapes if is_first else ()):
             is_fixed = not any(isinstance(dim, str) for dim in shape)
             kind.notes.append(f"output {index}: [{', '.join(map(str, shape))}]{' (fixed)' * is_fixed}")
         if found:
             kind.notes.append(f"padding is written into the model's state: {', '.join(dict.fromkeys(found))}")
             logger.warning("graphed: %s; give inputs a `pad` that is not kept, or dynamic={}", kind.notes[-1])
+        if is_first and self.overwritten:
+            kind.notes.append(
+                f"the forward writes into {', '.join(sorted(self.overwritten))}: graphs write into copies"
+            )
+            logger.warning("graphed: %s, and the caller's tensors stay as they are", kind.notes[-1])
         return form
+
+    def try_extremes(self, floats: Sequence[str], grown: Sequence[str], base: Sequence[Tensor]) -> list[str]:
+        """Pad floats with extreme values and NaN; remarks."""
+        remarks = list[str]()
+        exact = self.difference(self.run(self.padded)[1], base, exact=True) is None  # sums in any order on a GPU
+        for name in floats:
+            most = torch.finfo(self.batch[name].dtype).max
+            for value in (most, -most):
+                if where := self.difference(self.run(self.padded, {name: value})[1], base, exact=exact):
+                    raise self.refusal(where, [name], grown)
+            if self.difference(self.run(self.padded, {name: math.nan})[1], base, exact=exact):
+                remarks.append(f"NaN in {name} reaches real rows and is never there")
+        return remarks
 
     def run(
         self, sizes: Mapping[str, int], values: Mapping[str, float] | None = None, *, restores: bool = True
@@ -337,12 +364,12 @@ class _Proof:
         """Form and tensors of the output for real rows that are padded to these sizes, with these values by input; and
         what the model wrote.
         """
-        tensors = list[Tensor]()
+        tensors, copies = list[Tensor](), dict[str, tuple[Tensor, Tensor]]()
         for name, spec in self.kind.specs.items():
             part = self.batch[name][tuple(map(slice, _at(spec.extents, self.real)))]
             value: Any = (values or {}).get(name, spec.pad)
             tensors.append(part.new_full(_at(spec.extents, sizes), value))
-            tensors[-1][tuple(map(slice, part.shape))] = part
+            copies[name] = tensors[-1][tuple(map(slice, part.shape))].copy_(part), part
         device = self.backend.device
         cuda = torch.cuda.default_generators
         default = cuda[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -353,6 +380,7 @@ class _Proof:
                 form, leaves = self.kind.forward.flat(tensors)
                 self.draws |= any(not torch.equal(g.get_state(), b) for g, b in zip(generators, before, strict=True))
                 kept = [self.state.places[path].value.clone() for path in self.written]
+                self.overwritten |= {name for name, (copy, part) in copies.items() if apart(copy, part).any()}
                 return form, [leaf.clone() for leaf in leaves], kept
             except Exception as error:
                 if sizes == self.real or isinstance(error, CgplanError):
@@ -388,10 +416,10 @@ class _Proof:
     def difference(self, outputs: Sequence[Tensor], others: Sequence[Tensor], *, exact: bool = False) -> str | None:
         """Where real rows of two outputs differ."""
         for index, (one, other) in enumerate(zip(outputs, others, strict=True)):
-            if self.tolerance and not exact and not (one.is_floating_point() or one.is_complex()):
-                continue  # rounding may decide another whole number
+            is_whole = not (one.is_floating_point() or one.is_complex())
+            share = 0.5 if self.tolerance and not exact and is_whole else 0.0  # rounding may decide another one
             tolerance = 0.0 if exact else max(self.tolerance, _TOLERANCES.get(one.dtype, 5e-2))
-            row = _wrong_row(one, other, _at(map(Extent.parse, self.shapes[index]), self.real), tolerance)
+            row = _wrong_row(one, other, _at(map(Extent.parse, self.shapes[index]), self.real), tolerance, share)
             if row is not None:
                 return f"row {row} of output {index}"
         return None
@@ -405,8 +433,10 @@ class _Proof:
         )
 
 
-def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], tolerance: float) -> int | None:
-    """The first row in which outputs differ, as far as ``shape`` reaches. Floats may by a part of the largest value."""
+def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], tolerance: float, share: float = 0.0) -> int | None:
+    """The first row in which outputs differ, as far as ``shape`` reaches. Floats may by a part of the largest value;
+    ``share``: and so may a part of all values.
+    """
     one, other = (output[tuple(map(slice, shape))] for output in (found, wanted))
     between = apart(one, other)
     rounds = one.numel() and tolerance and (wanted.is_floating_point() or wanted.is_complex())
@@ -414,7 +444,7 @@ def _wrong_row(found: Tensor, wanted: Tensor, shape: Sequence[int], tolerance: f
     differing = other.abs().double().nan_to_num(0, 0, 0).masked_fill(between == 0, 0) if rounds else between
     limit = tolerance * float(differing.max()) if rounds else 0.0
     wrong = (between > limit).nonzero()
-    return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) else None
+    return (int(wrong[0, 0]) if found.ndim else 0) if len(wrong) > share * between.numel() else None
 
 
 @dataclasses.dataclass
@@ -556,15 +586,20 @@ class Graphed(nn.Module):
         name_of = {id(mark): name + "_" * (name in WORDS_OF_A_CALL) for name, mark in pairs}
         tensor_of = {id(mark): tensor for mark, tensor in zip(marks, tensors, strict=True)}
         named = {name_of[id(mark)]: tensor_of[id(mark)] for mark in ordered}
+        backend = self._learnt.pool.backend
+        on_device = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
         kind = next((kind for kind in self._learnt.kinds if kind.fits(form, named)), None)
         if kind is None:
-            kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form)), named, origin)
-        elif grown := [name for name in kind.grows if kind.sizes_of(named)[name] > kind.dims[name].top]:
-            kind.dims |= {name: self._dim(kind, name, kind.sizes_of(named)[name]) for name in grown}
+            kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form)), on_device, origin)
+        sizes = kind.sizes_of(named)
+        if grown := [name for name in kind.grows if sizes[name] > kind.dims[name].top]:
+            kind.dims |= {name: self._dim(kind, name, sizes[name]) for name in grown}
             held = kind.runner.plan.keys
             self._drop(kind)
             self._open(kind)
             kind.runner.exchange(held)
+        if any(size < kind.proven[name] for name, size in sizes.items()):
+            _Proof(kind, on_device, backend).prove(self._settings["pad"] or {})
         return kind, [name_of[id(mark)] for mark in marks]
 
     def _take_device(self, tensors: Sequence[Tensor]) -> None:
@@ -577,7 +612,6 @@ class Graphed(nn.Module):
     def _learn(self, forward: _ByName, named: dict[str, Tensor], origin: str) -> _Kind:
         """Infer what a new kind of calls needs, prove its padding, and open its runner."""
         backend, pads = self._learnt.pool.backend, self._settings["pad"] or {}
-        named = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
         for given in (*(self._settings["dynamic"] or ()), *pads):
             parts = [name for name in named if name.partition(".")[0] == given.partition(".")[0]]
             if parts and given not in named:  # an argument that this call leaves out may come in another

@@ -678,7 +678,8 @@ def test_models_in_half_precision_round_more_and_choose_otherwise(backend: Graph
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             odd = len(x) & 1  # other numbers in a batch of another size
-            return x.argmax(1) + odd, x.sigmoid() * (1 + odd * 1e-2)
+            first = torch.arange(len(x), device=x.device) == 0
+            return x.argmax(1) + odd * first, x.sigmoid() * (1 + odd * 1e-2)
 
     x = rows(backend, 3)
     assert cgplan.graphed(Greedy().eval())(x)[0].shape == (3,)
@@ -733,7 +734,7 @@ def test_outputs_that_count_rows_twice_and_strided_ones(backend: GraphBackend) -
     x = torch.randn(3, 4, device=backend.device)
     torch.testing.assert_close(halved(x), x[::2])
     for _ in range(2):
-        with pytest.raises(OutputShapeError, match=r"model\.output_shapes says"):  # 1 row of 2 and of 1
+        with pytest.raises(OutputShapeError, match=r"shape \[1, 4\] for batch = 2, and \[2, 4\]"):
             halved(x[:2])
 
 
@@ -763,3 +764,38 @@ def test_segments_of_a_model(backend: GraphBackend, settings: dict[str, Any]) ->
         torch.testing.assert_close(graphs(x), net(x))
     assert not graphs.report.failed
     assert graphs.report.records[0].eager_pieces == 1
+
+
+def test_a_smaller_batch_is_proven_too(backend: GraphBackend) -> None:
+    first_rows = cgplan.graphed(lambda x: (x[:4], x + 1), device=str(backend.device))
+    assert first_rows(torch.ones(9, 2, device=backend.device))[0].shape == (4, 2)
+    assert first_rows(torch.ones(5, 2, device=backend.device))[0].shape == (4, 2)
+    with pytest.raises(OutputShapeError, match=r"output 0 has shape \[3, 2\] for batch = 3, and \[4, 2\]"):
+        first_rows(torch.ones(3, 2, device=backend.device))
+
+
+def test_whole_numbers_in_half_precision_are_compared(backend: GraphBackend) -> None:
+    table = torch.randn(50, 32, device=backend.device, dtype=torch.bfloat16)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(table)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return (self.table[ids].cumsum(1) @ self.table.T)[:, -1].argmax(-1)
+
+    g = cgplan.graphed(Last().eval(), dynamic={"ids": {0: "batch", 1: "length"}})
+    with pytest.raises(NumbersError, match="of output 0 depends on padding of ids, where length"):
+        g(torch.randint(1, 50, (7, 6), device=backend.device))
+
+
+def test_what_the_forward_writes_into_its_arguments_is_said(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    g = cgplan.graphed(lambda x: x.add_(1), device=str(backend.device))
+    x = torch.zeros(3, device=backend.device)
+    assert g(x).equal(torch.ones(3, device=backend.device))
+    assert not x.any()
+    assert "the forward writes into x: graphs write into copies" in g.explain()
+    assert "the caller's tensors stay as they are" in caplog.text

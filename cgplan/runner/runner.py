@@ -553,8 +553,8 @@ class GraphRunner:
         """Free all; once more does no harm, and completes what was interrupted."""
         self._state = "closed"
         self._forget_calls()
-        for copier in self._copiers.values():
-            copier.close()
+        while self._copiers:  # which hold static buffers
+            self._copiers.popitem()[1].close()
         self._graphed.free()
 
     def _refuse_sizes(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checks import MIB, Tally, back_at, reserved, same
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import cgplan
 from cgplan.backends import GraphBackend
@@ -368,6 +369,16 @@ def test_the_runners_policy_of_addresses_rules_the_wrappers_inside(
         if own == "always":
             with pytest.raises(AddressError):
                 second(buffers[1])
+
+
+def test_a_closed_runner_holds_no_static_buffer(backend: GraphBackend) -> None:
+    runner = open_runner(backend, lambda x: x * 2)
+    held = StorageWeakRef(runner.input_views(3)["x"].untyped_storage())
+    runner(x=torch.ones(3, 2, device=backend.device))
+    assert not held.expired()
+    runner.close()
+    gc.collect()
+    assert held.expired()
 
 
 def test_closing_frees_the_graphs_inside_the_model(backend: GraphBackend) -> None:
