@@ -36,7 +36,8 @@ class LadderPoint(ParetoPoint):
     """A ladder, or the sizes that the configuration lists, on the same traffic; with its own figures.
 
     ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no slower, ``alike`` for a
-    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound.
+    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound. Shares are of the
+    time that the steps take which graphs make faster.
     """
 
     name: str
@@ -45,6 +46,17 @@ class LadderPoint(ParetoPoint):
     equal: ParetoPoint | None = None
     alike: ParetoPoint | None = None
     no_gain: bool = False
+
+
+class LoadPoint(Record):
+    """One of several traffics of a plan: mean microseconds of a step with the plan, with the ladder that the
+    configuration asks for (None: no such), and with the best plan for it alone of as many graphs (None: not sought).
+    """
+
+    source: str
+    expected_us: float
+    ladder_us: float | None = None
+    best_us: float | None = None
 
 
 class SizeUse(LaneRecord):
@@ -99,9 +111,11 @@ class Evidence(Record):
             configuration's; None: not known, as ``bytes`` and ``seconds`` then.
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
-        lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step.
-        gap: (plan - lower bound) / lower bound of the mean step.
+        insurance: Share of the steps in what was planned for that the traffic need not show.
+        lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step, insurance included.
+        gap: What the plan's mean step is longer, as a share of what graphs can save at all.
         exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule`` names apart.
+        loads: Of several traffics, each.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there.
         pareto: From one graph to where more bring nothing.
@@ -143,3 +157,5 @@ class Evidence(Record):
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[LeftOut, ...] = ()
     padding_map: PaddingMap | None = None  # of batches with several sizes
+    insurance: float = 0.0
+    loads: tuple[LoadPoint, ...] = ()

@@ -5,8 +5,9 @@ And the problem of a search: the sizes that it chooses among, and the batches th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -144,13 +145,13 @@ class Run:
         return int(self._tokens[comes].max(initial=0))
 
     def gain_of(self, lane: Lane, size: int) -> tuple[float, float]:
-        """Weight of the batches that one graph more would run, and how much shorter it makes the step, as a share."""
+        """Weight of the batches that one graph more would run, and how many microseconds shorter it makes the step."""
         place = place_of(lane)
         worse = (self.place > place) | ((self.place == place) & (self._size > size))
         moved = self._may_run(lane, size) & worse
         time = self.times.of(lane.mode, size, lane.num_active_loras)
         gain = float(self._weight[moved] @ (self._time[moved] - time))
-        return float(self._weight[moved].sum()), gain / self._total
+        return float(self._weight[moved].sum()), gain / float(self._weight.sum())
 
 
 def place_of(lane: Lane) -> float:
@@ -214,6 +215,10 @@ class Problem:
         eager_us: Weight times microseconds of the batches that none may serve.
         weight: Of all batches.
         workspace, once: Bytes and seconds that the first graph brings with it.
+        one_list: Whether each size is captured in all lanes that may hold it. Candidates of shorter lanes are then the
+            first of those of longer ones.
+        relaxed: The same with costs that no set of any sizes is below, where some of larger sizes are lower; bounds
+            are true of it.
     """
 
     lanes: tuple[Candidates, ...]
@@ -222,6 +227,8 @@ class Problem:
     weight: float
     workspace: float = 0.0
     once: float = 0.0
+    one_list: bool = False
+    relaxed: Problem | None = None
 
     @property
     def infinite_us(self) -> float:
@@ -231,6 +238,25 @@ class Problem:
     @property
     def eager_total(self) -> float:
         return self.eager_us + sum(float(demand.eager[-1]) for demand in self.demands)
+
+    @property
+    def changeable(self) -> float:
+        """Microseconds, times weight, of the batches that graphs make faster, at their best: what shares refer to."""
+        parts = [(np.diff(demand.best), np.diff(demand.eager)) for demand in self.demands]
+        return float(sum(best[best < eager].sum() for best, eager in parts))
+
+    def with_one_more(self, chosen: Sequence[Sequence[int]], most: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Choices with one size more, of at most so many sizes of each lane."""
+        longest = max((lane.sizes.size for lane in self.lanes), default=0)
+        for at, lane in [*enumerate(self.lanes)] if not self.one_list else [(None, None)]:
+            size = longest if lane is None else lane.sizes.size
+            for index in range(1, size, 1 + size // most):
+                yield tuple(
+                    tuple(sorted({*picked, index}))
+                    if at in (None, n) and index < self.lanes[n].sizes.size
+                    else (*picked,)
+                    for n, picked in enumerate(chosen)
+                )
 
     @cached_property
     def _cheapest(self) -> tuple[Floats, Floats]:
@@ -277,8 +303,11 @@ def problem_of(
     plan: Plan,
     costs: GraphCosts | None,
     without: Collection[Key] = (),
+    *,
+    one_list: bool = False,
 ) -> Problem:
-    """The problem of planning these lanes for this traffic; the keys in ``without`` are no candidates.
+    """The problem of planning these lanes for this traffic; the keys in ``without`` are no candidates. ``one_list``: as
+    in a Problem.
 
     Raises:
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
@@ -297,14 +326,21 @@ def problem_of(
         above = max((float(c.times[-1]) for c in found), default=0.0)
         wanted = [demand for demand in demands if index in demand.lanes]
         found.insert(0, _candidates(lanes[index], wanted, times, plan, above, costs, without))
-    return Problem(
+    if one_list and lanes:
+        found = _aligned(lanes, demands, times, plan, costs, without)
+    problem = Problem(
         lanes=tuple(found),
         demands=tuple(demand for demand in demands if demand.lanes),
         eager_us=float(sum(demand.eager[-1] for demand in demands if not demand.lanes)),
         weight=traffic.total,
         workspace=float(costs.workspace_bytes) if costs is not None else 0.0,
         once=costs.once_seconds if costs is not None else 0.0,
+        one_list=one_list,
     )
+    if costs is None or not costs.bends:
+        return problem
+    relaxed = [_relaxed(lane, plan, costs) for lane in found]
+    return problem if relaxed == found else replace(problem, relaxed=replace(problem, lanes=tuple(relaxed)))
 
 
 def _demand(
@@ -352,11 +388,64 @@ def _candidates(
     fits = [size <= largest_of(lane, plan) and key_of(lane, int(size), plan) not in without for size in sizes]
     sizes, misses = sizes[fits], np.maximum.accumulate(misses)[fits]
     curve = times.at(lane.mode, sizes, lane.num_active_loras)
-    keep = int(np.flatnonzero(curve < misses).max(initial=0)) + 1
-    figures = np.zeros((4, keep))
+    sizes = sizes[: int(np.flatnonzero(curve < misses).max(initial=0)) + 1]
+    return _priced(lane, _with_cheaper(lane, sizes, plan, costs), times, plan, costs)
+
+
+def _with_cheaper(lane: Lane, sizes: Ints, plan: Plan, costs: GraphCosts | None) -> Ints:
+    """The sizes, and larger ones that cost less than the one below them: costs bend there."""
+    if costs is None or sizes.size < 2:
+        return sizes
+    most = largest_of(lane, plan)
+    bends = {int(n) for n in _rounded(np.array([*costs.bends]), lane, plan) if sizes[1] < n <= most} - {*sizes.tolist()}
+
+    def paid(size: int) -> tuple[int, float]:
+        key = key_of(lane, size, plan)
+        return costs.driver_bytes(key), costs.seconds(key)
+
+    below = {n: int(sizes[np.searchsorted(sizes, n) - 1]) for n in bends}
+    cheaper = [n for n in bends if any(a < b for a, b in zip(paid(n), paid(below[n]), strict=True))]
+    return np.sort(np.append(sizes, cheaper).astype(np.int64))
+
+
+def _aligned(
+    lanes: Sequence[Lane],
+    demands: Sequence[Demand],
+    times: StepTimes,
+    plan: Plan,
+    costs: GraphCosts | None,
+    without: Collection[Key],
+) -> list[Candidates]:
+    """Candidates of lanes that share one list: sizes of batches of any lane, that no lane has to do without."""
+    strict, tops = max(lanes, key=lambda lane: stride_of(lane, plan)), {lane: largest_of(lane, plan) for lane in lanes}
+    beyond = np.array([0, *(top + 1 for top in tops.values())])  # where fewer lanes hold a size, it is fewer graphs
+    sizes = np.unique(_rounded(np.concatenate([beyond, *(demand.tokens for demand in demands)]), strict, plan))
+    lost = {key[1].num_tokens for key in without}
+    sizes = sizes[[n <= max(tops.values()) and n not in lost for n in sizes.tolist()]]
+    return [_priced(lane, sizes[sizes <= tops[lane]], times, plan, costs) for lane in lanes]
+
+
+def _relaxed(lane: Candidates, plan: Plan, costs: GraphCosts) -> Candidates:
+    """The lane with the least costs of any size that runs as many batches: between bends, costs lie on lines."""
+    sizes = lane.sizes.tolist()
+    ends = sorted({*(n for n in costs.bends if n <= largest_of(lane.lane, plan)), largest_of(lane.lane, plan)})
+    figures = [
+        np.array([0.0, *(min(map(figure, (n, *ends[bisect_left(ends, n) :]))) for n in sizes[1:])])
+        for figure in (
+            lambda n: costs.driver_bytes(key_of(lane.lane, n, plan)),
+            lambda n: costs.seconds(key_of(lane.lane, n, plan)),
+        )
+    ]
+    least = [np.minimum(found, own) for found, own in zip(figures, (lane.driver, lane.seconds), strict=True)]
+    same = all(np.array_equal(a, b) for a, b in zip(least, (lane.driver, lane.seconds), strict=True))
+    return lane if same else replace(lane, driver=least[0], seconds=least[1])
+
+
+def _priced(lane: Lane, sizes: Ints, times: StepTimes, plan: Plan, costs: GraphCosts | None) -> Candidates:
+    figures = np.zeros((4, sizes.size))
     if costs is not None:
-        for index, size in enumerate(sizes[1:keep].tolist(), 1):
+        for index, size in enumerate(sizes[1:].tolist(), 1):
             key = key_of(lane, size, plan)
             pool, static = costs.pool_bytes(lane.mode, size), costs.static_bytes(size)
             figures[:, index] = costs.driver_bytes(key), costs.seconds(key), pool, static
-    return Candidates(lane, sizes[:keep], curve[:keep], *figures)
+    return Candidates(lane, sizes, times.at(lane.mode, sizes, lane.num_active_loras), *figures)

@@ -14,6 +14,9 @@ The cost of a step (i, j) is Monge, for (W(j) - W(i)) T(j) has the cross differe
 for i < i', j < j', and terms of i or j alone do not matter. So the best i moves up with j, and divide and conquer over
 j finds a level in O(N log N): N / 2 first, then the halves, each between the answers that enclose it.
 
+Sums of such costs are Monge, too: several kinds of batches, each with its W and T, may share the sizes. A size that is
+captured for m of them counts as m graphs: F_k(j) takes F_{k-m} of the size below, where m is that of c_j.
+
 Note [Candidates]
 ~~~~~~~~~~~~~~~~~
 Sizes at which no batch sits (after rounding up to multiples of q) are not needed. Let c be chosen, p the chosen size
@@ -27,6 +30,7 @@ So candidates end at the last c of which that is not true.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,44 +47,55 @@ class Paths:
     Attributes:
         cost: [K + 1, N + 1]; inf where there is no path (at least one size, and none chosen).
         parent: [K + 1, N + 1]: the size below the largest one, 0 for none.
+        each: Graphs of a size: [N + 1].
     """
 
     cost: Floats
     parent: npt.NDArray[np.int32]
+    each: Ints
 
     def sizes(self, graphs: int, last: int) -> list[int]:
         """Candidates chosen by the best path of at most so many graphs that ends at ``last``, ascending."""
         chosen: list[int] = []
         while last > 0:
             chosen.append(last)
-            last = int(self.parent[graphs, last])
-            graphs -= 1
+            last, graphs = int(self.parent[graphs, last]), graphs - int(self.each[last])
         return chosen[::-1]
 
 
-def best_paths(weights: Floats, times: Floats, graphs: int, price: Floats | None = None) -> list[Paths]:
+def best_paths(
+    weights: Floats, times: Floats, graphs: int, price: Floats | None = None, each: Ints | None = None
+) -> list[Paths]:
     """The least cost of every path, see Note [One lane], for several sets of weights.
 
     Args:
-        weights: W, cumulative: [sets, N + 1], nondecreasing, 0 at index 0.
-        times: T: [N + 1], or [sets, N + 1], nondecreasing; index 0 is not used.
+        weights: W, cumulative: [sets, N + 1], nondecreasing, 0 at index 0; of several kinds of batches that share
+            sizes: [kinds, sets, N + 1].
+        times: T: [N + 1], or as the weights, nondecreasing; index 0 is not used.
         graphs: K.
         price: Of each size: [N + 1]; None: 0.
+        each: Graphs that each size counts as: [N + 1]; None: 1.
     """
-    sets, width = weights.shape
-    times = np.broadcast_to(times, weights.shape)
+    *_, sets, width = weights.shape
+    times = np.broadcast_to(times, weights.shape).reshape(-1, sets, width)
+    weights = weights.reshape(-1, sets, width)
+    each = np.ones(width, dtype=np.int64) if each is None else each
+    counts = np.unique(each[1:]).tolist()
     cost = np.full((graphs + 1, sets, width), np.inf)
     cost[:, :, 0] = 0.0
     parent = np.zeros((graphs + 1, sets, width), dtype=np.int32)
     rounds = _rounds(width - 1)
     for level in range(1, graphs + 1):
-        after, below = _level(cost[level - 1], weights, times, rounds)
-        cost[level, :, 1:] = after[:, 1:] if price is None else after[:, 1:] + price[1:]
-        parent[level] = below[:, :width]
-        if np.array_equal(cost[level], cost[level - 1]):  # more graphs change nothing
+        for count in counts[: bisect_right(counts, level)]:
+            here = 1 + np.flatnonzero(each[1:] == count)
+            after, below = _level(cost[level - count], weights, times, rounds)
+            cost[level, :, here] = after[:, here].T + (0.0 if price is None else price[here, None])
+            parent[level, :, here] = below[:, here].T
+        before = level - max(counts, default=1)
+        if before >= 0 and np.array_equal(cost[level], cost[before]):  # more graphs change nothing
             cost[level:], parent[level:] = cost[level], parent[level]
             break
-    return [Paths(cost[:, number], parent[:, number]) for number in range(sets)]
+    return [Paths(cost[:, number], parent[:, number], each) for number in range(sets)]
 
 
 def _rounds(number: int) -> list[tuple[Ints, Ints, Ints]]:
@@ -105,7 +120,7 @@ def _level(
     the flat arrays serves all of them; a shared end has the upper neighbour's times there and is tried apart.
     """
     sets, width = before.shape
-    before, flat = before.ravel(), weights.ravel()
+    before, flat = before.ravel(), weights.reshape(len(weights), -1)
     after = np.full((sets, width), np.inf)
     parent = np.zeros((sets, width + 1), dtype=np.int64)
     parent[:, width] = width - 1
@@ -120,14 +135,17 @@ def _level(
         runs = np.append(low[1:], before.size)
         runs[1:] -= low[1:]
         owner = np.repeat(np.arange(number), runs)
-        time = times[:, middle].ravel()
-        value = before - flat * time.take(owner)  # faster than time[owner]
-        end = before[high] - flat[high] * time
+        time = times[:, :, middle].reshape(len(times), -1)
+        value, end = before.copy(), before[high]
+        for weight, took in zip(flat, time, strict=True):
+            value -= weight * took.take(owner)  # faster than took[owner]
+            end -= weight[high] * took
         inner = np.minimum.reduceat(value, spans.ravel())[::2]
         hits = np.flatnonzero(value == inner.take(owner))[::-1]
         best = high.copy()
         best[owner[hits]] = hits  # the first hit of each is written last
         at_end = (end < inner) | (low == high)
         parent[:, middle] = np.where(at_end, high, best).reshape(sets, -1) - offsets
-        after[:, middle] = np.where(at_end, end, inner).reshape(sets, -1) + weights[:, middle] * times[:, middle]
+        ran = (weights[:, :, middle] * times[:, :, middle]).sum(axis=0)
+        after[:, middle] = np.where(at_end, end, inner).reshape(sets, -1) + ran
     return after, parent

@@ -21,6 +21,7 @@ from cgplan.optimizer.evidence import (
     LadderPoint,
     LaneSizes,
     Limit,
+    LoadPoint,
     NextGraph,
     NotWorth,
     ParetoPoint,
@@ -28,7 +29,7 @@ from cgplan.optimizer.evidence import (
 )
 from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
 from cgplan.optimizer.lint import lint
-from cgplan.optimizer.search import MOST, Best, Limits, Search, best_plan
+from cgplan.optimizer.search import MOST, Best, Limits, ListSearch, Search, best_plan, search
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts, Record
 from cgplan.planning.plan import PLANNED_FOR, Lane, LeftOut, Plan, capture_config, capture_order, config_hash
@@ -37,15 +38,18 @@ from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes, format_microseconds, grouped
 
 FIRST, LAST = 64, 128  # graphs that curves go up to
-CLOSE = 0.01  # share of the time that graphs can save at all that may be left when a curve has gone far enough
-WORTH = 1e-4  # relative gain below which graphs are not worth a word
-ALIKE = 1e-3  # relative difference between steps that count as equally long
-EXACT = 1e-6  # relative gap that counts as none
-NO_GAIN = 0.01  # relative distance from the bound below which other sizes bring no gain in step time
+CLOSE = 0.01  # share of the time that graphs can save at all that a plan without a budget may leave
+# Shares of the time of those steps that graphs make faster, see Problem.changeable:
+WORTH = 1e-4  # a gain below which graphs are not worth a word
+ALIKE = 1e-3  # a difference between steps that count as equally long
+NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gain in step time
+EXACT = 1e-6  # a gap that counts as none
+INSURANCE = 0.1  # share of the steps that traffic need not show
+ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
-RULE = "without a budget the plan ends at 99% of what graphs can bring"
+RULE = "without a budget the plan has the fewest graphs that are as good as the ladder and bring 99% of what graphs can"
 UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
 
 
@@ -58,22 +62,37 @@ class Proposal(Record):
 
 def propose(
     config: Config,
-    traffic: Traffic,
+    traffic: Traffic | Sequence[tuple[Traffic, float]],
     times: StepTimes,
     costs: GraphCosts | None = None,
     failed: Mapping[Key, str] = MappingProxyType({}),
+    *,
+    insurance: float = 0.0,
+    worst: bool = False,
+    one_list: bool = False,
 ) -> Proposal:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to the next one. With
     a budget it is the best plan that the budget pays for, less graphs that together bring under 0.01%. Without one it
-    is the one with the fewest graphs that bring 99% of what a graph for every size would bring over eager steps.
+    is the one with the fewest graphs that are as good as the sizes or the ladder that the configuration asks for (or as
+    vLLM's, if that is faster): at most 0.1% longer for each traffic, and with insurance at most 1% for batches that
+    none shows; and that bring 99% of what a graph for every size would bring.
 
     LoRA cases whose step times are not told apart are planned as one, the largest of them. A key counts as one graph,
     also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a capture, not a plan.
 
     The capture sizes of ``config`` are only compared with. Without ``costs``, only ``budget.max_graphs`` bounds the
     plan. Keys in ``failed`` could not be captured, with the reason: the plan does without them, and says so.
+
+    Args:
+        traffic: Several traffics with their weights share the steps by these, however many steps each counts.
+        insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are chosen. Figures of
+            the evidence are of the traffic alone, but for the lower bound and the curve's choice.
+        worst: Minimise the largest regret over the traffics, that is step over best step of as many graphs, not the
+            mean step.
+        one_list: All lanes have the same sizes, as far as they may hold them: an engine with one list captures no
+            others.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see ``propose_boxes``.
@@ -90,37 +109,110 @@ def propose(
     base = base.model_copy(
         update={"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
     )
-    lanes = lanes_of(base.mode, times.told_apart(base.lora_cases))
-    problem = problem_of(lanes, traffic, times, base, costs, failed)
-    curve = Curve.of(problem, base, costs, budget.max_graphs)
+    loads = [(traffic, 1.0)] if isinstance(traffic, Traffic) else list(traffic)
+    lanes = lanes_of(base.mode, base.lora_cases if one_list else times.told_apart(base.lora_cases))
+    ladders = dict(_ladders(config))
+    asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
+
+    def curve_of(loads: Sequence[tuple[Traffic, float]]) -> Curve:
+        seen = Traffic.mixed(loads)
+        parts = [(seen, 1 - insurance), *([(seen.unseen(base), insurance)] if insurance else [])]
+        problem, alone = (
+            problem_of(lanes, part, times, base, costs, failed, one_list=one_list)
+            for part in (Traffic.mixed(parts), seen)
+        )
+        return Curve.of(problem, alone, seen, times, base, costs, budget.max_graphs)
+
     memory, seconds = (budget.memory, budget.capture_time) if costs is not None else (None, None)
     limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
     bounded = (budget.max_graphs, memory, seconds) != (None, None, None)
+    curve = curve_of(loads)
     if bounded:
         _check_one_graph(limits, curve)
-    else:
-        enough = curve.enough()
+    elif ladders:
+        enough = _enough(curve, ladders[_goal(ladders, asked, curve)], [load for load, _ in loads], insurance)
         limits = Limits(curve.last() if enough is None else enough)
-    best = best_plan(problem, limits, tolerance=WORTH)
+    else:
+        limits = Limits(curve.last())
+    best = best_plan(curve.problem, limits, slack=WORTH * curve.problem.changeable * bounded)
+    regrets: list[float] = []
+    if len(loads) > 1 and worst:
+        curve, best, regrets = _least_regret(curve, best, limits, loads, curve_of)
     if bounded and (budget.max_graphs or MOST + 1) > MOST:
-        least = problem.cheapest(MOST + 1)
+        least = curve.problem.cheapest(MOST + 1)
         if math.isfinite(least[0]) and limits.pays_for(MOST, *least):  # the budget has room for more than are planned
-            best = replace(best, bound=min(best.bound, problem.infinite_us * problem.weight))
+            best = replace(best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight))
     keys = curve.keys_of(best.chosen)
-    run = Run(keys, traffic, times)
-    used = {(use.lane, use.size) for use in run.uses}
-    keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
+    run = Run(keys, curve.seen, times)
+    if not insurance and not one_list:
+        used = {(use.lane, use.size) for use in run.uses}
+        keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
     plan = base.model_copy(
         update={
             "capture_sizes": tuple(sorted({descriptor.num_tokens for _, descriptor in keys})),
-            "sizes_source": f"{PLANNED_FOR} {traffic.source}",
+            "sizes_source": f"{PLANNED_FOR} {curve.seen.source}",
             "keys": keys,
             "predicted": costs and costs.of(keys),
         }
     )
-    asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
-    evidence = Case(plan, curve, bounded, best, run, failed, dict(_ladders(config)), asked).evidence()
+    case = Case(
+        plan, curve, bounded, best, run, failed, ladders, asked, insurance, [load for load, _ in loads], regrets
+    )
+    evidence = case.evidence()
     return Proposal(plan=plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}), evidence=evidence)
+
+
+def _goal(ladders: Mapping[str, Plan], asked: str, curve: Curve) -> str:
+    """The ladder that a plan without a budget has to be as good as: the one asked for, if vLLM's is not faster."""
+    names = [name for name in (asked, "vllm") if name in ladders] or [*ladders]
+    return min(names, key=lambda name: Run(ladders[name].keys, curve.seen, curve.times).expected_us)
+
+
+def _enough(curve: Curve, ladder: Plan, loads: Sequence[Traffic], insurance: float) -> int | None:
+    """The fewest graphs of the curve that bring 99% of what graphs can, and are as good as a ladder for each load, and
+    for what none shows.
+    """
+    parts = [(load, ALIKE) for load in loads]
+    parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
+    goals = []
+    for part, share in parts:
+        lanes = [lane.lane for lane in curve.problem.lanes]
+        changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
+        goals.append((part, Run(ladder.keys, part, curve.times).expected_us + share * changeable))
+    for graphs in range(curve.most_of_it(), curve.graphs + 1):
+        keys = curve.keys_of(curve.found.chosen(graphs))
+        if all(Run(keys, part, curve.times).expected_us <= goal for part, goal in goals):
+            return graphs
+    return None
+
+
+def _least_regret(
+    curve: Curve,
+    best: Best,
+    limits: Limits,
+    loads: Sequence[tuple[Traffic, float]],
+    curve_of: Callable[[Sequence[tuple[Traffic, float]]], Curve],
+) -> tuple[Curve, Best, list[float]]:
+    """The plan whose largest regret over the loads is least, among those that are best for some weights of them; and
+    the best step of each load.
+    """
+    alone = []
+    for load, _ in loads:
+        own = curve_of([(load, 1.0)])
+        keys = own.keys_of(best_plan(own.problem, limits).chosen)
+        alone.append(Run(keys, load, curve.times).expected_us)
+    weights = np.array([1 / least for least in alone])
+    found, least = (curve, best), math.inf
+    for step in range(ROUNDS):
+        keys = curve.keys_of(best.chosen)
+        steps = [Run(keys, load, curve.times).expected_us for load, _ in loads]
+        regrets = np.array(steps) / alone - 1
+        if regrets.max() < least:
+            found, least = (curve, best), float(regrets.max())
+        weights *= np.exp(4 / (1 + step) * (regrets - regrets.mean()) / max(float(regrets.max()), EXACT))
+        curve = curve_of([(load, float(weight)) for (load, _), weight in zip(loads, weights, strict=True)])
+        best = best_plan(curve.problem, limits)
+    return *found, alone
 
 
 def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None = None) -> Config:
@@ -169,19 +261,37 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds of a batch."""
+    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds of a batch.
+
+    Attributes:
+        problem, found: Of what is planned for, insurance included.
+        alone, seen: The problem of the traffic alone, and the traffic.
+    """
 
     problem: Problem
+    alone: Problem
+    seen: Traffic
+    times: StepTimes
     plan: Plan
     costs: GraphCosts | None
-    found: Search
+    found: Search | ListSearch
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan, costs: GraphCosts | None, most: int | None) -> Curve:
-        """A curve of 64 graphs; of 128 where 64 do not bring 99% of what graphs can bring, or ``most`` allows more."""
-        curve = cls(problem, plan, costs, Search(problem, Limits(FIRST), curve=True))
-        if curve.enough() is None or (most or 0) > FIRST:
-            curve = cls(problem, plan, costs, Search(problem, Limits(LAST), curve=True))
+    def of(
+        cls,
+        problem: Problem,
+        alone: Problem,
+        seen: Traffic,
+        times: StepTimes,
+        plan: Plan,
+        costs: GraphCosts | None,
+        most: int | None,
+    ) -> Curve:
+        """A curve of 64 graphs; of 128 where ``most`` allows more, or 64 are not as good as a graph for each size."""
+        curve = cls(problem, alone, seen, times, plan, costs, search(problem, Limits(FIRST), curve=True))
+        near = problem.infinite_us * problem.weight + NO_GAIN * problem.changeable
+        if curve.found.value[-1] > near or (most or 0) > FIRST:
+            curve = replace(curve, found=search(problem, Limits(LAST), curve=True))
         return curve
 
     @property
@@ -192,18 +302,30 @@ class Curve:
         return float(self.found.value[graphs]) / self.problem.weight
 
     def fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs with which steps are no longer than that; None if the curve does not get there."""
-        enough = np.flatnonzero(self.found.value <= expected_us * self.problem.weight * (1 + 1e-9))
-        return int(enough[0]) if enough.size else None
+        """The fewest graphs with which steps are no longer than that; None if the curve does not get there.
 
-    def enough(self) -> int | None:
-        """The fewest graphs that bring 99% of what a graph for every size would; None if the curve is too short."""
+        Points of a curve are proven to 0.05%: where a bound leaves it open, fewer graphs are searched to the end.
+        """
+        goal = expected_us * self.problem.weight * (1 + 1e-9)
+        enough = np.flatnonzero(self.found.value <= goal)
+        if not enough.size:
+            return None
+        graphs = int(enough[0])
+        while graphs and self.found.bound[graphs - 1] <= goal:
+            if search(self.problem, Limits(graphs - 1)).value[-1] > goal:
+                break
+            graphs -= 1
+        return graphs
+
+    def most_of_it(self) -> int:
+        """The fewest graphs that bring 99% of what a graph for every size would; all, if the curve is too short."""
         eager, bound = self.problem.eager_total / self.problem.weight, self.problem.infinite_us
-        return self.fewest(bound + CLOSE * (eager - bound))
+        return self.fewest(bound + CLOSE * (eager - bound)) or self.graphs * (eager > bound)
 
     def last(self) -> int:
         """The number of graphs from which more bring less than 0.01%."""
-        return self.fewest(self.expected_us(self.graphs) * (1 + WORTH)) or 0
+        slack = WORTH * self.problem.changeable / self.problem.weight
+        return self.fewest(self.expected_us(self.graphs) + slack) or 0
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
         return capture_order(
@@ -220,8 +342,9 @@ class Curve:
     def point(self, graphs: int | None) -> ParetoPoint | None:
         if graphs is None:
             return None
-        cost = self.price(self.keys_of(self.found.chosen(graphs)))
-        return ParetoPoint(graphs=graphs, expected_us=self.expected_us(graphs), **cost)
+        keys = self.keys_of(self.found.chosen(graphs))
+        expected = Run(keys, self.seen, self.times).expected_us
+        return ParetoPoint(graphs=graphs, expected_us=expected, **self.price(keys))
 
 
 @dataclass(frozen=True)
@@ -234,6 +357,7 @@ class Case:
         failed: Keys that the plan does without, and why they could not be captured.
         ladders: Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes that it lists.
         asked: Which of them the configuration asks for; absent from ``ladders`` if no size of it is left.
+        loads, best_alone: The traffics, and the best step of each, where that was sought.
     """
 
     plan: Plan
@@ -244,11 +368,15 @@ class Case:
     failed: Mapping[Key, str]
     ladders: Mapping[str, Plan]
     asked: str
+    insurance: float
+    loads: Sequence[Traffic]
+    best_alone: Sequence[float]
 
     def evidence(self) -> Evidence:
-        plan, curve, run, problem, costs = self.plan, self.curve, self.run, self.curve.problem, self.curve.costs
-        expected = run.expected_us
-        lower = min(self.best.bound / problem.weight, expected)
+        plan, curve, run, costs = self.plan, self.curve, self.run, self.curve.costs
+        problem, alone = curve.problem, curve.alone
+        lower = min(self.best.bound, self.best.least)
+        saved = max(problem.eager_total - problem.infinite_us * problem.weight, EXACT)
         ladders = tuple(self._ladder(name, ladder) for name, ladder in self.ladders.items())
         return Evidence(
             traffic_source=run.traffic.source,
@@ -261,9 +389,9 @@ class Case:
             rule=self._rule(),
             graphs=len(plan.keys),
             **curve.price(plan.keys),
-            expected_us=Expected(plan=expected, eager=problem.eager_total / problem.weight, bound=problem.infinite_us),
-            lower_bound_us=lower,
-            gap=expected / lower - 1,
+            expected_us=Expected(plan=run.expected_us, eager=alone.eager_total / alone.weight, bound=alone.infinite_us),
+            lower_bound_us=min(lower / problem.weight, math.inf if self.insurance else run.expected_us),
+            gap=(problem.total_of(self.best.chosen) - lower) / saved,
             exact=self._exact,
             binding=self._binding(),
             next_graph=self._next_graph(),
@@ -283,11 +411,31 @@ class Case:
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(self.failed.items()),
+            insurance=self.insurance,
+            loads=tuple(self._loads()),
         )
+
+    def _loads(self) -> Iterator[LoadPoint]:
+        ladder = self.ladders.get(self.asked)
+        best: Sequence[float | None] = self.best_alone or [None] * len(self.loads)
+        for load, alone in zip(self.loads, best, strict=True) if len(self.loads) > 1 else ():
+            theirs = None if ladder is None else Run(ladder.keys, load, self.run.times).expected_us
+            mine = Run(self.plan.keys, load, self.run.times).expected_us
+            yield LoadPoint(source=load.source, expected_us=mine, ladder_us=theirs, best_us=alone)
 
     @property
     def _exact(self) -> bool:
-        return self.best.least <= self.best.bound * (1 + EXACT)
+        return self.best.least <= self.best.bound + EXACT * self.curve.problem.changeable
+
+    @property
+    def _changeable_us(self) -> float:
+        """Of the mean step of the traffic: what the steps take that graphs make faster."""
+        return self.curve.alone.changeable / self.curve.alone.weight
+
+    @property
+    def _unchanged_us(self) -> float:
+        """Of the mean step: what the other steps take, with any graphs."""
+        return self.curve.alone.infinite_us - self._changeable_us
 
     @property
     def _unbounded(self) -> tuple[Limit, ...]:
@@ -309,6 +457,12 @@ class Case:
 
     def _ladder(self, name: str, plan: Plan) -> LadderPoint:
         run, curve = Run(plan.keys, self.run.traffic, self.run.times), self.curve
+        planned_for = curve.problem.weight
+        parts = [(run.expected_us, 1 - self.insurance)]
+        if self.insurance:
+            unseen = self.run.traffic.unseen(curve.plan)
+            parts.append((Run(plan.keys, unseen, self.run.times).expected_us, self.insurance))
+        insured = sum(mean * share for mean, share in parts)
         return LadderPoint(
             name=name,
             graphs=len(plan.keys),
@@ -316,9 +470,9 @@ class Case:
             **curve.price(plan.keys),
             padding=run.padding,
             unused=len(plan.keys) - sum(use.size is not None for use in run.uses),
-            equal=curve.point(curve.fewest(run.expected_us)),
-            alike=curve.point(curve.fewest(run.expected_us * (1 + ALIKE))),
-            no_gain=run.expected_us <= (1 + NO_GAIN) * curve.problem.infinite_us,
+            equal=curve.point(curve.fewest(insured)),
+            alike=curve.point(curve.fewest(insured + ALIKE * curve.problem.changeable / planned_for)),
+            no_gain=run.expected_us <= curve.alone.infinite_us + NO_GAIN * self._changeable_us,
         )
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
@@ -338,7 +492,7 @@ class Case:
                 yield key, FAILED
             elif weight == 0:
                 yield key, NO_BATCH
-            elif gain < WORTH:
+            elif gain < WORTH * self._changeable_us:
                 yield key, NO_GRAPH_GAIN
             elif broken := self._broken([*self.plan.keys, key]):
                 yield key, ", ".join(f"budget.{limit}" for limit in broken)
@@ -354,7 +508,11 @@ class Case:
     def _rule(self) -> str:
         if not self.bounded:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
-            return f"{why}: the fewest graphs that bring {1 - CLOSE:.0%} of what a graph for every size would bring"
+            goal = _goal(self.ladders, self.asked, self.curve) if self.ladders else "vllm"
+            ladder = "the configured sizes" if goal == "configured" else f"the {goal} ladder"
+            unseen = f", and {NO_GAIN:.0%} for batches that the traffic does not show" if self.insurance else ""
+            as_good = f"as good as {ladder} within {ALIKE:.1%}{unseen}"
+            return f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of what graphs can"
         write: dict[str, Callable[[Any], str]]
         write = {"max_graphs": str, "memory": format_bytes, "capture_time": "{:.4g} s".format}
         known = [name for name in write if name in self.plan.budget and name not in self._unbounded]
@@ -363,7 +521,8 @@ class Case:
 
     def _binding(self) -> tuple[Limit, ...]:
         """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for every size."""
-        better, problem = self.run.expected_us * (1 - WORTH), self.curve.problem
+        problem = self.curve.problem
+        better = (problem.total_of(self.best.chosen) - WORTH * problem.changeable) / problem.weight
         if not self.bounded or better < problem.infinite_us:
             return ()
         graphs = self.curve.fewest(better)
@@ -371,11 +530,11 @@ class Case:
         return self._broken(self.curve.keys_of(every if graphs is None else self.curve.found.chosen(graphs)))
 
     def _next_graph(self) -> NextGraph | None:
-        graphs, expected = len(self.plan.keys) + 1, self.run.expected_us
+        graphs, problem = len(self.plan.keys) + 1, self.curve.problem
         if graphs > self.curve.graphs:
             return None
-        gain = max(expected - self.curve.expected_us(graphs), 0.0)
-        return NextGraph(microseconds=gain, percent=100 * gain / expected)
+        gain = max(problem.total_of(self.best.chosen) / problem.weight - self.curve.expected_us(graphs), 0.0)
+        return NextGraph(microseconds=gain, percent=100 * gain * problem.weight / max(problem.changeable, EXACT))
 
     def _not_worth(self) -> Iterator[NotWorth]:
         """Sizes of the planned lanes at which a graph brings nothing: no batch would run in it, none that comes there
@@ -418,17 +577,17 @@ class Case:
             return f"{format_microseconds(expected)} a step with {graphs}"
         whose = "the configured sizes'" if ladder.name == "configured" else f"the {ladder.name} ladder's"
         theirs = f"with {whose} {counted(ladder.graphs, 'graph')}"
-        change = expected / ladder.expected_us - 1
+        change = (expected - ladder.expected_us) / max(ladder.expected_us - self._unchanged_us, EXACT)
         if change > NO_GAIN:
-            return f"steps {change:.1%} longer than {theirs}, with {graphs}: see what binds"
+            return f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: see what binds"
         if ladder.no_gain:
-            away, less = ladder.expected_us / self.curve.problem.infinite_us - 1, ""
+            away, less = (ladder.expected_us - self.curve.alone.infinite_us) / max(self._changeable_us, EXACT), ""
             if ladder.equal is not None:
                 verb = "is" if ladder.equal.graphs == 1 else "are"
                 less = f"; {counted(ladder.equal.graphs, 'graph')} {verb} as fast"
             return f"no gain in step time: {theirs} it is {away:.2%} above the bound{less}"
         if change < -NO_GAIN:
-            return f"steps {-change:.1%} shorter than {theirs}, with {graphs}"
+            return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
 
 

@@ -20,7 +20,14 @@ follow from the ends. Where the keys of a mode cost the same, the numbers of gra
 Otherwise the cheapest key of each mode counts. That allows too much, so it gives a bound; and if the limits pay for the
 plan all the same, it is the best one. If not, one rate prices bytes and seconds, each as a share of its limit, and
 bisection finds the smallest rate at which the best plan fits. The least of time + price * cost, less price * limit, is
-below every plan within the limits (a Lagrangian relaxation).
+below every plan within the limits (a Lagrangian relaxation). Where some larger graph costs less than a smaller one, a
+bound is that of costs which no graph for the same batches is below.
+
+Note [One list]
+~~~~~~~~~~~~~~~
+Some engines capture each size in all lanes that may hold it. A batch then runs at the smallest size that holds it, in
+the first of its lanes that may hold that size: one path for all lanes, in which each kind of batches has its own times,
+and a size counts as many graphs as lanes hold it (the end of Note [One lane]).
 """
 
 from __future__ import annotations
@@ -29,8 +36,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cgplan.optimizer.lanes import Candidates, Problem
 from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths
@@ -79,8 +88,9 @@ class Best:
     bound: float
 
 
-def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0) -> Best:
-    """The best plan within the limits; of those within ``tolerance`` (relative) of it, the one with the fewest graphs.
+def best_plan(problem: Problem, limits: Limits, *, slack: float = 0.0) -> Best:
+    """The best plan within the limits; of those within ``slack`` (microseconds, times weight) of it, the one with the
+    fewest graphs.
 
     Exact with one lane, and with two as long as the effort lasts, if only the number of graphs is limited or all keys
     of a mode cost the same; otherwise ``bound`` says how good it is. The plan may have no graph.
@@ -89,34 +99,30 @@ def best_plan(problem: Problem, limits: Limits, *, tolerance: float = 0.0) -> Be
     def pays(chosen: Chosen) -> bool:
         return limits.pays_for(*problem.costs_of(chosen))
 
-    def paid(found: Search) -> int:
+    def paid(found: Search | ListSearch) -> int:
         """The number of graphs up to which the plans are within the limits."""
         return bisect_left(numbers[: limits.graphs], True, key=lambda graphs: not pays(found.chosen(graphs)))
 
-    numbers = range(1, limits.graphs + 1)
-    limits = replace(
-        limits, graphs=bisect_left(numbers, True, key=lambda k: not limits.pays_for(k, *problem.cheapest(k)))
-    )
-    found = Search(problem, limits)
-    enough = found.value <= found.value[-1] * (1 + max(tolerance, PROVEN))
-    chosen, bound = found.chosen(int(np.flatnonzero(enough)[0])), float(found.bound[-1])
+    numbers, true = range(1, limits.graphs + 1), problem.relaxed or problem
+    limits = replace(limits, graphs=bisect_left(numbers, True, key=lambda k: not limits.pays_for(k, *true.cheapest(k))))
+    found = search(problem, limits)
+    enough = found.value <= found.value[-1] * (1 + PROVEN) + slack
+    chosen = found.chosen(int(np.flatnonzero(enough)[0]))
+    bound = float((found if true is problem else search(true, limits)).bound[-1])
     if pays(chosen):
         return Best(chosen, min(float(found.value[-1]), problem.total_of(chosen)), bound)
     best: Chosen = ((),) * len(problem.lanes)
     low, high, rate = 0.0, np.inf, 0.01
     for _ in range(SWEEPS):
-        found = Search(problem, limits, rate=rate, effort=EFFORT // SWEEPS)
-        bound = max(bound, float(found.bound[-1]) - found.budget_price)
+        found = search(problem, limits, rate=rate, effort=EFFORT // SWEEPS)
+        priced = found if true is problem else search(true, limits, rate=rate, effort=EFFORT // SWEEPS)
+        bound = max(bound, float(priced.bound[-1]) - priced.budget_price)
         graphs = paid(found)
         best = min(best, found.chosen(graphs), key=problem.total_of)
         low, high = (low, rate) if graphs == limits.graphs else (rate, high)
         rate = 2 * rate if high == np.inf else (low + high) / 2
     while True:  # spend the rest of the limits, graph by graph, on the one that saves most
-        more = (
-            (*best[:at], tuple(sorted({*best[at], index})), *best[at + 1 :])
-            for at, lane in enumerate(problem.lanes)
-            for index in range(1, lane.sizes.size, 1 + lane.sizes.size // SAMPLE)
-        )
+        more = problem.with_one_more(best, SAMPLE)
         filled = min(filter(pays, more), key=problem.total_of, default=best)
         total = problem.total_of(best)
         if problem.total_of(filled) >= total * (1 - PROVEN):
@@ -168,10 +174,7 @@ class Search:
         self.value = self.bound = np.full(graphs + 1, problem.eager_total)
         if not lanes:
             return
-        saved = problem.eager_total - problem.infinite_us * problem.weight
-        self._byte, second = (rate * saved / limit if limit else 0.0 for limit in (limits.memory, limits.seconds))
-        self.budget_price = self._byte * (limits.memory or 0) + second * ((limits.seconds or 0) - problem.once)
-        self._prices = [self._byte * lane.driver + second * lane.seconds for lane in lanes]
+        self._byte, self.budget_price, self._prices = _prices(problem, limits, rate)
         self._holds = [[demand.below(lane.sizes) for lane in lanes] for demand in problem.demands]
         self._found: dict[tuple[int, ...], Paths] = {}
         # Lanes of the other mode, and those of the last lane's mode before it.
@@ -245,7 +248,7 @@ class Search:
         around = set(list(product(*((0, int(top)) for top in tops)))[-CORNERS:])
         tried: set[tuple[int, ...]] = set()
         shift = 1
-        while shift <= int(tops.max()).bit_length():
+        while shift <= max(int(tops.max()), 1).bit_length():
             before = self.value
             self._try(sorted(around - tried)[: max(self._left, 1)])
             tried |= around
@@ -355,6 +358,65 @@ class Search:
         for first, row in enumerate(table):
             np.minimum(least[first:], row[: len(row) - first], out=least[first:])
         return np.asarray(np.minimum.accumulate(least))
+
+
+class ListSearch:
+    """The same for plans whose lanes share one list of sizes, see Note [One list]; exact for each number of graphs
+    where nothing else is limited. Seconds and driver bytes bound it by their ``rate`` alone.
+    """
+
+    def __init__(
+        self, problem: Problem, limits: Limits, *, rate: float = 0.0, curve: bool = False, effort: int = EFFORT
+    ) -> None:
+        del curve, effort  # all numbers of graphs are proven
+        self._problem, graphs = problem, limits.graphs
+        longest = max(problem.lanes, key=lambda lane: lane.sizes.size)
+        self._sizes = longest.sizes
+        byte, self.budget_price, prices = _prices(problem, limits, rate)
+        held = [self._sizes <= lane.sizes[-1] for lane in problem.lanes]
+
+        def padded(figures: Sequence[Floats]) -> Floats:
+            return np.stack([np.append(own, np.zeros(self._sizes.size - own.size)) for own in figures])
+
+        fixed = longest.static + padded([lane.pool for lane in problem.lanes]).max(axis=0)
+        fixed[1:] += problem.workspace
+        weights = np.stack([demand.weight[demand.below(self._sizes)] for demand in problem.demands])[:, None]
+        times = np.stack([self._times(demand.lanes, held) for demand in problem.demands])[:, None]
+        self._is_proven = bool((np.diff(times[..., 1:]) >= 0).all())
+        times = np.maximum.accumulate(times, axis=-1)
+        each = np.sum(held, axis=0)
+        (self._paths,) = best_paths(weights, times, graphs, padded(prices).sum(axis=0), each)
+        beyond = sum(demand.eager[-1] - demand.eager[demand.below(self._sizes)] for demand in problem.demands)
+        self._total = self._paths.cost + beyond + problem.eager_us + byte * fixed
+        if limits.memory is not None:
+            self._total[:, fixed > limits.memory * (1 + ROUNDING)] = np.inf
+        self.value = np.minimum.accumulate(self._total.min(axis=1))
+        self.bound = self.value if self._is_proven else np.full(graphs + 1, -np.inf)
+
+    def _times(self, lanes: Sequence[int], held: Sequence[npt.NDArray[np.bool_]]) -> Floats:
+        times = np.full(self._sizes.size, np.inf)
+        for index in reversed(lanes):
+            times[held[index]] = self._problem.lanes[index].times
+        times[0] = 0.0  # no size
+        return times
+
+    def chosen(self, graphs: int) -> Chosen:
+        graphs = int(self._total[: graphs + 1].min(axis=1).argmin())
+        picked = self._paths.sizes(graphs, int(self._total[graphs].argmin()))
+        return tuple(tuple(n for n in picked if n < lane.sizes.size) for lane in self._problem.lanes)
+
+
+def search(problem: Problem, limits: Limits, **options: Any) -> Search | ListSearch:
+    """The best plans of a problem, by their number of graphs."""
+    return (ListSearch if problem.one_list and problem.lanes else Search)(problem, limits, **options)
+
+
+def _prices(problem: Problem, limits: Limits, rate: float) -> tuple[float, float, list[Floats]]:
+    """At a rate: the price of a byte, of the whole budget, and of the keys of each lane."""
+    saved = problem.eager_total - problem.infinite_us * problem.weight
+    byte, second = (rate * saved / limit if limit else 0.0 for limit in (limits.memory, limits.seconds))
+    whole = byte * (limits.memory or 0) + second * ((limits.seconds or 0) - problem.once)
+    return byte, whole, [byte * lane.driver + second * lane.seconds for lane in problem.lanes]
 
 
 def _raised(lane: Candidates, sizes: list[int]) -> tuple[int, ...]:

@@ -99,6 +99,7 @@ class EstimatedCosts(GraphCosts):
     def __init__(self, recordings: Sequence[Recording], config: Config, note: str = "") -> None:
         self.config = config
         ascending = sorted(recordings, key=lambda r: r.num_tokens)
+        self.bends = sorted({recording.num_tokens for recording in ascending})
         self._lanes = grouped(((recording.mode, recording.has_lora), recording) for recording in ascending)
         self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
         self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)

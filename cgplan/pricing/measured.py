@@ -121,6 +121,7 @@ class MeasuredCosts(GraphCosts):
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
+        self.bends = sorted({key.num_tokens for key in self._keys})
         self.notes = (*notes, *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)))
         self._pools: dict[CUDAGraphMode, list[tuple[int, int]]] = {}
         for mode, points in pools.items():  # a pool into which a size has been captured holds every smaller one

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -80,6 +81,35 @@ class Traffic(Record):
     def total(self) -> float:
         """Sum of all weights: the number of steps, where weights are counts."""
         return sum(weight for _, weight in self.histogram)
+
+    @classmethod
+    def mixed(cls, parts: Sequence[tuple[Traffic, float]]) -> Traffic:
+        """Traffic of several kinds: each has its weight as a share of the steps, however many it counts."""
+        if len(parts) == 1:
+            return parts[0][0]
+        whole, weights = sum(part.total for part, _ in parts), sum(weight for _, weight in parts)
+        counts = [
+            (shape, count / part.total * weight / weights * whole)
+            for part, weight in parts
+            for shape, count in part.histogram
+        ]
+        notes = dict.fromkeys(note for part, _ in parts for note in part.notes)
+        return cls.of(counts, " and ".join(part.source for part, _ in parts), notes)
+
+    def unseen(self, plan: Plan) -> Traffic:
+        """Batches that this traffic need not show: spread evenly in log size, up to ``max_num_seqs`` requests of the
+        plan, in as many steps of each kind (uniform decode or mixed, LoRA case) as there are here.
+        """
+        shares: Counter[tuple[bool, int]] = Counter()
+        for shape, weight in self.histogram:
+            shares[shape.uniform, shape.num_active_loras] += weight  # type: ignore[assignment]
+        q, counts = plan.query_len, dict[StepShape, float]()
+        most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
+        harmonic = sum(1 / reqs for reqs in range(1, most + 1))
+        for (uniform, loras), weight in shares.items():
+            for reqs in range(1, most + 1):
+                counts[StepShape(q * reqs, reqs, uniform, loras)] = weight / reqs / harmonic
+        return Traffic.of(counts, f"batches of 1 to {most} requests, evenly in log size")
 
 
 class StepCounts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from plans import Costs, plan_of
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
 from cgplan.optimizer.paths import best_paths
-from cgplan.optimizer.search import Chosen, Limits, Search, best_plan
+from cgplan.optimizer.search import Chosen, Limits, Search, best_plan, search
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane
@@ -409,10 +409,69 @@ def test_a_curve_does_not_claim_more_than_it_proves(proven: float, monkeypatch: 
         assert best.least * (1 - 1e-9) <= curve.value[graphs] <= best.least * (1 + proven) / (1 - proven)
 
 
-def test_a_tolerance_saves_graphs() -> None:
+def test_slack_saves_graphs() -> None:
     instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 33), 1))
     problem = instance.problem()
-    exact, rough = (best_plan(problem, Limits(20), tolerance=t) for t in (0.0, 0.1))
+    least = best_plan(problem, Limits(20)).least
+    exact, rough = (best_plan(problem, Limits(20), slack=share * least) for share in (0.0, 0.1))
     assert len(rough.chosen[0]) < len(exact.chosen[0]) == 20
     assert problem.total_of(rough.chosen) <= 1.1 * problem.total_of(exact.chosen)
     assert rough.least == exact.least
+
+
+# --- costs that fall, and one list of sizes -------------------------------------------------------------------
+
+
+class Noisy(Costs):
+    """Costs of each size by a table, which may fall."""
+
+    def __init__(self, table: list[tuple[int, float]]) -> None:
+        super().__init__(pool=1, static=1, workspace=3, each=1, seconds=1, slope=0, once=0.5)
+        self.table, self.bends = table, range(1, len(table) + 1)
+
+    def driver_bytes(self, key: Key) -> int:
+        return self.table[key[1].num_tokens - 1][0] + 2 * (key[0] is PIECEWISE)
+
+    def seconds(self, key: Key) -> float:
+        return self.table[key[1].num_tokens - 1][1]
+
+
+NOISY = st.builds(Noisy, st.lists(st.tuples(st.integers(0, 30), st.floats(0.1, 3)), min_size=14, max_size=14))
+
+
+@settings(max_examples=120, deadline=None)
+@given(instance=ONE_LANE | TWO_LANES, costs=NOISY, limits=BUDGETS)
+def test_bounds_are_true_where_costs_fall_with_the_size(instance: Instance, costs: Noisy, limits: Limits) -> None:
+    problem, every = instance.problem(costs), brute_force(instance, costs)
+    if not problem.demands:
+        return
+    best = best_plan(problem, limits)
+    assert best.bound <= every.best(limits) * problem.weight * (1 + 1e-9)
+    check_within(instance, problem, best.chosen, costs, limits, problem.total_of(best.chosen))
+
+
+@settings(max_examples=120, deadline=None)
+@given(instance=ONE_LANE | TWO_LANES | FOUR_LANES, graphs=st.integers(1, 8))
+def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> None:
+    """Every set of sizes, each in all lanes that may hold it; where a graph of a larger size is not slower."""
+    plan, times = instance.plan, instance.times
+    problem = problem_of(instance.lanes, instance.traffic, times, plan, None, one_list=True)
+    if not problem.demands:
+        return
+    found = search(problem, Limits(graphs))
+    served = [lane.lane for lane in problem.lanes]
+    stride = max(stride_of(lane, plan) for lane in served)
+    most = max(largest_of(lane, plan) for lane in served)
+    least = problem.eager_total / problem.weight
+    for number in range(1, graphs + 1):
+        for sizes in combinations(range(stride, most + 1, stride), number):
+            keys = [key_of(lane, n, plan) for lane in served for n in sizes if n <= largest_of(lane, plan)]
+            if len(keys) <= graphs:
+                least = min(least, Run(keys, instance.traffic, times).expected_us)
+    assert found.bound[-1] / problem.weight <= least * (1 + 1e-9)
+    chosen = found.chosen(graphs)
+    assert sum(map(len, chosen)) <= graphs
+    expected = Run(instance.keys(problem, chosen), instance.traffic, times).expected_us
+    if np.isfinite(found.bound[-1]):
+        assert expected == pytest.approx(least)
+    assert expected <= found.value[-1] / problem.weight * (1 + 1e-9)
