@@ -396,7 +396,7 @@ def check(
         from cgplan.cli.inspect import check_vllm
         from cgplan.planning.engines import read_vllm
 
-        check_vllm(read_vllm(vllm or "{}", **of_vllm), log)
+        check_vllm(read_vllm(vllm or "", **of_vllm), log)
 
 
 app.add_typer(engines, name="vllm")

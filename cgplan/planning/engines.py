@@ -127,10 +127,13 @@ def read_vllm(
     ]
     if without_piecewise:
         notes.append(f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is {level}")
-    notes.append(
-        "vLLM lowers the mode where its attention backend cannot be captured; here it is taken to be capturable"
-    )
-    return VllmConfig(loaded, tuple(notes), tuple(_lost(config, build_plan(loaded.config))))
+    plan = build_plan(loaded.config)
+    if plan.query_len > 1 and plan.mode.decode_mode() is CUDAGraphMode.FULL:
+        notes.append(
+            "sizes are multiples of a request's tokens; vLLM's Model Runner V2 does not round those of mixed batches"
+        )
+    notes.append("vLLM lowers the mode where its attention backend cannot be captured: that is taken not to happen")
+    return VllmConfig(loaded, tuple(notes), tuple(_lost(config, plan)))
 
 
 def _lost(asked: Config, plan: Plan) -> Iterator[str]:

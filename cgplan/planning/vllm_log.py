@@ -75,7 +75,7 @@ class StartLog:
         advice = min((tuple(map(float, found)) for found in _ADVICE.findall(text)), key=lambda a: a[3], default=())
         return cls(
             seconds=max(seconds for _, seconds in finished),
-            bytes=round(max(gib for gib, _ in finished) * GIB),
+            bytes=round(max(0.0, *(gib for gib, _ in finished)) * GIB),
             graphs=graphs,
             reserved=round(reserved * GIB),
             by_mode={
